@@ -1,0 +1,34 @@
+"""everyrank: PyTorch distributed training that checks its own numbers.
+
+    from everyrank import Layout, Launch, find_workload, run
+
+    [record] = run(find_workload("digits"), Layout("ddp"), Launch(processes=2))
+
+A `Workload` fixes the mathematics, a `Layout` fixes where it runs, a `Launch` how its processes start, and a `Record`
+tells all of one run. Nothing here imports torch before it is needed.
+"""
+
+from everyrank.errors import EveryrankError
+from everyrank.launch import Launch
+from everyrank.layout import Layout, parse_layout
+from everyrank.record import Record, read_records, write_records
+from everyrank.workload import Workload, find_workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EveryrankError",
+    "Launch",
+    "Layout",
+    "Record",
+    "Workload",
+    "bench",
+    "find_workload",
+    "parse_layout",
+    "read_records",
+    "run",
+    "verify",
+    "write_records",
+]
+
+from everyrank.session import bench, run, verify  # noqa: E402  (they need __version__)

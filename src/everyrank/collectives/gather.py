@@ -1,0 +1,50 @@
+"""Sums and gathers of small tensors over all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyrank.world import World
+
+__all__ = ["all_equal", "gather", "sum_over_ranks"]
+
+
+def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
+    """The sum of every rank's `shares`, float64 on CPU, the same on all ranks. A collective."""
+    total = shares.detach().to(world.device, torch.float64, copy=True)
+    if world.group is not None and world.size > 1:
+        dist.all_reduce(total, group=world.group)
+    return total.cpu()
+
+
+def gather(values: Tensor, world: World) -> list[Tensor]:
+    """Every rank's `values` (any shape, the same dtype), by rank, on CPU and on all ranks. A collective."""
+    if world.group is None or world.size == 1:
+        return [values.detach().cpu().clone()]
+    flat = values.detach().reshape(-1).to(world.device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([len(flat)], device=world.device), group=world.group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=flat.dtype, device=world.device)
+    padded[: len(flat)] = flat
+    rows = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(rows, padded, group=world.group)
+    return [row[: int(size)].cpu() for row, size in zip(rows, sizes, strict=True)]
+
+
+def all_equal(tensors: list[Tensor], world: World) -> bool:
+    """Whether every rank holds the same bits in `tensors`. A collective."""
+    if world.group is None or world.size == 1:
+        return True
+    sums = [_fingerprint(tensor) for tensor in tensors]
+    rows = gather(torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64), world)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """A number that changes with any bit and with any exchange of two elements: a weighted sum of the bytes."""
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, len(octets) + 1, device=octets.device) * 2654435761 % 4294967291
+    return (octets * weights).sum().cpu()

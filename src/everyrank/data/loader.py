@@ -1,0 +1,222 @@
+"""Read the samples of one rank: loader workers, augmentation randomness, pinned memory.
+
+Everything that decides *which* samples are read is in slicing.py and order.py; here they are only fetched.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from everyrank.data.order import Update, epoch_order, update_samples
+from everyrank.data.slicing import Slice, cut, micro_batches
+from everyrank.errors import WorkloadError
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["Batch", "batches_for_evaluation", "batches_for_updates", "map_tensors", "mix"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a micro-batch.
+
+    input, target   as the workload's collate made them, on the rank's device
+    size            real samples; 0: `input` holds one borrowed sample of weight zero, because zero-length tensors
+                    break user code
+    start, total    where this part stands in the global batch, and the size of that
+    """
+
+    input: Any
+    target: Any
+    size: int
+    start: int
+    total: int
+
+    @property
+    def weight(self) -> float:
+        """What the loss of this part is multiplied by: 0 for a borrowed sample, else 1."""
+        return 1.0 if self.size else 0.0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What to fetch for one `Batch`: (epoch, sample) pairs."""
+
+    samples: list[tuple[int, int]]
+    size: int
+    start: int
+    total: int
+
+
+def batches_for_updates(
+    workload: Workload,
+    dataset: Any,
+    updates: Iterable[Update],
+    reads: Slice,
+    accumulate: int,
+    world: World,
+    dtype: torch.dtype,
+    reverse: bool = False,
+) -> Iterator[list[Batch]]:
+    """For each update, this rank's part of each micro-batch.
+
+    `reverse` turns the samples round within each micro-batch: the same mathematics in another order of addition,
+    which is how parity measures the noise floor.
+    """
+    length = _length(dataset, "train_data")
+
+    def parts() -> Iterator[list[_Part]]:
+        order, epoch = [], -1
+        for update in updates:
+            if update.epoch != epoch:
+                order, epoch = epoch_order(length, workload.seed, update.epoch), update.epoch
+            samples = update_samples(order, workload.global_batch, update.index)
+            micro = micro_batches(len(samples), accumulate)
+            yield [_part(samples, positions, reads, update.epoch, reverse) for positions in micro]
+
+    return _fetch(workload, dataset, parts(), world, dtype)
+
+
+def batches_for_evaluation(
+    workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype
+) -> Iterator[Batch]:
+    """This rank's part of each batch of the evaluation data, in order; equally many on every rank."""
+    length = _length(dataset, "eval_data")
+
+    def parts() -> Iterator[list[_Part]]:
+        for start in range(0, length, workload.global_batch):
+            samples = list(range(start, min(start + workload.global_batch, length)))
+            yield [_part(samples, range(len(samples)), reads, 0, reverse=False)]
+
+    return (batches[0] for batches in _fetch(workload, dataset, parts(), world, dtype))
+
+
+def _length(dataset: Any, name: str) -> int:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise WorkloadError(
+            f"{name}: {type(dataset).__name__} is not map-style; give a dataset with __len__ and __getitem__"
+        )
+    if len(dataset) == 0:
+        raise WorkloadError(f"{name}: the dataset is empty")
+    return len(dataset)
+
+
+def _part(samples: list[int], positions: range, reads: Slice, epoch: int, reverse: bool) -> _Part:
+    own = cut(len(positions), reads)
+    chosen = [samples[positions[index]] for index in own]
+    if reverse:
+        chosen.reverse()
+    size = len(chosen)
+    borrowed = chosen or [samples[positions[0]]]
+    return _Part([(epoch, sample) for sample in borrowed], size, positions.start + own.start, len(samples))
+
+
+def _fetch(
+    workload: Workload, dataset: Any, updates: Iterator[list[_Part]], world: World, dtype: torch.dtype
+) -> Iterator[list[Batch]]:
+    """Fetch the parts of each update, in order, on this rank's device."""
+    # The loader's workers ask for parts ahead of the loop, so what each part is waits here until it arrives.
+    asked: collections.deque[list[_Part]] = collections.deque()
+
+    def samples() -> Iterator[list[tuple[int, int]]]:
+        for parts in updates:
+            asked.append(parts)
+            yield from (part.samples for part in parts)
+
+    loader: Iterable[Any] = DataLoader(
+        _ByKey(dataset, workload.seed),
+        batch_sampler=_Once(samples()),
+        collate_fn=workload.collate or default_collate,
+        num_workers=world.loader_workers,
+        pin_memory=world.device.type == "cuda",
+    )
+    move = functools.partial(_move, device=world.device, dtype=dtype)
+    fetched = iter(loader)
+    while True:
+        batches: list[Batch] = []
+        for content in fetched:
+            part = asked[0][len(batches)]
+            if not isinstance(content, tuple | list) or len(content) != 2:
+                raise WorkloadError("train_data: a sample must be (input, target)")
+            batches.append(
+                Batch(map_tensors(content[0], move), map_tensors(content[1], move), part.size, part.start, part.total)
+            )
+            if len(batches) == len(asked[0]):
+                break
+        if not batches:
+            return
+        asked.popleft()
+        yield batches
+
+
+class _Once:
+    """Lists of keys, each given out once, as a batch sampler."""
+
+    def __init__(self, lists: Iterator[list[tuple[int, int]]]) -> None:
+        self.lists = lists
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self.lists
+
+
+class _ByKey(Dataset[Any]):
+    """A dataset read by (epoch, sample), whose randomness is a function of (seed, epoch, sample)."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.is_random = not (isinstance(dataset, TensorDataset) or getattr(dataset, "deterministic", False))
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        if self.is_random:
+            return [self._seeded(epoch, sample) for epoch, sample in keys]
+        fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
+        if fetch_all is not None:
+            return fetch_all([sample for _, sample in keys])
+        return [self.dataset[sample] for _, sample in keys]
+
+    def _seeded(self, epoch: int, sample: int) -> Any:
+        seed = mix(self.seed, epoch, sample)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        return self.dataset[sample]
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed out of several numbers, each of which changes it (the splitmix64 finaliser, Steele 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
+
+
+def _move(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """To the device without waiting; floating-point inputs in the precision of the model."""
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device, wanted, non_blocking=True)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor in it changed; tuples, lists and dicts are gone through."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))  # a named tuple
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value

@@ -1,0 +1,41 @@
+"""The order of the samples: a function of seed, epoch and step alone, whatever the ranks and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Update", "all_updates", "epoch_order", "update_samples", "updates_per_epoch"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: batch `index` of `epoch`; `step` counts updates from the start of the training."""
+
+    step: int
+    epoch: int
+    index: int
+
+
+def epoch_order(length: int, seed: int, epoch: int) -> list[int]:
+    """The samples of one epoch in order. The permutation is the one torch's DistributedSampler draws."""
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    return torch.randperm(length, generator=generator).tolist()
+
+
+def updates_per_epoch(length: int, global_batch: int) -> int:
+    """The last batch of an epoch may be smaller; none is dropped."""
+    return -(-length // global_batch)
+
+
+def all_updates(steps: int, per_epoch: int) -> Iterator[Update]:
+    """The updates of a training from its start."""
+    return (Update(step, step // per_epoch, step % per_epoch) for step in range(steps))
+
+
+def update_samples(order: list[int], global_batch: int, index: int) -> list[int]:
+    """The samples of batch `index` in an epoch of this order."""
+    return order[index * global_batch : (index + 1) * global_batch]

@@ -1,0 +1,14 @@
+"""torchrun: PyTorch's own launcher starts the ranks and tells each of them its facts in the environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["render"]
+
+
+def render(directory: Path, processes: int) -> list[list[str]]:
+    """One argv: torchrun, with an address and port of its own choosing on this host."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [[*command, "-m", "everyrank.launch.worker", str(directory)]]

@@ -1,0 +1,72 @@
+"""Where a number comes from: versions, hardware, threads, commit, data, command."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import everyrank
+from everyrank.workload import Workload
+from everyrank.world import World, num_cores
+
+__all__ = ["provenance"]
+
+
+def provenance(workload: Workload, dataset: Any, world: World, command: list[str]) -> dict[str, Any]:
+    """What a reader needs to repeat the run. `data_checksum` is the dataset's own `checksum`, where it has one."""
+    is_cuda = world.device.type == "cuda"
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "everyrank": everyrank.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": num_cores(),
+        "threads_per_rank": world.threads,
+        "loader_workers_per_rank": world.loader_workers,
+        "accelerator": torch.cuda.get_device_name(world.device) if is_cuda else None,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "settings": dict(workload.source.settings) if workload.source else {},
+        "global_batch": workload.global_batch,
+        "seed": workload.seed,
+        "train_samples": len(dataset),
+        "data_checksum": getattr(dataset, "checksum", None),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of everyrank's own checkout, with a mark when files differ from it; None for an installed wheel."""
+    root = Path(everyrank.__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()

@@ -1,0 +1,118 @@
+"""A decoder transformer: RMSNorm, rotary positions, SwiGLU.
+
+Positions are an input, because a rank that holds only part of a sequence cannot count them itself.
+
+Source: Vaswani et al. 2017; Zhang and Sennrich 2019 (RMSNorm); Su et al. 2021 (rotary positions); Shazeer 2020 (SwiGLU).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Decoder", "DecoderShape"]
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes of a decoder. `hidden` is the inner width of the SwiGLU layer."""
+
+    num_blocks: int
+    num_heads: int
+    width: int
+    hidden: int
+    vocabulary: int = 256
+    tied: bool = False
+
+
+class Decoder(nn.Module):
+    """Next-token logits: tokens (B, T) and positions (B, T), integers -> (B, T, V)."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # layers that add to the residual stream start smaller the more of them there are (GPT-2)
+                adds = name.endswith(("output.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.num_blocks) if adds else 1.0))
+        if shape.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(B, T), (B, T) -> (B, T, V)."""
+        stream = self.embedding(tokens)
+        for block in self.blocks:
+            stream = block(stream, positions)
+        return self.head(self.norm(stream))
+
+
+class Block(nn.Module):
+    """Attention and a SwiGLU layer, each added to the residual stream: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention = Attention(shape)
+        self.feed_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.feed = SwiGLU(shape)
+
+    def forward(self, stream: Tensor, positions: Tensor) -> Tensor:
+        """(B, T, D), (B, T) -> (B, T, D)."""
+        stream = stream + self.attention(self.attention_norm(stream), positions)
+        return stream + self.feed(self.feed_norm(stream))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.num_heads
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, shape.width, bias=False)
+        self.value = nn.Linear(shape.width, shape.width, bias=False)
+        self.output = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, stream: Tensor, positions: Tensor) -> Tensor:
+        """(B, T, D), (B, T) -> (B, T, D)."""
+        # The number of heads comes from the width that is here, which may be a shard: (B, heads, T, head_width).
+        query, key, value = (
+            layer(stream).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        query, key = rotate(query, positions), rotate(key, positions)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)): (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.down(F.silu(self.gate(stream)) * self.up(stream))
+
+
+def rotate(values: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Turn each pair of features by an angle that grows with the position: (B, heads, T, W), (B, T) -> same shape."""
+    half = values.shape[-1] // 2
+    wide = torch.promote_types(values.dtype, torch.float32)
+    speeds = base ** (-torch.arange(half, device=values.device, dtype=wide) / half)
+    angles = positions[:, None, :, None].to(wide) * speeds
+    cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+    left, right = values[..., :half], values[..., half:]
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)

@@ -1,0 +1,42 @@
+"""What a call asked for, apart from the nouns. These travel to the ranks; nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BenchOptions", "TrainOptions", "VerifyOptions"]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """For `train`. `started` is when it was called, in seconds since 1970; `out` the folder for log.jsonl."""
+
+    command: list[str]
+    started: float
+    epochs: int | None = None
+    steps: int | None = None
+    out: Path | None = None
+    show: bool = True
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """For `verify`."""
+
+    command: list[str]
+    steps: int = 20
+    samples: bool = False
+    show: bool = True
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """For `bench`. `steps` is the length of the timed and of the untimed run."""
+
+    command: list[str]
+    started: float
+    trials: int = 5
+    steps: int | None = None
+    verify_steps: int = 20
+    show: bool = True

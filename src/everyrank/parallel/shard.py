@@ -1,0 +1,64 @@
+"""Every rank holds a part of parameters, gradients and optimizer state: torch's `fully_shard` (FSDP2).
+
+Each block is a unit: its parameters are gathered before it runs and let go after it. Modules that share a weight
+must be in one unit, or the shards of that weight would be updated apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from everyrank.layout import Layout
+from everyrank.world import World
+
+__all__ = ["group_units", "local_tensors", "scalar_parameters", "shard"]
+
+
+def shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, world: World) -> None:
+    """Shard each block, then what is left with the root. The model is changed in place."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(layout.precision)
+    # Parameters are gathered and used in low precision; gradients are summed, and the output handed out, in float32.
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    root_policy = dataclasses.replace(policy, output_dtype=torch.float32 if low else None)
+    # an explicit mesh: without one torch takes all ranks of the default device type
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    ignored = set(scalar_parameters(model))
+    options = {"mesh": mesh, "ignored_params": ignored}
+    reshard = bool(layout.options.get("reshard_after_forward", True))
+    for unit in group_units(model, blocks):
+        fully_shard(unit[0] if len(unit) == 1 else unit, mp_policy=policy, reshard_after_forward=reshard, **options)  # type: ignore[arg-type]
+    # backward needs the root's parameters at once
+    fully_shard(model, mp_policy=root_policy, reshard_after_forward=False, **options)
+
+
+def group_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks in groups: those that share a weight in one, those that share one with the rest in none."""
+    units: list[list[nn.Module]] = [[block] for block in blocks]
+    inside = {part for block in blocks for part in block.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    of_root = {parameter for module in outside for parameter in module.parameters(recurse=False)}
+    kept: list[list[nn.Module]] = []
+    for unit in units:
+        own = set(unit[0].parameters())
+        if own & of_root:
+            continue  # it stays in the root's unit, together with the module that has the same weight
+        tied = [group for group in kept if any(own & set(member.parameters()) for member in group)]
+        kept = [group for group in kept if group not in tied]
+        kept.append([member for group in tied for member in group] + unit)
+    return kept
+
+
+def scalar_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters without a dimension to shard; every rank keeps them whole."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 0]
+
+
+def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
+    """This rank's own part of each tensor; a tensor that is not sharded as it is."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

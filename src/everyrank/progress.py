@@ -1,0 +1,27 @@
+"""A progress bar for long work, on rank 0 alone. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["progress"]
+
+
+@contextlib.contextmanager
+def progress(total: int, show: bool) -> Iterator[Callable[[str], None]]:
+    """A bar of `total` parts; call what it gives with the name of the part that begins. Gone when the block ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(quiet=not show), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = 0
+
+        def begin(name: str) -> None:
+            nonlocal begun
+            bar.update(task, description=name, completed=begun)
+            begun += 1
+
+        yield begin

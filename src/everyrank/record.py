@@ -1,0 +1,166 @@
+"""What one run tells: numbers with their spread, parity, provenance. JSON in and out. Imports no torch.
+
+The schema is what outside programs read. A field that was not measured is null, never zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everyrank.errors import UsageError
+
+__all__ = ["SCHEMA", "Breakdown", "Collective", "Interval", "Parity", "Record", "read_records", "write_records"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median over trials, with the 95% bootstrap interval of that median."""
+
+    median: float
+    low: float
+    high: float
+    trials: int = 1
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Whether the run was checked equal to one device.
+
+    status                    equal, different or not_verified
+    bitwise                   every loss was equal to the last bit
+    max_relative_difference   the largest over the losses, float64
+    tolerance                 what that difference was held against
+    first_divergence          "update 3, tensor layers.0.weight"
+    cause                     the likely cause of a difference
+    reason                    why it was not verified
+    checks                    what was compared, and how each comparison ended
+    """
+
+    status: str
+    bitwise: bool | None = None
+    max_relative_difference: float | None = None
+    tolerance: float | None = None
+    first_divergence: str | None = None
+    cause: str | None = None
+    reason: str | None = None
+    checks: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of one step by what they were spent on."""
+
+    data: float
+    forward: float
+    backward: float
+    exposed_communication: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of communication in one step: how often, and how many bytes one rank hands in."""
+
+    op: str
+    group: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that one run tells. The fields are described in docs/records.md."""
+
+    workload: str
+    layout: str
+    launcher: str
+    backend: str
+    device: str
+    world_size: int
+    schema: int = SCHEMA
+    parity: Parity = field(default_factory=lambda: Parity("not_verified", reason="no check was asked for"))
+    throughput_samples_per_second: Interval | None = None
+    step_seconds: Interval | None = None
+    epoch_seconds: float | None = None
+    breakdown_seconds: Breakdown | None = None
+    peak_memory_bytes: int | None = None
+    collectives: list[Collective] = field(default_factory=list[Collective])
+    startup_seconds: float | None = None
+    first_step_seconds: float | None = None
+    loss: list[float] = field(default_factory=list[float])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    provenance: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def write_records(records: Sequence[Record], path: Path) -> None:
+    """Write a list of Records as JSON. Numbers keep all their digits; NaN is written as null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([_plain(dataclasses.asdict(record)) for record in records], indent=1, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read what `write_records` wrote. Raises `UsageError` for a file that is not a list of Records."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON ({error}); give a file that --json wrote") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{path}: not a list of Records; give a file that --json wrote")
+    return [_record(path, row) for row in rows]
+
+
+def _record(path: Path, row: dict[str, Any]) -> Record:
+    schema = row.get("schema")
+    if schema != SCHEMA:
+        raise UsageError(f"{path}: schema {schema!r}, this everyrank reads schema {SCHEMA}")
+    try:
+        return _build(Record, row)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path}: not a Record: {error}") from error
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """A value of the annotated type out of parsed JSON; ValueError names what does not fit."""
+    origin = typing.get_origin(kind)
+    if kind is Any or (origin is dict and isinstance(value, dict)):
+        return value
+    if origin in (types.UnionType, typing.Union):
+        options = [option for option in typing.get_args(kind) if option is not type(None)]
+        return None if value is None else _build(options[0], value)
+    if origin is list and isinstance(value, list):
+        (item,) = typing.get_args(kind)
+        # a NaN loss is written as null
+        return [float("nan") if entry is None and item is float else _build(item, entry) for entry in value]
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        unknown = set(value) - set(hints)
+        if unknown:
+            raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
+        return kind(**{key: _build(hints[key], item) for key, item in value.items()})
+    if kind is float and isinstance(value, int | float):
+        return float(value)
+    if isinstance(kind, type) and isinstance(value, kind):
+        return value
+    raise ValueError(f"{value!r} is not {getattr(kind, '__name__', kind)}")

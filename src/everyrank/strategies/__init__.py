@@ -1,0 +1,55 @@
+"""The ways of training, one a file. Each has one function: `prepare(workload, layout, world) -> Prepared`.
+
+A strategy composes the mechanisms in `parallel/` in the one right order; its header says what every rank holds, what
+travels, when to use it, and whether it is exact. Which strategies there are is the table in `layout.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from everyrank.data import Batch, Slice
+from everyrank.layout import STRATEGIES, Layout
+from everyrank.strategies._update import LossScale
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the loop needs from any way of training.
+
+    reads       the part of each micro-batch that this rank reads
+    step        one update from its micro-batches; float64, shape (2,): this rank's share of (sum, count). The loop
+                adds the shares over ranks, outside the timed region
+    evaluate    shares of (sum, count) for the loss and each metric, float64, shape (1 + metrics, 2); called equally
+                often on every rank
+    state       full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
+    replicas    whether every rank holds all parameters, which then must be equal to the last bit
+    model, optimizer, schedule, scale    what checkpointing and resetting handle
+    """
+
+    reads: Slice
+    step: Callable[[Sequence[Batch]], Tensor]
+    evaluate: Callable[[Batch], Tensor]
+    state: Callable[[], dict[str, Tensor]]
+    replicas: bool
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    scale: LossScale | None
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises."""
+    layout.mesh(world.size)  # refuses degrees that do not fit
+    module = importlib.import_module(STRATEGIES[layout.strategy].module)
+    return module.prepare(workload, layout, world)

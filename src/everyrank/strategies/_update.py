@@ -1,0 +1,166 @@
+"""What all strategies do around the collectives that make them different: loss, normalise, clip, step, evaluate.
+
+Gradients are normalised by the global number of loss terms. Backward runs on sum / global_batch (any constant that is
+equal on all ranks; the raw sum would overflow in fp16), and once the count is known the gradients are multiplied by
+global_batch / count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from everyrank.data import Batch
+from everyrank.errors import NotFiniteError, WorkloadError
+from everyrank.layout import Layout
+from everyrank.parallel.shard import local_tensors
+from everyrank.workload import Workload
+
+__all__ = ["LossScale", "begin", "evaluate_batch", "full_state", "loss_of", "make_optimizer", "make_scale", "update"]
+
+
+@dataclass
+class LossScale:
+    """Loss scaling for fp16: gradients too small for fp16 are scaled up, and updates that overflow are skipped.
+
+    One scale for all ranks, moved by the global norm: each rank's own scaler could skip where another steps.
+    A skipped update still advances the schedule: the learning rate stays a function of the step alone.
+
+    Source: Micikevicius et al. 2018.
+    """
+
+    scale: float = 65536.0
+    good_steps: int = 0
+    growth_interval: int = 2000
+
+    def moved(self, finite: bool) -> None:
+        """Grow after many good steps, halve after an overflow."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good_steps == self.growth_interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+
+def make_scale(layout: Layout) -> LossScale | None:
+    """The loss scale of a layout; None for the precisions that need none."""
+    return LossScale() if layout.precision == "fp16" else None
+
+
+def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    """The person's optimizer over `model`, and the schedule that steps once per update."""
+    optimizer = workload.optimizer(model)
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer")
+    return optimizer, workload.schedule(optimizer) if workload.schedule else None
+
+
+def begin(model: nn.Module) -> None:
+    """Forget the last update's gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def loss_of(workload: Workload, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(sum, count) of one forward pass: the sum with its graph, and both detached as float64, shape (2,)."""
+    total, count = _pair(workload.loss(output, batch.target), "loss")
+    if not isinstance(total, Tensor) or total.dim() != 0:
+        raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_shape(total)}")
+    if not batch.size:
+        total, count = total * 0.0, 0.0
+    shares = torch.empty(2, dtype=torch.float64, device=total.device)
+    shares[0] = total.detach()
+    shares[1] = count
+    return total, shares
+
+
+def _pair(value: Any, what: str) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise WorkloadError(
+            f"{what}: it returned {_shape(value)}; it must return (sum over the terms, number of terms)"
+        )
+    return value[0], value[1]
+
+
+def _shape(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def update(
+    workload: Workload,
+    total: Tensor,
+    parameters: Sequence[nn.Parameter],
+    optimizer: Optimizer,
+    schedule: LRScheduler | None,
+    scale: LossScale | None,
+    sum_squares: Callable[[Tensor], Tensor] = lambda squares: squares,
+) -> None:
+    """Normalise the gradients by the global count, clip them, step.
+
+    `total` is [sum, count] over all ranks. The gradients in `parameters` are those of sum / global_batch (times the
+    loss scale). `sum_squares` adds a local sum of squares over the ranks that hold other parts of the gradients.
+
+    Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
+    changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
+    """
+    gradients = local_tensors([p.grad for p in parameters if p.grad is not None])
+    factor = workload.global_batch / (total[1] * (scale.scale if scale else 1.0))
+    if total.device.type == "cpu":
+        check_total(*total.tolist())
+        factor = float(factor)
+    if workload.clip_norm is not None or scale is not None:
+        squares = torch.nn.utils.get_total_norm(gradients).double().square() if gradients else total.new_zeros(())
+        norm = sum_squares(squares).sqrt() * factor
+        if scale is not None:
+            finite = bool(norm.isfinite())
+            scale.moved(finite)
+            if not finite:
+                _advance(schedule)
+                return
+        if workload.clip_norm is not None:
+            # the formula of torch.nn.utils.clip_grad_norm_
+            factor = factor * torch.clamp(workload.clip_norm / (norm + 1e-6), max=1.0)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented, in spite of its name)
+    optimizer.step()
+    _advance(schedule)
+
+
+def check_total(total: float, count: float) -> None:
+    """Raise for a loss that has no terms, or is no number."""
+    if count == 0:
+        raise WorkloadError("the loss counted 0 terms over all ranks; there is nothing to average over")
+    if not math.isfinite(total):
+        raise NotFiniteError(f"the loss is {total / count}")
+
+
+def _advance(schedule: LRScheduler | None) -> None:
+    if schedule is not None:
+        schedule.step()
+
+
+@torch.no_grad()
+def evaluate_batch(workload: Workload, output: Any, batch: Batch) -> Tensor:
+    """This rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2)."""
+    shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
+    if batch.size:
+        functions = [("loss", workload.loss), *workload.metrics.items()]
+        for row, (name, function) in enumerate(functions):
+            total, count = _pair(function(output, batch.target), name)
+            shares[row, 0], shares[row, 1] = float(total), float(count)
+    return shares
+
+
+def full_state(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """The state of a model that every rank holds whole: on rank 0's CPU, {} elsewhere."""
+    if rank != 0:
+        return {}
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,84 @@
+"""Distributed data parallel: every rank holds the whole model and averages gradients.
+
+Holds     parameters, gradients and optimizer state in full on every rank
+Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward
+Use when  the model and its optimizer fit on one device
+Exact     yes
+Source    Li et al., VLDB 2020
+
+Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that leave parameters out of some
+updates; static_graph=true, for models that use the same ones in every update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch, Slice
+from everyrank.layout import Layout
+from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.replicate import check_all_used, global_total, replicate
+from everyrank.strategies import Prepared
+from everyrank.strategies._update import (
+    begin,
+    evaluate_batch,
+    full_state,
+    loss_of,
+    make_optimizer,
+    make_scale,
+    update,
+)
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """Replicate the model on every rank of the world."""
+    built = build(workload, layout, world)
+    model = built.model
+    ddp = replicate(model, layout, world)
+    optimizer, schedule = make_optimizer(workload, model)
+    scale = make_scale(layout)
+    parameters = list(model.parameters())
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        begin(ddp)
+        shares: list[Tensor] = []
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            built.forward.is_borrowed = not batch.size
+            # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                with autocast(layout, world):
+                    output, carrier = ddp(batch.input)
+                    loss, share = loss_of(workload, output, batch)
+                # DDP divides by the number of ranks, so each rank's part is multiplied by it.
+                constant = world.size * (scale.scale if scale else 1.0) / workload.global_batch
+                torch.autograd.backward([loss * constant, (carrier * share.to(carrier.dtype)).sum()])
+            shares.append(share)
+        check_all_used(model, layout)
+        update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale)
+        return sum(shares[1:], shares[0])
+
+    def evaluate(batch: Batch) -> Tensor:
+        with autocast(layout, world):
+            output = call(model, batch.input)
+        return evaluate_batch(workload, output, batch)
+
+    return Prepared(
+        reads=Slice(world.rank, world.size),
+        step=step,
+        evaluate=evaluate,
+        state=lambda: full_state(model, world.rank),
+        replicas=True,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        scale=scale,
+    )

@@ -1,0 +1,100 @@
+"""Fully sharded data parallel (FSDP2): every rank holds a part of everything, and gathers what it computes with.
+
+Holds     a part of each parameter, its gradient and its optimizer state
+Travels   per micro-batch: an all-gather of each block's parameters in forward and again in backward, an all-gather
+          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's
+Use when  the model or its optimizer does not fit on one device
+Exact     yes
+Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
+
+Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less.
+Blocks are the modules at `Workload.blocks`; without it the whole model is one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from everyrank.data import Batch, Slice
+from everyrank.layout import Layout
+from everyrank.parallel.build import build, call, find_blocks
+from everyrank.parallel.replicate import broadcast_from_rank_0
+from everyrank.parallel.shard import scalar_parameters, shard
+from everyrank.strategies import Prepared
+from everyrank.strategies._update import (
+    begin,
+    evaluate_batch,
+    loss_of,
+    make_optimizer,
+    make_scale,
+    update,
+)
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """Shard the model over every rank of the world."""
+    built = build(workload, layout, world)
+    model = built.model
+    broadcast_from_rank_0(model, world)
+    shard(model, find_blocks(workload, model), layout, world)
+    # Sharding replaced the parameters, so the optimizer is built after it.
+    optimizer, schedule = make_optimizer(workload, model)
+    scale = make_scale(layout)
+    parameters = list(model.parameters())
+    whole = scalar_parameters(model)
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        begin(model)
+        shares: list[Tensor] = []
+        for batch in batches:
+            built.forward.is_borrowed = not batch.size
+            loss, share = loss_of(workload, call(model, batch.input), batch)
+            shares.append(share)
+            if batch is batches[-1]:
+                # The count travels while backward computes.
+                total = sum(shares[1:], shares[0].clone())
+                counting = dist.all_reduce(total, group=world.group, async_op=True)
+            # fully_shard divides by the number of ranks, so each rank's part is multiplied by it.
+            constant = world.size * (scale.scale if scale else 1.0) / workload.global_batch
+            (loss * constant).backward()
+        for parameter in whole:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=world.group)
+                parameter.grad /= world.size
+        counting.wait()
+        update(workload, total, parameters, optimizer, schedule, scale, sum_squares)
+        return sum(shares[1:], shares[0])
+
+    def sum_squares(squares: Tensor) -> Tensor:
+        dist.all_reduce(squares, group=world.group)
+        replicated = sum((p.grad.double().square() for p in whole if p.grad is not None), torch.zeros_like(squares))
+        return squares - (world.size - 1) * replicated
+
+    def evaluate(batch: Batch) -> Tensor:
+        return evaluate_batch(workload, call(model, batch.input), batch)
+
+    def state() -> dict[str, Tensor]:
+        # a collective: every rank takes part, rank 0 gets the tensors
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return {name: tensor.clone() for name, tensor in full.items()}
+
+    return Prepared(
+        reads=Slice(world.rank, world.size),
+        step=step,
+        evaluate=evaluate,
+        state=state,
+        replicas=False,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        scale=scale,
+    )

@@ -1,0 +1,71 @@
+"""Single: one process, one device. What every other way of training is compared with.
+
+Holds     parameters, gradients and optimizer state in full
+Travels   nothing
+Use when  the model fits and one device is fast enough; also to find mistakes
+Exact     yes
+Source    the definition: Robbins and Monro 1951
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from everyrank.data import Batch, Slice
+from everyrank.layout import Layout
+from everyrank.parallel.build import autocast, build, call
+from everyrank.strategies import Prepared
+from everyrank.strategies._update import (
+    begin,
+    evaluate_batch,
+    full_state,
+    loss_of,
+    make_optimizer,
+    make_scale,
+    update,
+)
+from everyrank.workload import Workload
+from everyrank.world import World, alone
+
+__all__ = ["prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """Build the model and train it here, whatever the world."""
+    world = alone(world)
+    model = build(workload, layout, world).model
+    optimizer, schedule = make_optimizer(workload, model)
+    scale = make_scale(layout)
+    parameters = list(model.parameters())
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        begin(model)
+        shares: list[Tensor] = []
+        for batch in batches:
+            with autocast(layout, world):
+                loss, share = loss_of(workload, call(model, batch.input), batch)
+            constant = (scale.scale if scale else 1.0) / workload.global_batch
+            (loss * constant).backward()
+            shares.append(share)
+        total = sum(shares[1:], shares[0])
+        update(workload, total, parameters, optimizer, schedule, scale)
+        return total
+
+    def evaluate(batch: Batch) -> Tensor:
+        with autocast(layout, world):
+            output = call(model, batch.input)
+        return evaluate_batch(workload, output, batch)
+
+    return Prepared(
+        reads=Slice(0, 1),
+        step=step,
+        evaluate=evaluate,
+        state=lambda: full_state(model, rank=0),
+        replicas=True,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        scale=scale,
+    )

@@ -1,0 +1,89 @@
+"""ZeRO stage 1: every rank holds the whole model and a part of the optimizer.
+
+Holds     parameters and gradients in full on every rank; optimizer state for the parameters that the rank owns
+Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; then one broadcast by
+          each rank of the parameters it owns
+Use when  the model fits on one device but its optimizer state does not
+Exact     yes
+Source    Rajbhandari et al., SC 2020 (P_os)
+
+Keys: those of ddp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch, Slice
+from everyrank.layout import Layout
+from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.partition import assign_owners, broadcast_from_owners, prune
+from everyrank.parallel.replicate import check_all_used, global_total, replicate
+from everyrank.strategies import Prepared
+from everyrank.strategies._update import (
+    begin,
+    evaluate_batch,
+    full_state,
+    loss_of,
+    make_optimizer,
+    make_scale,
+    update,
+)
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """Replicate the model on every rank; keep of the optimizer what this rank owns."""
+    built = build(workload, layout, world)
+    model = built.model
+    ddp = replicate(model, layout, world)
+    optimizer, schedule = make_optimizer(workload, model)
+    scale = make_scale(layout)
+    parameters = list(model.parameters())
+    # Every rank comes to the same assignment, because all go through the same parameters in the same order.
+    owners = assign_owners(parameters, world.size)
+    prune(optimizer, {p for p, owner in zip(parameters, owners, strict=True) if owner == world.rank})
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        begin(ddp)
+        shares: list[Tensor] = []
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            built.forward.is_borrowed = not batch.size
+            # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                with autocast(layout, world):
+                    output, carrier = ddp(batch.input)
+                    loss, share = loss_of(workload, output, batch)
+                # DDP divides by the number of ranks, so each rank's part is multiplied by it.
+                constant = world.size * (scale.scale if scale else 1.0) / workload.global_batch
+                torch.autograd.backward([loss * constant, (carrier * share.to(carrier.dtype)).sum()])
+            shares.append(share)
+        check_all_used(model, layout)
+        update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale)
+        broadcast_from_owners(parameters, owners, world)
+        return sum(shares[1:], shares[0])
+
+    def evaluate(batch: Batch) -> Tensor:
+        with autocast(layout, world):
+            output = call(model, batch.input)
+        return evaluate_batch(workload, output, batch)
+
+    return Prepared(
+        reads=Slice(world.rank, world.size),
+        step=step,
+        evaluate=evaluate,
+        state=lambda: full_state(model, world.rank),
+        replicas=True,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        scale=scale,
+    )

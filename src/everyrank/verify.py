@@ -1,0 +1,74 @@
+"""Verify: every asked layout compared with one device, in one set of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from everyrank.audit import audit
+from everyrank.data import Slice
+from everyrank.launch import Launch, RankFacts
+from everyrank.layout import Layout
+from everyrank.measure.provenance import provenance
+from everyrank.options import VerifyOptions
+from everyrank.parity import Subject, check_layout, subject_of
+from everyrank.progress import progress
+from everyrank.record import Parity, Record
+from everyrank.train import open_data
+from everyrank.workload import Source, Workload, load
+from everyrank.world import World, alone, on_rank_0, open_world
+
+__all__ = ["verify_rank"]
+
+
+def verify_rank(
+    facts: RankFacts, what: Source | Workload, layouts: Sequence[Layout], launch: Launch, options: VerifyOptions
+) -> list[Record] | None:
+    """Compare each layout with `single`; one Record for each on rank 0, None elsewhere."""
+    for layout in layouts:
+        layout.mesh(facts.size)
+    with open_world(facts, launch) as world:
+        workload = load(what)
+        train_data, eval_data = open_data(workload, world.size)
+        subject = subject_of(workload, train_data, eval_data, options.steps)
+        records: list[Record] = []
+        with progress(len(layouts), options.show and world.rank == 0) as begin:
+            for index, layout in enumerate(layouts):
+                begin(f"verify {workload.name} · {layout}")
+                parity, losses = check_layout(subject, layout, world, f"verify/{index}")
+                if options.samples and parity.status != "not_verified":
+                    parity = _audited(parity, subject, layout, world, f"audit/{index}")
+                records.append(
+                    Record(
+                        workload=workload.name,
+                        layout=str(layout),
+                        launcher=facts.started_by,
+                        backend=world.backend,
+                        device=world.device.type,
+                        world_size=world.size,
+                        parity=parity,
+                        loss=losses,
+                        provenance=provenance(workload, train_data, world, options.command),
+                    )
+                )
+        return records if world.rank == 0 else None
+
+
+def _audited(parity: Parity, subject: Subject, layout: Layout, world: World, key: str) -> Parity:
+    """The parity with what the audit of the samples found."""
+    data = (subject.workload, subject.train_data, subject.eval_data)
+    if layout.axis is None:
+        found = on_rank_0(world, key, lambda: audit(*data, layout, alone(world), Slice(0, 1)))
+        problems, text = found or ([], "")
+    else:
+        problems, text = audit(*data, layout, world, Slice(world.rank, world.size))
+    if not problems:
+        return dataclasses.replace(parity, checks=[*parity.checks, text])
+    return dataclasses.replace(
+        parity,
+        status="different",
+        first_divergence=parity.first_divergence or problems[0],
+        cause=parity.cause or "samples are not read exactly once",
+        checks=[*parity.checks, *problems],
+    )

@@ -1,0 +1,239 @@
+"""The mathematics of a training, and finding it by name or path.
+
+A `Workload` says what is trained: model, data, loss, optimizer, global batch, seed. It never knows how many
+ranks there are, which devices they have, or how they were started. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from everyrank.errors import UsageError, WorkloadError, describe
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["BUILT_IN", "Source", "Workload", "find_workload", "load", "parse_settings"]
+
+BUILT_IN: dict[str, str] = {
+    "digits": "everyrank.workloads.digits:workload",
+    "text": "everyrank.workloads.text:text",
+    "text-medium": "everyrank.workloads.text:text_medium",
+    "text-124m": "everyrank.workloads.text:text_124m",
+}
+"""Name on the command line -> module:function."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a workload comes from: what travels to the ranks, because lambdas do not pickle.
+
+    `place` is a built-in name or `path/file.py[:name]`; `settings` go to the function found there.
+    """
+
+    place: str
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The mathematics of a training.
+
+    Required
+        name            shown in tables and file names
+        model           () -> nn.Module; called after seeding, in every process
+        train_data      () -> map-style Dataset of (input, target); both may be tensors, tuples or dicts of them.
+                        Randomness inside `dataset[i]` (torch, numpy, random) becomes a function of (seed, epoch, i);
+                        a dataset that draws none can say `deterministic = True` and save 12 us a sample
+        loss            (output, target) -> (sum, count): the loss summed over its terms, and how many terms
+        optimizer       (model) -> torch.optim.Optimizer; called after sharding, with the module that holds the
+                        parameters
+        global_batch    samples per update over all ranks
+
+    Optional
+        eval_data       () -> Dataset
+        collate         list of samples -> (input, target); default: torch's
+        metrics         {"top1": (output, target) -> (sum, count)}: added up exactly over all ranks
+        schedule        (optimizer) -> LRScheduler, stepped once per update
+        epochs, steps   how long to train; give one (default: one epoch)
+        seed            of initial weights, sample order, augmentation and dropout
+        clip_norm       largest global norm of the gradients
+        blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
+        tensor_plan     {"layers.*.query": "colwise", ...} for tensor-parallel layouts
+        sequence_dim    which dimension of the input is the sequence, for context-parallel layouts
+        source          set by `find_workload`; without it the object itself is sent to the ranks by value
+
+    Raises `WorkloadError` for a value that cannot be meant.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    train_data: Callable[[], Any]
+    loss: Callable[[Any, Any], tuple[Any, Any]]
+    optimizer: Callable[[nn.Module], Optimizer]
+    global_batch: int
+    eval_data: Callable[[], Any] | None = None
+    collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None
+    metrics: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = field(default_factory=dict[str, Any])
+    schedule: Callable[[Optimizer], LRScheduler] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    blocks: str | None = None
+    tensor_plan: Mapping[str, str] | None = None
+    sequence_dim: int | None = None
+    source: Source | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.name or any(ord(letter) < 32 for letter in self.name):
+            raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
+        for name in ("model", "train_data", "loss", "optimizer"):
+            self._require_callable(name, getattr(self, name))
+        for name in ("eval_data", "collate", "schedule"):
+            if getattr(self, name) is not None:
+                self._require_callable(name, getattr(self, name))
+        for name, metric in self.metrics.items():
+            self._require_callable(f"metrics[{name!r}]", metric)
+        for name in ("global_batch", "epochs", "steps"):
+            value: object = getattr(self, name)
+            if name != "global_batch" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a whole number of at least 1")
+        if self.epochs is not None and self.steps is not None:
+            raise WorkloadError(
+                f"workload {self.name}: epochs={self.epochs} and steps={self.steps}: give one of the two"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise WorkloadError(f"workload {self.name}: clip_norm={self.clip_norm!r}: give a number above 0, or None")
+
+    def _require_callable(self, name: str, value: object) -> None:
+        if not callable(value):
+            raise WorkloadError(
+                f"workload {self.name}: {name}={value!r}: give a function, not {type(value).__name__}"
+            )
+
+
+def find_workload(place: str, **settings: Any) -> Workload:
+    """The workload that `place` names: a built-in name, or `path/file.py[:name]`.
+
+    `settings` go to the function found there: `find_workload("digits", lr=0.1)`. Raises `UsageError` when nothing
+    is there, `WorkloadError` when the file raises.
+    """
+    return load(Source(place, settings))
+
+
+def load(what: Source | Workload) -> Workload:
+    """The `Workload` of a source, imported in this process; a `Workload` is returned as it is."""
+    if isinstance(what, Workload):
+        return what
+    found, where = _find(what.place)
+    if callable(found) and not isinstance(found, Workload):
+        _check_settings(found, what, where)
+        try:
+            found = found(**what.settings)
+        except Exception as error:
+            raise WorkloadError(describe(error)) from error
+    elif what.settings:
+        raise UsageError(
+            f"--set {' '.join(what.settings)}: {where} is a finished Workload; write `def workload(...)` to take settings"
+        )
+    if not isinstance(found, Workload):
+        raise WorkloadError(f"{where} is {type(found).__name__}: it must be, or return, an everyrank.Workload")
+    return dataclasses.replace(found, source=what)
+
+
+def _find(place: str) -> tuple[object, str]:
+    """The object that `place` names, and how to call it in messages."""
+    if place in BUILT_IN:
+        module_name, _, attribute = BUILT_IN[place].partition(":")
+        return getattr(importlib.import_module(module_name), attribute), f"workload {place}"
+    path_text, colon, attribute = place.rpartition(":") if ".py:" in place else (place, "", "")
+    if not path_text.endswith(".py"):
+        close = difflib.get_close_matches(place, BUILT_IN, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(
+            f"workload {place!r}: {hint}give one of {', '.join(BUILT_IN)}, or a file: path/to/file.py[:name]"
+        )
+    path = Path(path_text).absolute()
+    if not path.is_file():
+        raise UsageError(f"workload {place!r}: there is no file {path}")
+    name = attribute if colon else "workload"
+    module = _import_file(path)
+    if not hasattr(module, name):
+        workloads = [key for key, value in vars(module).items() if isinstance(value, Workload)]
+        hint = f"; it has {', '.join(workloads)}: write {path_text}:{workloads[0]}" if workloads else ""
+        raise WorkloadError(f"{path.name} defines no `{name}`: end it with `{name} = Workload(...)`{hint}")
+    return getattr(module, name), f"{path.name}:{name}"
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a person's file; its folder goes on sys.path first, because it may import its neighbours."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    # The file keeps its own name where `import name` finds it, so that data loader workers can import it again.
+    name = path.stem if _finds(path.stem, path) else f"_everyrank_workload_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise WorkloadError(describe(error)) from error
+    return module
+
+
+def _finds(name: str, path: Path) -> bool:
+    """Whether `import name` finds this file, and not another one (a digits.py beside an installed digits)."""
+    if not name.isidentifier():
+        return False
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin == str(path)
+
+
+def _check_settings(function: Callable[..., object], what: Source, where: str) -> None:
+    """Name the setting that the function does not take, before Python does it less clearly."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    for key in what.settings:
+        if key not in names:
+            takes = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise UsageError(f"--set {key}={what.settings[key]}: {where} has no such setting; {takes}")
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in what.settings]
+    if missing:
+        raise UsageError(f"{where} needs a value for {', '.join(missing)}: --set {missing[0]}=...")
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    """`["lr=0.05", "norm=group"]` -> `{"lr": 0.05, "norm": "group"}`; Python literals where they read as such."""
+    settings: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--set {word}: write key=value, for example --set lr=0.05")
+        try:
+            settings[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            settings[key] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    return settings
