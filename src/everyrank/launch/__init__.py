@@ -9,7 +9,7 @@
 Imports no torch: the process of the person who typed the command only waits.
 """
 
-from everyrank.launch.facts import RankFacts, facts_from_environment
+from everyrank.launch.facts import RankFacts, facts_from_environment, num_accelerators
 from everyrank.launch.processes import Launch, Named, run
 
-__all__ = ["Launch", "Named", "RankFacts", "facts_from_environment", "run"]
+__all__ = ["Launch", "Named", "RankFacts", "facts_from_environment", "num_accelerators", "run"]

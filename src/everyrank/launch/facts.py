@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from everyrank.errors import UsageError
 
-__all__ = ["RankFacts", "facts_from_environment"]
+__all__ = ["RankFacts", "facts_from_environment", "num_accelerators"]
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,3 +78,13 @@ def facts_from_environment(environment: Mapping[str, str]) -> RankFacts | None:
         hosts_store=numbers["RANK"] == 0 and not agent_store,
         attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+def num_accelerators() -> int:
+    """CUDA devices that torch sees. Without a driver's device file there are none, and torch is not imported."""
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # Linux, WSL, ROCm
+    if not any(Path(driver).exists() for driver in drivers):
+        return 0
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.device_count()

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,9 @@ from typing import IO, Any
 
 import cloudpickle
 
-from everyrank.errors import EveryrankError, RankFailedError, UsageError, kind_named, signal_text
+from everyrank.errors import EveryrankError, RankFailedError, UsageError, describe, kind_named, signal_text
 from everyrank.launch import spawn, torchrun
-from everyrank.launch.facts import facts_from_environment
+from everyrank.launch.facts import RankFacts, facts_from_environment
 
 __all__ = ["Job", "Launch", "Named", "run"]
 
@@ -116,7 +117,7 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any) -> dict[i
     """
     facts = facts_from_environment(os.environ)
     if facts is not None:
-        return {facts.rank: function(facts, *arguments)}
+        return {facts.rank: _call_here(facts, function, arguments)}
     directory = Path(tempfile.mkdtemp(prefix="everyrank-"))
     logs = launch.logs or Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
     keep_logs = launch.logs is not None
@@ -135,6 +136,20 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any) -> dict[i
         shutil.rmtree(directory, ignore_errors=True)
         if not keep_logs:
             shutil.rmtree(logs, ignore_errors=True)
+
+
+def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call it in this rank, which somebody else started; an error of its own gets a label and a log."""
+    try:
+        return function(facts, *arguments)
+    except UsageError:
+        raise
+    except Exception as error:
+        logs = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
+        log = logs / f"rank{facts.rank}.log"
+        log.write_text("".join(traceback.format_exception(error)))
+        kind = type(error) if isinstance(error, EveryrankError) else RankFailedError
+        raise kind(f"rank {facts.rank} of {facts.size}: {describe(error)}", log) from error
 
 
 class _Ranks:

@@ -38,7 +38,7 @@ class Counted(nn.Module):
 
     def forward(self, value: Any) -> tuple[Any, Tensor]:
         """The model's output, and the carrier: DDP looks for unused parameters among what the outputs need."""
-        return call(self.model, value), self.carrier
+        return call(self.model, value), self.carrier * 1.0
 
 
 def replicate(model: nn.Module, layout: Layout, world: World) -> DistributedDataParallel:

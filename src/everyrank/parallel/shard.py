@@ -11,13 +11,13 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from everyrank.layout import Layout
 from everyrank.world import World
 
-__all__ = ["group_units", "local_tensors", "scalar_parameters", "shard"]
+__all__ = ["group_units", "local_tensors", "reshard", "scalar_parameters", "shard"]
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, world: World) -> None:
@@ -57,6 +57,13 @@ def group_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Modul
 def scalar_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters without a dimension to shard; every rank keeps them whole."""
     return [parameter for parameter in model.parameters() if parameter.dim() == 0]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of every gathered parameter. After a forward without a backward the root's would stay gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_tensors(tensors: list[Tensor]) -> list[Tensor]:

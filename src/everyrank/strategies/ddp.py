@@ -60,7 +60,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                     loss, share = loss_of(workload, output, batch)
                 # DDP divides by the number of ranks, so each rank's part is multiplied by it.
                 constant = world.size * (scale.scale if scale else 1.0) / workload.global_batch
-                torch.autograd.backward([loss * constant, (carrier * share.to(carrier.dtype)).sum()])
+                (loss * constant + (carrier * share.to(carrier.dtype)).sum()).backward()
             shares.append(share)
         check_all_used(model, layout)
         update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale)

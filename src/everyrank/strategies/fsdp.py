@@ -24,7 +24,7 @@ from everyrank.data import Batch, Slice
 from everyrank.layout import Layout
 from everyrank.parallel.build import build, call, find_blocks
 from everyrank.parallel.replicate import broadcast_from_rank_0
-from everyrank.parallel.shard import scalar_parameters, shard
+from everyrank.parallel.shard import reshard, scalar_parameters, shard
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     begin,
@@ -80,7 +80,9 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return squares - (world.size - 1) * replicated
 
     def evaluate(batch: Batch) -> Tensor:
-        return evaluate_batch(workload, call(model, batch.input), batch)
+        shares = evaluate_batch(workload, call(model, batch.input), batch)
+        reshard(model)  # no backward follows that would
+        return shares
 
     def state() -> dict[str, Tensor]:
         # a collective: every rank takes part, rank 0 gets the tensors

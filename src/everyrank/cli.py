@@ -1,0 +1,332 @@
+"""The command line. Thin: it reads words, calls `session`, prints what comes back, and returns an exit status.
+
+Exit status: 0 all held; 1 a check failed; 2 the call or the workload is wrong; 3 what was asked for by name cannot run
+here; 4 the run failed; 130 and 143 for Ctrl-C and SIGTERM. The last line on the screen is the one to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from everyrank import __version__
+from everyrank.errors import CHECK_FAILED, INTERRUPTED, TERMINATED, CannotRunError, EveryrankError, UsageError
+from everyrank.launch import Launch, facts_from_environment, num_accelerators
+from everyrank.layout import STRATEGIES, Layout, parse_layout
+from everyrank.record import Record, read_records, write_records
+from everyrank.workload import BUILT_IN, Source, parse_settings
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        parsed = _parser().parse_args(arguments)
+        return parsed.function(parsed)
+    except EveryrankError as error:
+        if error.log is not None:
+            print(f"full traceback: {error.log}", file=sys.stderr)
+        print(f"everyrank: {error}", file=sys.stderr)
+        status = error.exit_status
+    except KeyboardInterrupt:
+        print("everyrank: interrupted; all ranks are ended", file=sys.stderr)
+        status = INTERRUPTED
+    except _TerminatedError:
+        print("everyrank: terminated; all ranks are ended", file=sys.stderr)
+        status = TERMINATED
+    except BrokenPipeError:
+        # whoever read our output has gone, `everyrank new ddp_torchrun | head` for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if facts_from_environment(os.environ) is not None:
+        # A rank that somebody else started: threads that wait for other ranks must not keep it alive.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM arrived."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _TerminatedError
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="everyrank",
+        description="PyTorch distributed training that checks its own numbers.",
+        epilog=f"built-in workloads: {', '.join(BUILT_IN)}. Layouts: {', '.join(STRATEGIES)}, written name[:key=value,...].",
+    )
+    parser.add_argument("--version", action="version", version=f"everyrank {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    train = commands.add_parser("train", help="train a workload under a layout")
+    _add_common(train)
+    train.add_argument("--layout", default="single", metavar="L", help="default: single")
+    train.add_argument("--epochs", type=int, metavar="E", help="instead of the workload's own length")
+    train.add_argument("--steps", type=int, metavar="K", help="updates, instead of the workload's own length")
+    train.add_argument("--out", type=Path, metavar="DIR", help="for log.jsonl, record.json and the ranks' logs; default: runs/...")
+    train.set_defaults(function=_train)
+
+    verify = commands.add_parser("verify", help="check that layouts equal one device")
+    _add_common(verify)
+    _add_layouts(verify)
+    verify.add_argument("--steps", type=int, default=20, metavar="K", help="updates to compare (default 20)")
+    verify.add_argument("--samples", action="store_true", help="audit that each sample is read once and evaluated once")
+    verify.set_defaults(function=_verify)
+
+    bench = commands.add_parser("bench", help="check layouts, then time those that are equal")
+    _add_common(bench)
+    _add_layouts(bench)
+    bench.add_argument("--trials", type=int, default=5, metavar="T", help="timed runs of each layout (default 5)")
+    bench.add_argument("--steps", type=int, metavar="K", help="updates of each run (default: at most 60)")
+    _add_outputs(bench)
+    bench.set_defaults(function=_bench)
+
+    report = commands.add_parser("report", help="show Records that --json wrote")
+    report.add_argument("records", nargs="+", type=Path, metavar="RECORDS.json")
+    _add_outputs(report)
+    report.set_defaults(function=_report)
+
+    new = commands.add_parser("new", help="print or write a standalone script: plain PyTorch, yours")
+    new.add_argument("recipe", nargs="?", metavar="RECIPE")
+    new.add_argument("path", nargs="?", type=Path, metavar="PATH", help="write it there, with its data beside it")
+    new.add_argument("--list", action="store_true", help="what there is")
+    new.set_defaults(function=_new)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks in all; default: the visible accelerators")
+    parser.add_argument("--launcher", metavar="X", help="spawn (default) or torchrun")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
+    parser.add_argument("--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
+    parser.add_argument("--json", type=Path, metavar="F", help="write Records")
+
+
+def _add_layouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layout", nargs="+", action="extend", metavar="L", help=f"one or more; default: {' '.join(STRATEGIES)}"
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page")
+    parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
+
+
+def _launch(args: argparse.Namespace, default_processes: int, logs: Path | None = None) -> Launch:
+    """How to start, from the words and from who started this process. Raises `UsageError` where the two disagree."""
+    facts = facts_from_environment(os.environ)
+    if facts is not None:
+        if args.launcher is not None:
+            raise UsageError(f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out")
+        if args.processes not in (None, facts.size):
+            raise UsageError(f"--processes {args.processes}: {facts.started_by} started {facts.size}; leave it out")
+    processes = facts.size if facts is not None else args.processes
+    if processes is None:
+        processes = (0 if args.device == "cpu" else num_accelerators()) or default_processes
+    return Launch(
+        launcher=args.launcher or "spawn",
+        processes=processes,
+        device=args.device,
+        backend=args.backend,
+        loader_workers=args.workers,
+        timeout_seconds=args.timeout,
+        logs=logs,
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    from everyrank.session import run  # noqa: PLC0415
+
+    layout = parse_layout(args.layout)
+    source = Source(args.workload, parse_settings(args.set))
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{Path(args.workload.partition(':')[0]).stem}-{layout.strategy}-{stamp}-{os.getpid()}"
+    out = args.out or Path("runs") / name
+    one_process = layout.axis is None and args.processes is None
+    launch = _launch(args, default_processes=1, logs=out / "ranks")
+    if one_process and facts_from_environment(os.environ) is None:
+        launch = Launch(**{**vars(launch), "processes": 1})
+    layout.mesh(launch.processes)
+    for path in (out / "log.jsonl", out / "record.json", args.json):
+        _check_writable(path)
+    records = run(source, layout, launch, epochs=args.epochs, steps=args.steps, out=out.absolute())
+    if records:
+        write_records(records, out / "record.json")
+        _write(records, args)
+        print(f"wrote {out}/log.jsonl and record.json")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from everyrank.report import notes, print_table, verify_table  # noqa: PLC0415
+    from everyrank.report.table import title  # noqa: PLC0415
+    from everyrank.session import verify  # noqa: PLC0415
+
+    layouts, launch = _layouts(args), _launch(args, default_processes=2)
+    _check_writable(args.json)
+    source = Source(args.workload, parse_settings(args.set))
+    records = verify(source, layouts, launch, steps=args.steps, samples=args.samples)
+    if not records:
+        return 0
+    print_table(title(records[0]), verify_table(records))
+    if args.samples:
+        audits = [f"{r.layout}: {r.parity.checks[-1]}" for r in records if r.parity.status != "not_verified"]
+        print("\n".join(audits))
+    print("\n".join(notes(records)), end="\n" if notes(records) else "")
+    _write(records, args)
+    return _status(records, args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from everyrank.session import bench  # noqa: PLC0415
+
+    layouts, launch = _layouts(args), _launch(args, default_processes=2)
+    for path in (args.json, args.html, args.markdown):
+        _check_writable(path)
+    _check_html(args)
+    records = bench(
+        Source(args.workload, parse_settings(args.set)), layouts, launch, trials=args.trials, steps=args.steps
+    )
+    if not records:
+        return 0
+    _show(records, args)
+    return _status(records, args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    for path in (args.html, args.markdown):
+        _check_writable(path)
+    _check_html(args)
+    records = [record for path in args.records for record in read_records(path)]
+    if not records:
+        raise UsageError(f"{args.records[0]}: it holds no Records")
+    args.json = None
+    _show(records, args)
+    return 0
+
+
+def _new(args: argparse.Namespace) -> int:
+    folder = importlib.resources.files("everyrank.recipes")
+    recipes = {
+        Path(entry.name).stem: entry.read_text(encoding="utf-8")
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        if entry.name.endswith(".py") and not entry.name.startswith("_")
+    }
+    if args.list or args.recipe is None:
+        width = max(map(len, recipes))
+        for name, text in recipes.items():
+            summary = text.lstrip('"').partition("\n")[0].rstrip('"')
+            print(f"{name:{width}}  {summary}")
+        return 0
+    if args.recipe not in recipes:
+        raise UsageError(f"recipe {args.recipe!r}: give one of {', '.join(recipes)}")
+    if args.path is None:
+        print(recipes[args.recipe], end="")
+        return 0
+    if args.path.exists():
+        raise UsageError(f"{args.path}: it exists already; give another path, or remove it")
+    _check_writable(args.path)
+    args.path.write_text(recipes[args.recipe], encoding="utf-8")
+    data = args.path.with_name("digits.csv.gz")
+    if not data.exists():
+        data.write_bytes((importlib.resources.files("everyrank.workloads") / "digits.csv.gz").read_bytes())
+    print(f"wrote {args.path} and {data}")
+    return 0
+
+
+def _layouts(args: argparse.Namespace) -> list[Layout]:
+    return [parse_layout(text) for text in args.layout or STRATEGIES]
+
+
+def _show(records: list[Record], args: argparse.Namespace) -> None:
+    """Print the table of each workload and write the files that were asked for."""
+    from everyrank.report import bench_table, markdown, notes, print_table, verify_table  # noqa: PLC0415
+    from everyrank.report.table import title  # noqa: PLC0415
+
+    texts: list[str] = []
+    for name in dict.fromkeys(title(record) for record in records):
+        rows = [record for record in records if title(record) == name]
+        is_timed = any(record.throughput_samples_per_second for record in rows)
+        table = bench_table(rows) if is_timed else verify_table(rows)
+        print_table(name, table, notes(rows))
+        texts.append(markdown(name, table, notes(rows)))
+    _write(records, args)
+    if args.markdown is not None:
+        args.markdown.write_text("\n".join(texts), encoding="utf-8")
+        print(f"wrote {args.markdown}")
+    if args.html is not None:
+        from everyrank.report.page import page  # noqa: PLC0415
+
+        args.html.write_text(page(records), encoding="utf-8")
+        print(f"wrote {args.html}")
+
+
+def _write(records: list[Record], args: argparse.Namespace) -> None:
+    if args.json is not None:
+        write_records(records, args.json)
+        print(f"wrote {args.json}")
+
+
+def _status(records: list[Record], args: argparse.Namespace) -> int:
+    """1 when a layout differs, 3 when one that was asked for by name could not be verified, else 0."""
+    for record in records:
+        if record.parity.status == "different":
+            print(f"everyrank: {record.layout} is not the same training as single", file=sys.stderr)
+            return CHECK_FAILED
+    for record in records:
+        if record.parity.status == "not_verified" and args.layout:
+            print(f"everyrank: {record.layout}: not verified here: {record.parity.reason}", file=sys.stderr)
+            return CannotRunError.exit_status
+    return 0
+
+
+def _check_html(args: argparse.Namespace) -> None:
+    if args.html is not None:
+        from everyrank.report.page import require_libraries  # noqa: PLC0415
+
+        require_libraries()
+
+
+def _check_writable(path: Path | None) -> None:
+    """Find out before the work, not after it. Raises `UsageError`."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
