@@ -31,4 +31,4 @@ __all__ = [
     "write_records",
 ]
 
-from everyrank.session import bench, run, verify  # noqa: E402  (they need __version__)
+from everyrank.session import bench, run, verify

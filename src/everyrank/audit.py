@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from everyrank.collectives import gather
 from everyrank.data import Slice, all_updates, batches_for_evaluation, batches_for_updates, updates_per_epoch
 from everyrank.layout import Layout
-from everyrank.train import blame_workload
+from everyrank.loop import blame_workload
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -48,7 +48,9 @@ def audit(
         orders.append(order)
         problems += complaints(order, len(train_data), f"epoch {epoch}")
     if len(train_data) > 3 and orders[0] == orders[1]:
-        problems.append("epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch)")
+        problems.append(
+            "epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch)"
+        )
     text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, each read once"
     if eval_data is not None:
         with blame_workload():
@@ -69,7 +71,9 @@ def complaints(numbers: Sequence[int], length: int, what: str) -> list[str]:
     if missing:
         found.append(f"{what}: {len(missing)} of {length} samples were never read, the first is {missing[0]}")
     if repeated:
-        found.append(f"{what}: {len(repeated)} of {length} samples were read more than once, the first is {repeated[0]}")
+        found.append(
+            f"{what}: {len(repeated)} of {length} samples were read more than once, the first is {repeated[0]}"
+        )
     if foreign:
         found.append(f"{what}: sample {foreign[0]} is not one of the {length} there are")
     return found

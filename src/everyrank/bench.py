@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.collectives import gather, sum_over_ranks
-from everyrank.data import all_updates, updates_per_epoch
+from everyrank.data import all_updates, samples_before, updates_per_epoch
 from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
+from everyrank.loop import evaluate, mean_metrics, open_data, planned_updates, restore, run_updates, snapshot
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
 from everyrank.options import BenchOptions
@@ -30,7 +31,6 @@ from everyrank.parity import check_layout, subject_of
 from everyrank.progress import progress
 from everyrank.record import Parity, Record
 from everyrank.strategies import Prepared, prepare
-from everyrank.train import evaluate, mean_metrics, open_data, planned_updates, restore, run_updates, snapshot
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world, use_threads
 
@@ -70,7 +70,11 @@ class _Bench:
 
 
 def bench_rank(
-    facts: RankFacts, what: Source | Workload, layouts: Sequence[Layout], launch: Launch, options: BenchOptions
+    facts: RankFacts,
+    what: Source | Workload,
+    layouts: Sequence[Layout],
+    launch: Launch,
+    options: BenchOptions,
 ) -> list[Record] | None:
     """Check and time each layout; one Record for each on rank 0, None elsewhere."""
     for layout in layouts:
@@ -166,13 +170,6 @@ def _updates(arm: _Arm, bench: _Bench, count: int) -> Any:
     return run_updates(bench.workload, bench.train_data, arm.layout, arm.world, arm.prepared, updates)
 
 
-def _num_samples(bench: _Bench, count: int) -> int:
-    """Samples in the first `count` updates; the last batch of an epoch may be smaller."""
-    length, batch = len(bench.train_data), bench.workload.global_batch
-    epochs, rest = divmod(count, updates_per_epoch(length, batch))
-    return epochs * length + min(rest * batch, length)
-
-
 def _method(bench: _Bench, options: BenchOptions) -> str:
     return (
         f"{options.trials} interleaved trials of {bench.trial_updates} updates, each from the initial state, after one "
@@ -183,7 +180,7 @@ def _method(bench: _Bench, options: BenchOptions) -> str:
 def _record(
     arm: _Arm, bench: _Bench, facts: RankFacts, world: World, source: dict[str, Any], startup_seconds: float
 ) -> Record:
-    samples = _num_samples(bench, bench.trial_updates)
+    samples = samples_before(bench.trial_updates, len(bench.train_data), bench.workload.global_batch)
     is_timed = bool(arm.trial_seconds)
     throughput = interval([samples / seconds for seconds in arm.trial_seconds]) if is_timed else None
     return Record(

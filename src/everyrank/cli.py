@@ -7,6 +7,7 @@ here; 4 the run failed; 130 and 143 for Ctrl-C and SIGTERM. The last line on the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.resources
 import os
 import signal
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from everyrank import __version__
 from everyrank.errors import CHECK_FAILED, INTERRUPTED, TERMINATED, CannotRunError, EveryrankError, UsageError
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="everyrank",
         description="PyTorch distributed training that checks its own numbers.",
-        epilog=f"built-in workloads: {', '.join(BUILT_IN)}. Layouts: {', '.join(STRATEGIES)}, written name[:key=value,...].",
+        epilog=f"Workloads: {', '.join(BUILT_IN)}, or a file. Layouts: {', '.join(STRATEGIES)}, with [:key=value,...].",
     )
     parser.add_argument("--version", action="version", version=f"everyrank {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
@@ -84,7 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--layout", default="single", metavar="L", help="default: single")
     train.add_argument("--epochs", type=int, metavar="E", help="instead of the workload's own length")
     train.add_argument("--steps", type=int, metavar="K", help="updates, instead of the workload's own length")
-    train.add_argument("--out", type=Path, metavar="DIR", help="for log.jsonl, record.json and the ranks' logs; default: runs/...")
+    train.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="for log.jsonl, record.json and the ranks' logs; default: runs/...",
+    )
     train.set_defaults(function=_train)
 
     verify = commands.add_parser("verify", help="check that layouts equal one device")
@@ -121,15 +127,23 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", metavar="X", help="spawn (default) or torchrun")
     parser.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
     parser.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
-    parser.add_argument("--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
+    )
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
     parser.add_argument("--json", type=Path, metavar="F", help="write Records")
 
 
 def _add_layouts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--layout", nargs="+", action="extend", metavar="L", help=f"one or more; default: {' '.join(STRATEGIES)}"
+        "--layout",
+        nargs="+",
+        action="extend",
+        metavar="L",
+        help=f"one or more; default: {' '.join(STRATEGIES)}",
     )
 
 
@@ -143,7 +157,9 @@ def _launch(args: argparse.Namespace, default_processes: int, logs: Path | None 
     facts = facts_from_environment(os.environ)
     if facts is not None:
         if args.launcher is not None:
-            raise UsageError(f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out")
+            raise UsageError(
+                f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out"
+            )
         if args.processes not in (None, facts.size):
             raise UsageError(f"--processes {args.processes}: {facts.started_by} started {facts.size}; leave it out")
     processes = facts.size if facts is not None else args.processes
@@ -161,7 +177,7 @@ def _launch(args: argparse.Namespace, default_processes: int, logs: Path | None 
 
 
 def _train(args: argparse.Namespace) -> int:
-    from everyrank.session import run  # noqa: PLC0415
+    from everyrank.session import run
 
     layout = parse_layout(args.layout)
     source = Source(args.workload, parse_settings(args.set))
@@ -171,7 +187,7 @@ def _train(args: argparse.Namespace) -> int:
     one_process = layout.axis is None and args.processes is None
     launch = _launch(args, default_processes=1, logs=out / "ranks")
     if one_process and facts_from_environment(os.environ) is None:
-        launch = Launch(**{**vars(launch), "processes": 1})
+        launch = dataclasses.replace(launch, processes=1)
     layout.mesh(launch.processes)
     for path in (out / "log.jsonl", out / "record.json", args.json):
         _check_writable(path)
@@ -184,9 +200,9 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from everyrank.report import notes, print_table, verify_table  # noqa: PLC0415
-    from everyrank.report.table import title  # noqa: PLC0415
-    from everyrank.session import verify  # noqa: PLC0415
+    from everyrank.report import notes, print_table, verify_table
+    from everyrank.report.table import title
+    from everyrank.session import verify
 
     layouts, launch = _layouts(args), _launch(args, default_processes=2)
     _check_writable(args.json)
@@ -204,7 +220,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from everyrank.session import bench  # noqa: PLC0415
+    from everyrank.session import bench
 
     layouts, launch = _layouts(args), _launch(args, default_processes=2)
     for path in (args.json, args.html, args.markdown):
@@ -266,8 +282,8 @@ def _layouts(args: argparse.Namespace) -> list[Layout]:
 
 def _show(records: list[Record], args: argparse.Namespace) -> None:
     """Print the table of each workload and write the files that were asked for."""
-    from everyrank.report import bench_table, markdown, notes, print_table, verify_table  # noqa: PLC0415
-    from everyrank.report.table import title  # noqa: PLC0415
+    from everyrank.report import bench_table, markdown, notes, print_table, verify_table
+    from everyrank.report.table import title
 
     texts: list[str] = []
     for name in dict.fromkeys(title(record) for record in records):
@@ -281,7 +297,7 @@ def _show(records: list[Record], args: argparse.Namespace) -> None:
         args.markdown.write_text("\n".join(texts), encoding="utf-8")
         print(f"wrote {args.markdown}")
     if args.html is not None:
-        from everyrank.report.page import page  # noqa: PLC0415
+        from everyrank.report.page import page
 
         args.html.write_text(page(records), encoding="utf-8")
         print(f"wrote {args.html}")
@@ -308,7 +324,7 @@ def _status(records: list[Record], args: argparse.Namespace) -> int:
 
 def _check_html(args: argparse.Namespace) -> None:
     if args.html is not None:
-        from everyrank.report.page import require_libraries  # noqa: PLC0415
+        from everyrank.report.page import require_libraries
 
         require_libraries()
 

@@ -88,8 +88,8 @@ class Layout:
                 raise LayoutError(f"layout {self}: {self.strategy} has no key {key}; {_keys_of(self.strategy)}")
             if key == "static_graph" and value and self.accumulate > 1:
                 raise LayoutError(
-                    f"layout {self}: torch learns a static graph in a backward pass that sends gradients, which the first "
-                    "of several micro-batches does not; leave out static_graph or accumulate"
+                    f"layout {self}: torch learns a static graph while it sends gradients, and the first backward "
+                    "of several micro-batches sends none; leave out static_graph or accumulate"
                 )
             if key == "bucket_mb" and not (isinstance(value, int | float) and value > 0):
                 raise LayoutError(f"layout {self}: bucket_mb={value}: give a size above 0 MiB")

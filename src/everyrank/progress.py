@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,7 +12,7 @@ __all__ = ["progress"]
 
 
 @contextlib.contextmanager
-def progress(total: int, show: bool) -> Iterator[Callable[[str], None]]:
+def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
     """A bar of `total` parts; call what it gives with the name of the part that begins. Gone when the block ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(quiet=not show), transient=True) as bar:

@@ -16,7 +16,16 @@ from typing import Any
 
 from everyrank.errors import UsageError
 
-__all__ = ["SCHEMA", "Breakdown", "Collective", "Interval", "Parity", "Record", "read_records", "write_records"]
+__all__ = [
+    "SCHEMA",
+    "Breakdown",
+    "Collective",
+    "Interval",
+    "Parity",
+    "Record",
+    "read_records",
+    "write_records",
+]
 
 SCHEMA = 1
 
@@ -157,7 +166,7 @@ def _build(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
-            raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
+            raise ValueError(f"unknown field {min(unknown)!r}")
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
     if kind is float and isinstance(value, int | float):
         return float(value)

@@ -60,9 +60,7 @@ def verify(
     for layout in layouts:
         layout.mesh(launch.processes)
     options = VerifyOptions(sys.argv, steps, samples, show)
-    results = run_ranks(
-        launch, Named("everyrank.verify:verify_rank"), _sent(workload), list(layouts), launch, options
-    )
+    results = run_ranks(launch, Named("everyrank.verify:verify_rank"), _sent(workload), list(layouts), launch, options)
     return results.get(0) or []
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from everyrank.audit import audit
 from everyrank.data import Slice
 from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
+from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
 from everyrank.parity import Subject, check_layout, subject_of
 from everyrank.progress import progress
 from everyrank.record import Parity, Record
-from everyrank.train import open_data
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world
 
@@ -23,7 +22,11 @@ __all__ = ["verify_rank"]
 
 
 def verify_rank(
-    facts: RankFacts, what: Source | Workload, layouts: Sequence[Layout], launch: Launch, options: VerifyOptions
+    facts: RankFacts,
+    what: Source | Workload,
+    layouts: Sequence[Layout],
+    launch: Launch,
+    options: VerifyOptions,
 ) -> list[Record] | None:
     """Compare each layout with `single`; one Record for each on rank 0, None elsewhere."""
     for layout in layouts:

@@ -123,9 +123,7 @@ class Workload:
 
     def _require_callable(self, name: str, value: object) -> None:
         if not callable(value):
-            raise WorkloadError(
-                f"workload {self.name}: {name}={value!r}: give a function, not {type(value).__name__}"
-            )
+            raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a function, not {type(value).__name__}")
 
 
 def find_workload(place: str, **settings: Any) -> Workload:
@@ -150,7 +148,8 @@ def load(what: Source | Workload) -> Workload:
             raise WorkloadError(describe(error)) from error
     elif what.settings:
         raise UsageError(
-            f"--set {' '.join(what.settings)}: {where} is a finished Workload; write `def workload(...)` to take settings"
+            f"--set {' '.join(what.settings)}: {where} is a finished Workload; "
+            "write `def workload(...) -> Workload` to take settings"
         )
     if not isinstance(found, Workload):
         raise WorkloadError(f"{where} is {type(found).__name__}: it must be, or return, an everyrank.Workload")

@@ -1,4 +1,4 @@
-"""Inside one process: rank, device, process group, threads. Opened once, closed cleanly, validated as one set.
+"""Inside one process: rank, device, process group, threads. Opened once, closed cleanly.
 
     with open_world(facts, launch) as world:
         ...
@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -31,6 +32,7 @@ __all__ = [
     "alone",
     "choose_backend",
     "choose_device",
+    "from_rank_0",
     "meet",
     "num_cores",
     "on_rank_0",
@@ -71,7 +73,7 @@ class World:
 
 
 def choose_device(asked: str | None, num_cuda: int) -> str:
-    """cpu or cuda. Raises `CannotRunError` for cuda on a machine without it."""
+    """The type of device: cpu or cuda. Raises `CannotRunError` for cuda on a machine without it."""
     if asked == "cuda" and num_cuda == 0:
         raise CannotRunError("--device cuda: torch sees no CUDA device here; use --device cpu")
     return asked or ("cuda" if num_cuda else "cpu")
@@ -92,7 +94,7 @@ def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: in
 
 
 @contextlib.contextmanager
-def open_world(facts: RankFacts, launch: Launch) -> Iterator[World]:
+def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     """Meet the other ranks, and part from them when the block ends well.
 
     After an exception nobody is waited for: the launcher ends the other ranks.
@@ -217,21 +219,26 @@ def on_rank_0(world: World, key: str, function: Callable[[], T]) -> T | None:
 
     What it raises is raised on every rank: a workload that is wrong is wrong everywhere.
     """
-    result: T | None = None
-    report = ""
-    if world.rank == 0:
-        use_threads(alone(world).threads)
-        try:
-            result = function()
-        except EveryrankError as error:
-            tell(world, key, f"{type(error).__name__}\n{error}")
-            raise
-        finally:
-            use_threads(world.threads)
-        tell(world, key, "")
-    else:
-        report = tell(world, key, None)
-    if report:
-        kind, _, message = report.partition("\n")
-        raise kind_named(kind)(message)
-    return result
+    return _on_rank_0(world, key, function, lambda _: "")[0]
+
+
+def from_rank_0(world: World, key: str, function: Callable[[], Any]) -> Any:
+    """`on_rank_0`, and what the function returns (of what JSON can carry) on every rank."""
+    return json.loads(_on_rank_0(world, key, function, json.dumps)[1])
+
+
+def _on_rank_0(world: World, key: str, function: Callable[[], T], encode: Callable[[T], str]) -> tuple[T | None, str]:
+    if world.rank != 0:
+        error, _, text = tell(world, key, None).partition("\n")
+        if error:
+            raise kind_named(error)(text)
+        return None, text
+    use_threads(alone(world).threads)
+    try:
+        result = function()
+    except EveryrankError as error:
+        tell(world, key, f"{type(error).__name__}\n{error}")
+        raise
+    finally:
+        use_threads(world.threads)
+    return result, tell(world, key, "\n" + encode(result)).partition("\n")[2]

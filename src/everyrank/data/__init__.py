@@ -1,12 +1,12 @@
 """Which rank reads which samples, in which order, exactly once.
 
-    slicing.py   arithmetic: cut a batch into micro-batches, then over ranks
-    order.py     the order of the samples: a function of seed, epoch and step alone
-    loader.py    read them: data loader workers, augmentation randomness, pinned memory
+slicing.py   arithmetic: cut a batch into micro-batches, then over ranks
+order.py     the order of the samples: a function of seed, epoch and step alone
+loader.py    read them: data loader workers, augmentation randomness, pinned memory
 """
 
 from everyrank.data.loader import Batch, batches_for_evaluation, batches_for_updates
-from everyrank.data.order import Update, all_updates, updates_per_epoch
+from everyrank.data.order import Update, all_updates, samples_before, updates_per_epoch
 from everyrank.data.slicing import Slice, cut, micro_batches
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "batches_for_updates",
     "cut",
     "micro_batches",
+    "samples_before",
     "updates_per_epoch",
 ]

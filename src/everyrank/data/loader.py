@@ -72,7 +72,7 @@ def batches_for_updates(
     `reverse` turns the samples round within each micro-batch: the same mathematics in another order of addition,
     which is how parity measures the noise floor.
     """
-    length = _length(dataset, "train_data")
+    length = len(dataset)
 
     def parts() -> Iterator[list[_Part]]:
         order, epoch = [], -1
@@ -89,8 +89,8 @@ def batches_for_updates(
 def batches_for_evaluation(
     workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype
 ) -> Iterator[Batch]:
-    """This rank's part of each batch of the evaluation data, in order; equally many on every rank."""
-    length = _length(dataset, "eval_data")
+    """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
+    length = len(dataset)
 
     def parts() -> Iterator[list[_Part]]:
         for start in range(0, length, workload.global_batch):
@@ -98,16 +98,6 @@ def batches_for_evaluation(
             yield [_part(samples, range(len(samples)), reads, 0, reverse=False)]
 
     return (batches[0] for batches in _fetch(workload, dataset, parts(), world, dtype))
-
-
-def _length(dataset: Any, name: str) -> int:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise WorkloadError(
-            f"{name}: {type(dataset).__name__} is not map-style; give a dataset with __len__ and __getitem__"
-        )
-    if len(dataset) == 0:
-        raise WorkloadError(f"{name}: the dataset is empty")
-    return len(dataset)
 
 
 def _part(samples: list[int], positions: range, reads: Slice, epoch: int, reverse: bool) -> _Part:
@@ -148,7 +138,13 @@ def _fetch(
             if not isinstance(content, tuple | list) or len(content) != 2:
                 raise WorkloadError("train_data: a sample must be (input, target)")
             batches.append(
-                Batch(map_tensors(content[0], move), map_tensors(content[1], move), part.size, part.start, part.total)
+                Batch(
+                    map_tensors(content[0], move),
+                    map_tensors(content[1], move),
+                    part.size,
+                    part.start,
+                    part.total,
+                )
             )
             if len(batches) == len(asked[0]):
                 break

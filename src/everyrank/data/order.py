@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Update", "all_updates", "epoch_order", "update_samples", "updates_per_epoch"]
+__all__ = ["Update", "all_updates", "epoch_order", "samples_before", "update_samples", "updates_per_epoch"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,9 @@ def all_updates(steps: int, per_epoch: int) -> Iterator[Update]:
 def update_samples(order: list[int], global_batch: int, index: int) -> list[int]:
     """The samples of batch `index` in an epoch of this order."""
     return order[index * global_batch : (index + 1) * global_batch]
+
+
+def samples_before(step: int, length: int, global_batch: int) -> int:
+    """How many samples the updates before `step` have read; the last batch of an epoch may be smaller."""
+    epochs, index = divmod(step, updates_per_epoch(length, global_batch))
+    return epochs * length + min(index * global_batch, length)

@@ -85,6 +85,6 @@ def num_accelerators() -> int:
     drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # Linux, WSL, ROCm
     if not any(Path(driver).exists() for driver in drivers):
         return 0
-    import torch  # noqa: PLC0415
+    import torch
 
     return torch.cuda.device_count()

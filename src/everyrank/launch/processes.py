@@ -84,6 +84,7 @@ class Named:
     target: str
 
     def __call__(self, *arguments: Any) -> Any:
+        """Import it and call it."""
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(module), name)(*arguments)
 
@@ -233,7 +234,8 @@ class _Ranks:
                 self._log(rank),
             )
         raise RankFailedError(
-            f"{self.launch.launcher} ended before its ranks had started; see its log", self.logs / "torchrun.log"
+            f"{self.launch.launcher} ended before its ranks had started; see its log",
+            self.logs / "torchrun.log",
         )
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:

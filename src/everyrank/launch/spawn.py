@@ -10,6 +10,4 @@ __all__ = ["render"]
 
 def render(directory: Path, processes: int) -> list[list[str]]:
     """The argv of each process, by rank."""
-    return [
-        [sys.executable, "-m", "everyrank.launch.worker", str(directory), str(rank)] for rank in range(processes)
-    ]
+    return [[sys.executable, "-m", "everyrank.launch.worker", str(directory), str(rank)] for rank in range(processes)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ class ConvNet(nn.Module):
     def __init__(self, width: int = 16, num_classes: int = 10, norm: str = "batch") -> None:
         super().__init__()
         channels = [1, width, 2 * width, 4 * width]
-        pairs = zip(channels, channels[1:], strict=False)
+        pairs = itertools.pairwise(channels)
         self.blocks = nn.ModuleList(Block(*pair, stride, norm) for pair, stride in zip(pairs, (1, 2, 1), strict=True))
         self.classes = nn.Linear(4 * channels[-1], num_classes)
 

@@ -2,7 +2,8 @@
 
 Positions are an input, because a rank that holds only part of a sequence cannot count them itself.
 
-Source: Vaswani et al. 2017; Zhang and Sennrich 2019 (RMSNorm); Su et al. 2021 (rotary positions); Shazeer 2020 (SwiGLU).
+Source: Vaswani et al. 2017; Zhang and Sennrich 2019 (RMSNorm); Su et al. 2021 (rotary positions); Shazeer 2020
+(SwiGLU).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Source: Ioffe and Szegedy 2015; the pairwise combination of variances is Chan, G
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class ForwardState:
     is_recomputing: bool = False
 
     @contextlib.contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def recomputing(self) -> Generator[None]:
         """While a block runs its forward again: running statistics have already seen this batch."""
         self.is_recomputing = True
         try:
@@ -72,7 +72,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     @torch.compiler.disable  # collectives inside an autograd function: the compiler breaks the graph here anyway
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.training and self.running_mean is not None:
             return self._with_running_statistics(input)
         self._check_input_dim(input)
@@ -109,8 +109,14 @@ class _Normalise(torch.autograd.Function):
     """input (N, C, ...) -> output of the same shape, and the statistics (C,), (C,), () they were normalised by."""
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, borrowed: bool
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        world: World,
+        borrowed: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         over = [dim for dim in range(wide.dim()) if dim != 1]
@@ -123,7 +129,9 @@ class _Normalise(torch.autograd.Function):
         means, squares, counts = torch.stack(rows).split([len(own_mean), len(own_mean), 1], dim=1)
         total = counts.sum()
         if total <= 1:
-            raise ValueError(f"batch norm over {int(total)} value per channel: the micro-batch over all ranks is too small")
+            raise ValueError(
+                f"batch norm over {int(total)} value per channel: the micro-batch over all ranks is too small"
+            )
         mean = (means * counts).sum(0) / total
         variance = (squares + counts * (means - mean).square()).sum(0) / total
         inverse = (variance + eps).rsqrt()
@@ -131,12 +139,18 @@ class _Normalise(torch.autograd.Function):
         output = normal if weight is None else normal * _along(weight.to(wide.dtype), wide)
         output = output if bias is None else output + _along(bias.to(wide.dtype), wide)
         ctx.save_for_backward(normal, inverse, weight, total)
-        ctx.world, ctx.over, ctx.borrowed, ctx.bias_dtype = world, over, borrowed, bias.dtype if bias is not None else None
+        ctx.world, ctx.over, ctx.borrowed, ctx.bias_dtype = (
+            world,
+            over,
+            borrowed,
+            bias.dtype if bias is not None else None,
+        )
         ctx.mark_non_differentiable(mean, variance, total)
         return output.to(values.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        grad: Tensor = grads[0]
         normal, inverse, weight, total = ctx.saved_tensors
         wide = grad.to(normal.dtype)
         sums = torch.stack([wide.sum(ctx.over), (wide * normal).sum(ctx.over)])

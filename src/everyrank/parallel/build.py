@@ -38,7 +38,7 @@ def build(workload: Workload, layout: Layout, world: World) -> Built:
     The order matters: recomputation has to be inside what is compiled, and both inside what is later sharded.
     """
     seed_everything(workload.seed)
-    model = workload.model()
+    model: object = workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"workload {workload.name}: model() returned {type(model).__name__}, not an nn.Module")
     model.to(world.device, compute_dtype(layout))

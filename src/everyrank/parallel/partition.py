@@ -47,6 +47,5 @@ def broadcast_from_owners(parameters: list[nn.Parameter], owners: list[int], wor
         if work is not None:
             work.wait()
         parts = flat.split([parameter.numel() for parameter in own])
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage]  (documented, in spite of its name)
-            own, [part.view_as(parameter) for part, parameter in zip(parts, own, strict=True)]
-        )
+        for part, parameter in zip(parts, own, strict=True):
+            parameter.copy_(part.view_as(parameter))

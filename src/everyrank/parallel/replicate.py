@@ -20,7 +20,7 @@ from everyrank.layout import Layout
 from everyrank.parallel.build import call, compute_dtype
 from everyrank.world import World
 
-__all__ = ["Counted", "check_all_used", "global_total", "replicate"]
+__all__ = ["average_gradients", "broadcast_from_rank_0", "check_all_used", "global_total", "replicate"]
 
 
 # the name since torch 2.13, which warns of the old one
@@ -79,3 +79,11 @@ def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
     if world.size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0, group=world.group)
+
+
+def average_gradients(parameters: list[nn.Parameter], world: World) -> None:
+    """Average what no wrapper averages: the gradients of a few parameters that every rank keeps whole."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=world.group)
+            parameter.grad /= world.size

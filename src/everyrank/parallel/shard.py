@@ -7,6 +7,7 @@ must be in one unit, or the shards of that weight would be updated apart.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ def shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, world: Worl
     root_policy = dataclasses.replace(policy, output_dtype=torch.float32 if low else None)
     # an explicit mesh: without one torch takes all ranks of the default device type
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    ignored = set(scalar_parameters(model))
-    options = {"mesh": mesh, "ignored_params": ignored}
-    reshard = bool(layout.options.get("reshard_after_forward", True))
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(scalar_parameters(model))}
+    unshards_once = layout.options.get("reshard_after_forward") is False
     for unit in group_units(model, blocks):
-        fully_shard(unit[0] if len(unit) == 1 else unit, mp_policy=policy, reshard_after_forward=reshard, **options)  # type: ignore[arg-type]
+        fully_shard(
+            unit[0] if len(unit) == 1 else unit, mp_policy=policy, reshard_after_forward=not unshards_once, **options
+        )
     # backward needs the root's parameters at once
     fully_shard(model, mp_policy=root_policy, reshard_after_forward=False, **options)
 
@@ -67,5 +69,5 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
-    """This rank's own part of each tensor; a tensor that is not sharded as it is."""
+    """The rank's own part of each tensor; a tensor that is not sharded as it is."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -1,9 +1,9 @@
 """Records made readable: a terminal table, Markdown, a self-contained HTML page. Imports no torch.
 
-    table.py      what the columns are and what stands in them: plain text, no formatting
-    terminal.py   rich
-    markdown.py   for a pull request or a README
-    page.py       HTML that needs no network
+table.py      what the columns are and what stands in them: plain text, no formatting
+terminal.py   rich
+markdown.py   for a pull request or a README
+page.py       HTML that needs no network
 """
 
 from everyrank.report.markdown import markdown

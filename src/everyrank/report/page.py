@@ -23,8 +23,8 @@ _TEXT = "#010203"  # stands for the page's own text colour, light or dark
 def require_libraries() -> None:
     """Raise `CannotRunError`, with what to install, where the page cannot be made."""
     try:
-        import jinja2  # noqa: PLC0415
-        import matplotlib  # noqa: PLC0415
+        import jinja2
+        import matplotlib
     except ImportError as error:
         raise CannotRunError(f"--html needs {error.name}: pip install 'everyrank[html]'") from None
     del jinja2, matplotlib
@@ -33,7 +33,7 @@ def require_libraries() -> None:
 def page(records: Sequence[Record]) -> str:
     """The page as text. Raises `CannotRunError` where jinja2 or matplotlib is missing."""
     require_libraries()
-    import jinja2  # noqa: PLC0415
+    import jinja2
 
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -59,25 +59,31 @@ def _curves(records: Sequence[Record]) -> str:
     shown = [record for record in records if len(record.loss) > 1]
     if not shown:
         return ""
-    import matplotlib as mpl  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.rcParams.update({"svg.fonttype": "none", "text.color": _TEXT, "axes.edgecolor": _TEXT, "text.parse_math": False})
-    mpl.rcParams.update({"axes.labelcolor": _TEXT, "xtick.color": _TEXT, "ytick.color": _TEXT, "svg.hashsalt": "everyrank"})
+    mpl.rcParams.update(
+        {"svg.fonttype": "none", "text.color": _TEXT, "axes.edgecolor": _TEXT, "text.parse_math": False}
+    )
+    mpl.rcParams.update(
+        {"axes.labelcolor": _TEXT, "xtick.color": _TEXT, "ytick.color": _TEXT, "svg.hashsalt": "everyrank"}
+    )
     figure = Figure(figsize=(8, 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     single = next((record for record in shown if record.layout == "single"), None)
     for index, record in enumerate(shown):
         # each line thinner than the one below it: equal curves stay visible as nested bands
-        width = 1.2 + 2.2 * (len(shown) - 1 - index)
+        width = 1.2 + 1.6 * (len(shown) - 1 - index)
         upper.plot(record.loss, linewidth=width, color=f"C{index}", label=record.layout)
         if single is not None and record is not single:
-            gaps = [abs(a - b) / abs(a) if a else 0.0 for a, b in zip(single.loss, record.loss, strict=False)]
-            lower.plot([max(gap, 1e-17) for gap in gaps], linewidth=1.2, color=f"C{index}")
+            pairs = zip(single.loss, record.loss, strict=False)
+            gaps = [abs(a - b) / abs(a) if a and a != b else float("nan") for a, b in pairs]  # no gap, no point
+            lower.plot(gaps, marker=".", markersize=3, linewidth=width / 2, color=f"C{index}")
     upper.set_ylabel("loss")
     upper.legend(frameon=False)
     lower.set_yscale("log")
-    lower.set_ylabel("distance from single")
+    lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+    lower.set_ylabel("relative distance\nfrom single")
     lower.set_xlabel("update")
     for axes in (upper, lower):
         axes.patch.set_alpha(0)

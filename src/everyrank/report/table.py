@@ -55,7 +55,17 @@ def verify_table(records: Sequence[Record]) -> Table:
 def bench_table(records: Sequence[Record]) -> Table:
     """A row for each layout; one whose parity did not pass has no number."""
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics if name != "eval_loss"))
-    header = ["layout", "ranks", "parity", "samples/s (95%)", "x single", "step ms", "epoch s", *metrics, "eval loss"]
+    header = [
+        "layout",
+        "ranks",
+        "parity",
+        "samples/s (95%)",
+        "x single",
+        "step ms",
+        "epoch s",
+        *metrics,
+        "eval loss",
+    ]
     single = next((r.throughput_samples_per_second for r in records if r.layout == "single"), None)
     rows: list[list[str]] = []
     for record in records:
@@ -86,7 +96,9 @@ def notes(records: Sequence[Record]) -> list[str]:
         found.append(str(timed[0].provenance.get("method", "")))
         cores = timed[0].provenance.get("cores")
         if timed[0].device == "cpu" and any(record.world_size > 1 for record in timed):
-            found.append(f"All ranks share the {cores} cores of one machine: this checks layouts, it does not rank them.")
+            found.append(
+                f"All ranks share the {cores} cores of one machine: this checks layouts, it does not rank them."
+            )
     for record in records:
         if record.parity.status == "different":
             found.append(f"{record.layout} differs from single. First: {record.parity.first_divergence}.")

@@ -23,7 +23,16 @@ from everyrank.layout import Layout
 from everyrank.parallel.shard import local_tensors
 from everyrank.workload import Workload
 
-__all__ = ["LossScale", "begin", "evaluate_batch", "full_state", "loss_of", "make_optimizer", "make_scale", "update"]
+__all__ = [
+    "LossScale",
+    "begin",
+    "evaluate_batch",
+    "full_state",
+    "loss_of",
+    "make_optimizer",
+    "make_scale",
+    "update",
+]
 
 
 @dataclass
@@ -56,7 +65,7 @@ def make_scale(layout: Layout) -> LossScale | None:
 
 def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
     """The person's optimizer over `model`, and the schedule that steps once per update."""
-    optimizer = workload.optimizer(model)
+    optimizer: object = workload.optimizer(model)
     if not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer")
@@ -149,7 +158,7 @@ def _advance(schedule: LRScheduler | None) -> None:
 
 @torch.no_grad()
 def evaluate_batch(workload: Workload, output: Any, batch: Batch) -> Tensor:
-    """This rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2)."""
+    """The rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2)."""
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
     if batch.size:
         functions = [("loss", workload.loss), *workload.metrics.items()]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from everyrank.data import Batch, Slice
 from everyrank.layout import Layout
 from everyrank.parallel.build import build, call, find_blocks
-from everyrank.parallel.replicate import broadcast_from_rank_0
+from everyrank.parallel.replicate import average_gradients, broadcast_from_rank_0
 from everyrank.parallel.shard import reshard, scalar_parameters, shard
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
@@ -54,25 +54,24 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def step(batches: Sequence[Batch]) -> Tensor:
         begin(model)
-        shares: list[Tensor] = []
-        for batch in batches:
+        own = torch.zeros(2, dtype=torch.float64, device=world.device)
+        total, counting = own, None
+        for index, batch in enumerate(batches):
             built.forward.is_borrowed = not batch.size
             loss, share = loss_of(workload, call(model, batch.input), batch)
-            shares.append(share)
-            if batch is batches[-1]:
-                # The count travels while backward computes.
-                total = sum(shares[1:], shares[0].clone())
+            own += share
+            if index == len(batches) - 1:
+                # The count travels while the last backward computes.
+                total = own.clone()
                 counting = dist.all_reduce(total, group=world.group, async_op=True)
             # fully_shard divides by the number of ranks, so each rank's part is multiplied by it.
             constant = world.size * (scale.scale if scale else 1.0) / workload.global_batch
             (loss * constant).backward()
-        for parameter in whole:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=world.group)
-                parameter.grad /= world.size
+        average_gradients(whole, world)
+        assert counting is not None
         counting.wait()
         update(workload, total, parameters, optimizer, schedule, scale, sum_squares)
-        return sum(shares[1:], shares[0])
+        return own
 
     def sum_squares(squares: Tensor) -> Tensor:
         dist.all_reduce(squares, group=world.group)
@@ -87,7 +86,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def state() -> dict[str, Tensor]:
         # a collective: every rank takes part, rank 0 gets the tensors
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return {name: tensor.clone() for name, tensor in full.items()}
+        return {name: tensor.clone() for name, tensor in full.items() if isinstance(tensor, Tensor)}
 
     return Prepared(
         reads=Slice(world.rank, world.size),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from everyrank.data import Batch, Slice

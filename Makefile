@@ -1,0 +1,45 @@
+# Everything a fresh machine needs is made here: a virtual environment with pinned versions, then the work itself.
+#
+#   make demo     train the digits workload under every layout on two processes, check them, write report.html
+#   make test     the whole test-suite
+#   make check    format, lint, types, and the test-suite
+#
+# Without an NVIDIA GPU, PyTorch's own site has smaller wheels: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test check lint types clean
+
+demo: $(VENV)/installed
+	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+check: lint types test
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/basedpyright
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("everyrank needs Python 3.11 or newer; this is %d.%d: make PYTHON=python3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html]'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist report.html report.json runs
