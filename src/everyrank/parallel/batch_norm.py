@@ -124,8 +124,10 @@ class _Normalise(torch.autograd.Function):
         own_mean = wide.mean(over)
         own_squares = (wide - _along(own_mean, wide)).square().sum(over)
         own = torch.cat([own_mean, own_squares, count])
-        rows = [torch.empty_like(own) for _ in range(world.size)]
-        dist.all_gather(rows, own, group=world.group)
+        rows = [own]
+        if world.size > 1:
+            rows = [torch.empty_like(own) for _ in range(world.size)]
+            dist.all_gather(rows, own, group=world.group)
         means, squares, counts = torch.stack(rows).split([len(own_mean), len(own_mean), 1], dim=1)
         total = counts.sum()
         if total <= 1:
@@ -157,7 +159,8 @@ class _Normalise(torch.autograd.Function):
         weight_grad = sums[1].to(weight.dtype) if weight is not None else None
         bias_grad = sums[0].to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
         shared = sums.clone()
-        dist.all_reduce(shared, group=ctx.world.group)
+        if ctx.world.size > 1:
+            dist.all_reduce(shared, group=ctx.world.group)
         if not ctx.borrowed:  # a borrowed sample is not part of the mean it was normalised by
             wide = wide - _along(shared[0] / total, wide) - normal * _along(shared[1] / total, wide)
         scale = inverse if weight is None else inverse * weight.to(wide.dtype)

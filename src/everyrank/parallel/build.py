@@ -43,7 +43,7 @@ def build(workload: Workload, layout: Layout, world: World) -> Built:
         raise WorkloadError(f"workload {workload.name}: model() returned {type(model).__name__}, not an nn.Module")
     model.to(world.device, compute_dtype(layout))
     state = ForwardState()
-    if world.group is not None:
+    if world.group is not None or layout.recompute:  # recomputing must not move running statistics twice
         synchronise_batch_norm(model, state, world)
     blocks = find_blocks(workload, model)
     if layout.recompute:

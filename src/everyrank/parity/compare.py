@@ -73,10 +73,11 @@ def compare(single: Trace, perturbed: Sequence[Trace], run: Trace, precision: st
 def _first_count(single: Trace, run: Trace) -> _Place | None:
     for index, (here, there) in enumerate(zip(single.counts, run.counts, strict=True)):
         if relative(here, there) > 1e-6:
-            cause = (
-                f"the loss counted {there:g} terms over all ranks and {here:g} in one process: it returns a mean over "
-                "its own slice (a local mean); return (the sum over the terms, the number of terms)"
-            )
+            cause = f"the loss counted {there:g} terms over all ranks and {here:g} in one process: "
+            if set(single.counts) == {1.0}:  # one term, whatever the batch
+                cause += "it returns a mean over its own slice (a local mean); return (sum over terms, number of terms)"
+            else:
+                cause += "ranks do not read the samples they should, or the count depends on how a batch is cut"
             return _Place(f"update {index}, count of loss terms", index, cause)
     return None
 

@@ -1,8 +1,8 @@
 """What all strategies do around the collectives that make them different: loss, normalise, clip, step, evaluate.
 
-Gradients are normalised by the global number of loss terms. Backward runs on sum / global_batch (any constant that is
-equal on all ranks; the raw sum would overflow in fp16), and once the count is known the gradients are multiplied by
-global_batch / count.
+Gradients are normalised by the global number of loss terms. Backward runs on sum / global_batch (any constant would do
+that is equal on all ranks and in one process; the raw sum would overflow in fp16). Once the count is known the
+gradients are multiplied by global_batch / count, and by the number of ranks where a wrapper has averaged over them.
 """
 
 from __future__ import annotations
@@ -110,18 +110,19 @@ def update(
     optimizer: Optimizer,
     schedule: LRScheduler | None,
     scale: LossScale | None,
+    averaged: int = 1,
     sum_squares: Callable[[Tensor], Tensor] = lambda squares: squares,
 ) -> None:
     """Normalise the gradients by the global count, clip them, step.
 
     `total` is [sum, count] over all ranks. The gradients in `parameters` are those of sum / global_batch (times the
-    loss scale). `sum_squares` adds a local sum of squares over the ranks that hold other parts of the gradients.
+    loss scale), averaged over `averaged` ranks. `sum_squares` adds a local sum of squares over the ranks that hold other parts of the gradients.
 
     Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
     changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
     """
     gradients = local_tensors([p.grad for p in parameters if p.grad is not None])
-    factor = workload.global_batch / (total[1] * (scale.scale if scale else 1.0))
+    factor = averaged * workload.global_batch / (total[1] * (scale.scale if scale else 1.0))
     if total.device.type == "cpu":
         check_total(*total.tolist())
         factor = float(factor)

@@ -64,13 +64,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 # The count travels while the last backward computes.
                 total = own.clone()
                 counting = dist.all_reduce(total, group=world.group, async_op=True)
-            # fully_shard divides by the number of ranks, so each rank's part is multiplied by it.
-            constant = world.size * (scale.scale if scale else 1.0) / workload.global_batch
+            constant = (scale.scale if scale else 1.0) / workload.global_batch
             (loss * constant).backward()
         average_gradients(whole, world)
         assert counting is not None
         counting.wait()
-        update(workload, total, parameters, optimizer, schedule, scale, sum_squares)
+        update(workload, total, parameters, optimizer, schedule, scale, world.size, sum_squares)
         return own
 
     def sum_squares(squares: Tensor) -> Tensor:

@@ -61,12 +61,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 with autocast(layout, world):
                     output, carrier = ddp(batch.input)
                     loss, share = loss_of(workload, output, batch)
-                # DDP divides by the number of ranks, so each rank's part is multiplied by it.
-                constant = world.size * (scale.scale if scale else 1.0) / workload.global_batch
+                constant = (scale.scale if scale else 1.0) / workload.global_batch
                 (loss * constant + (carrier * share.to(carrier.dtype)).sum()).backward()
             shares.append(share)
         check_all_used(model, layout)
-        update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale)
+        update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale, averaged=world.size)
         broadcast_from_owners(parameters, owners, world)
         return sum(shares[1:], shares[0])
 

@@ -1,0 +1,69 @@
+"""Fixtures for all tests. The `ranks` fixture calls a function in several real processes that share a world."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pool import Pool
+
+_STARTED_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, Pool]]:
+    pools: dict[int, Pool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_pools: dict[int, Pool]) -> Any:
+    """`ranks(n, function, *arguments)`: results of `function(world, *arguments)` by rank.
+
+    The processes are kept for the whole run. They meet over a file, so no port is opened. A call that takes too long
+    fails with the stack of every rank; an exception in a rank is raised here with its traceback.
+    """
+
+    def call(count: int, function: Any, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+        if count not in _pools:
+            _pools[count] = Pool(count)
+        try:
+            return _pools[count].call(function, arguments, timeout)
+        except BaseException:
+            _pools.pop(count).close()
+            raise
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaks environment variables or a process group into the next one."""
+    before = dict(os.environ)
+    yield
+    changed = {key for key in before.keys() | os.environ.keys() if before.get(key) != os.environ.get(key)}
+    assert not changed - {"PYTEST_CURRENT_TEST"}, f"the test changed environment variables: {sorted(changed)}"
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        assert not dist.is_initialized(), "the test left a process group open"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _not_a_rank() -> None:
+    """The tests start ranks of their own; a variable of somebody else's launcher would mislead them."""
+    found = [name for name in _STARTED_FROM_OUTSIDE if name in os.environ]
+    assert not found, f"unset {', '.join(found)} before running the tests"
+
+
+@pytest.fixture
+def repository() -> Path:
+    """The folder of the checkout."""
+    return Path(__file__).parents[1]

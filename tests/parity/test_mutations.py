@@ -1,0 +1,341 @@
+"""Each mistake that people make must turn parity red, under the optimizer that shows it.
+
+A mutation patches the real code inside the ranks for one check. Only the distributed run meets it: `single` runs
+unpatched, because a patch acts where more than one rank reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zoo
+from everyrank import parse_layout
+from everyrank.data import Slice
+from everyrank.loop import open_data
+from everyrank.parity import check_layout, subject_of
+from everyrank.record import Parity
+from everyrank.world import World
+
+_COUNTER = iter(range(10**9))
+Patch = contextlib.AbstractContextManager[Any]
+
+
+def _strategy(name: str) -> Any:
+    return importlib.import_module(f"everyrank.strategies.{name}")
+
+
+def _without_reduction(state: Any, bucket: Any) -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+_without_reduction.__annotations__ = {"bucket": dist.GradBucket}  # torch looks at the annotation itself
+
+
+def no_all_reduce(strategy: str, world: World) -> Patch:
+    """Gradients stay on the rank that computed them."""
+    module = _strategy(strategy)
+    if strategy == "fsdp":
+        original = module.shard
+
+        def shard(model: Any, *rest: Any) -> None:
+            original(model, *rest)
+            for part in model.modules():
+                if hasattr(part, "set_custom_reduce_scatter"):
+                    part.set_custom_reduce_scatter(_OwnPart(world))
+
+        return mock.patch.object(module, "shard", shard)
+    original = module.replicate
+
+    def replicate(*arguments: Any) -> Any:
+        ddp = original(*arguments)
+        ddp.register_comm_hook(None, _without_reduction)
+        return ddp
+
+    return mock.patch.object(module, "replicate", replicate)
+
+
+class _OwnPart:
+    """In place of a reduce-scatter: keep this rank's part of this rank's own gradients."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        output_tensor.copy_(input_tensor.chunk(self.world.size)[self.world.rank])
+        return None
+
+
+def sum_for_mean(strategy: str, world: World) -> Patch:
+    """The factor that undoes the wrapper's average is forgotten the other way round: gradients are W times too large."""
+    module = _strategy(strategy)
+    original = module.update
+
+    def update(workload: Any, total: Any, *rest: Any, **named: Any) -> None:
+        original(workload, total / torch.tensor([1.0, world.size], dtype=total.dtype), *rest, **named)
+
+    return mock.patch.object(module, "update", update)
+
+
+def local_count(strategy: str, world: World) -> Patch:
+    """Each rank divides by the number of its own terms, as if all ranks had as many."""
+    module = _strategy(strategy)
+    original = module.update
+    own: list[Any] = []
+
+    def update(workload: Any, total: Any, *rest: Any, **named: Any) -> None:
+        original(workload, sum(own) * world.size if float(sum(own)[1]) else total, *rest, **named)
+        own.clear()
+
+    def loss_of(*arguments: Any) -> Any:
+        loss, share = loss_original(*arguments)
+        own.append(share)
+        return loss, share
+
+    loss_original = module.loss_of
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(module, "update", update))
+    stack.enter_context(mock.patch.object(module, "loss_of", loss_of))
+    return stack
+
+
+def same_slice(strategy: str, world: World) -> Patch:
+    """Every rank reads the first rank's part."""
+    return mock.patch.object(_strategy(strategy), "Slice", lambda index, count: Slice(0, count))
+
+
+def weights_averaged(strategy: str, world: World) -> Patch:
+    """Each rank steps on its own gradients, then the weights are averaged."""
+    module = _strategy(strategy)
+    original_update = module.update
+    stack = contextlib.ExitStack()
+    stack.enter_context(no_all_reduce(strategy, world))
+
+    def update(workload: Any, total: Any, parameters: Any, *rest: Any, **named: Any) -> None:
+        if strategy != "fsdp":
+            total = total / world.size  # the carrier was not reduced: add it up by hand
+            dist.all_reduce(total)
+        original_update(workload, total, parameters, *rest, **named)
+        if strategy == "ddp":
+            for parameter in parameters:
+                dist.all_reduce(parameter.data)
+                parameter.data /= world.size
+
+    stack.enter_context(mock.patch.object(module, "update", update))
+    return stack
+
+
+def last_micro_batch_dropped(strategy: str, world: World) -> Patch:
+    """The loop over micro-batches ends one too early, and the count with it."""
+
+    def change(prepared: Any) -> Any:
+        return dataclasses.replace(prepared, step=lambda batches: prepared.step(batches[:-1] or batches))
+
+    return _prepared(strategy, change)
+
+
+def epoch_not_set(strategy: str, world: World) -> Patch:
+    """set_epoch is forgotten: every epoch has the order of the first."""
+    import everyrank.loop
+
+    original = everyrank.loop.batches_for_updates
+
+    def batches(workload: Any, dataset: Any, updates: Any, reads: Slice, *rest: Any) -> Any:
+        if reads.count > 1:
+            updates = [dataclasses.replace(update, epoch=0) for update in updates]
+        return original(workload, dataset, updates, reads, *rest)
+
+    return mock.patch.object(everyrank.loop, "batches_for_updates", batches)
+
+
+def batch_norm_alone(strategy: str, world: World) -> Patch:
+    """Each rank normalises by the statistics of its own samples."""
+    import everyrank.parallel.build
+
+    return mock.patch.object(everyrank.parallel.build, "synchronise_batch_norm", lambda *arguments: None)
+
+
+def borrowed_sample_counts(strategy: str, world: World) -> Patch:
+    """A borrowed sample takes part in the batch norm statistics."""
+    import everyrank.parallel.batch_norm as batch_norm
+
+    class Forgetful(batch_norm.ForwardState):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, False if name == "is_borrowed" else value)
+
+    import everyrank.parallel.build
+
+    return mock.patch.object(everyrank.parallel.build, "ForwardState", Forgetful)
+
+
+def clipped_by_local_norm(strategy: str, world: World) -> Patch:
+    """Each rank clips by the norm of its own shards."""
+    module = _strategy(strategy)
+    original = module.update
+    return mock.patch.object(module, "update", lambda *arguments: original(*arguments[:7]))
+
+
+def seeded_by_rank(strategy: str, world: World) -> Patch:
+    """Every rank builds its own weights, and nobody sends rank 0's round."""
+    import everyrank.parallel.build
+
+    original = everyrank.parallel.build.seed_everything
+    stack = contextlib.ExitStack()
+    offset = world.rank if strategy == "fsdp" else 1
+    stack.enter_context(
+        mock.patch.object(
+            everyrank.parallel.build,
+            "seed_everything",
+            lambda seed: original(seed + offset * _is_distributed()),
+        )
+    )
+    if strategy == "fsdp":
+        stack.enter_context(mock.patch.object(_strategy(strategy), "broadcast_from_rank_0", lambda *arguments: None))
+    return stack
+
+
+def stale_owners(strategy: str, world: World) -> Patch:
+    """Owners update their parameters and forget to send them."""
+    return mock.patch.object(_strategy(strategy), "broadcast_from_owners", lambda *arguments: None)
+
+
+def no_sync_too_late(strategy: str, world: World) -> Patch:
+    """no_sync around all micro-batches: the last one sends nothing either."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    original = DistributedDataParallel.forward
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        with self.no_sync():
+            return original(self, *arguments, **named)
+
+    return mock.patch.object(DistributedDataParallel, "forward", forward)
+
+
+def _is_distributed() -> bool:
+    """Whether the code that runs belongs to the distributed strategy, told from the call stack."""
+    import sys
+
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(("ddp.py", "zero1.py", "fsdp.py")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _prepared(strategy: str, change: Callable[[Any], Any]) -> Patch:
+    module = _strategy(strategy)
+    original = module.prepare
+    return mock.patch.object(module, "prepare", lambda *arguments: change(original(*arguments)))
+
+
+ALL = ("ddp", "zero1", "fsdp")
+# mutation, strategies, workload, optimizer under which it shows, ranks, keys of the layout, words of the cause
+CASES: list[tuple[Callable[[str, World], Patch], tuple[str, ...], str, str, int, str, str]] = [
+    (no_all_reduce, ALL, "frozen", "sgd", 2, "", ""),
+    (sum_for_mean, ALL, "frozen", "sgd", 2, "", "sum for mean"),
+    (local_count, ALL, "tied", "sgd", 2, "", ""),
+    (same_slice, ALL, "frozen", "sgd", 3, "", "samples"),
+    (weights_averaged, ALL, "frozen", "adamw", 2, "", ""),
+    (last_micro_batch_dropped, ALL, "frozen", "sgd", 2, ":accumulate=3", "counted"),
+    (epoch_not_set, ALL, "frozen", "sgd", 2, "", "set_epoch"),
+    (batch_norm_alone, ALL, "norm", "sgd", 2, "", "batch norm"),
+    (borrowed_sample_counts, ALL, "norm", "sgd", 3, "", ""),
+    (clipped_by_local_norm, ("fsdp",), "tied", "sgd", 2, "", ""),
+    (seeded_by_rank, ALL, "frozen", "sgd", 2, "", "same weights"),
+    (stale_owners, ("zero1",), "frozen", "sgd", 2, "", "different weights"),
+    (no_sync_too_late, ("ddp", "zero1"), "frozen", "sgd", 2, "", ""),
+]
+
+
+def check(world: World, mutation: Any, strategy: str, name: str, optimizer: str, keys: str, key: str) -> Parity:
+    changes: dict[str, Any] = {"clip_norm": 0.05} if mutation is clipped_by_local_norm else {"clip_norm": None}
+    if mutation is batch_norm_alone:
+        changes["global_batch"] = 8  # a single sample has no variance, which torch itself would say
+    if "accumulate" in keys:
+        changes["model"] = lambda: zoo.FrozenModel(counts=False)
+    workload = zoo.workload(name, optimizer, **changes)
+    subject = subject_of(workload, *open_data(workload, world.size), steps=20)
+    with mutation(strategy, world) if mutation else contextlib.nullcontext():
+        return check_layout(subject, parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}"), world, key)[
+            0
+        ]
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(mutation, strategy, *rest, id=f"{mutation.__name__}-{strategy}")
+        for mutation, strategies, *rest in CASES
+        for strategy in strategies
+    ]
+
+
+@pytest.mark.parametrize(("mutation", "strategy", "name", "optimizer", "count", "keys", "cause"), _cases())
+def test_mutation_is_red(
+    ranks: Any, mutation: Any, strategy: str, name: str, optimizer: str, count: int, keys: str, cause: str
+) -> None:
+    """The mistake is found, and its first divergence is named."""
+    parity = ranks(count, check, mutation, strategy, name, optimizer, keys, f"mutation/{next(_COUNTER)}")[0]
+    assert parity.status == "different"
+    assert parity.first_divergence
+    assert cause in (parity.cause or ""), parity
+
+
+def test_averaged_weights_hide_under_sgd(ranks: Any) -> None:
+    """Why that mutation needs AdamW: under SGD with momentum averaging weights *is* averaging gradients."""
+    key = f"mutation/{next(_COUNTER)}"
+    parity = ranks(2, check, weights_averaged, "ddp", "frozen", "sgd", "", key)[0]
+    assert parity.status == "equal", parity
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_local_mean_is_named(ranks: Any, count: int) -> None:
+    """A loss that returns (mean, 1) on ragged masks is wrong in every layout; the counts alone convict it."""
+    parity = ranks(count, check_local_mean, f"mutation/{next(_COUNTER)}")[0]
+    assert parity.status == "different"
+    assert "local mean" in parity.cause
+    assert "count of loss terms" in parity.first_divergence
+
+
+def check_local_mean(world: World, key: str) -> Parity:
+    def loss(output: Any, target: Any) -> Any:
+        total, count = zoo.masked_loss(output, target)
+        return total / count.clamp(min=1), 1
+
+    workload = zoo.workload("tied", loss=loss)
+    subject = subject_of(workload, *open_data(workload, world.size), steps=20)
+    return check_layout(subject, parse_layout("ddp"), world, key)[0]
+
+
+def test_random_forward_is_named(ranks: Any) -> None:
+    """Dropout as a function cannot be switched off from outside; the noise floor itself gives it away."""
+    parity = ranks(2, check_random_forward, f"mutation/{next(_COUNTER)}")[0]
+    assert parity.status == "different"
+    assert "random numbers" in parity.cause
+
+
+class Dropping(zoo.FrozenModel):
+    """Dropout as a function."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.nn.functional.dropout(values, 0.5, training=self.training))
+
+
+def check_random_forward(world: World, key: str) -> Parity:
+    workload = zoo.workload("frozen", model=Dropping)
+    subject = subject_of(workload, *open_data(workload, world.size), steps=20)
+    return check_layout(subject, parse_layout("ddp"), world, key)[0]

@@ -1,0 +1,179 @@
+"""Small workloads that between them have every trait that breaks distributed training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from everyrank import Workload
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01),
+}
+
+
+class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
+    """Tokens with ragged masks: ({"tokens": (6,), "shift": ()}, next tokens (6,) of which -100 do not count)."""
+
+    deterministic = True
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, 11, (length, 7), generator=generator)
+        self.lengths = torch.randint(0, 7, (length,), generator=generator)  # some sentences count no term at all
+        self.lengths[0] = 6
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        target = self.tokens[index, 1:].clone()
+        target[self.lengths[index] :] = -100
+        return {"tokens": self.tokens[index, :6], "shift": torch.tensor(0.1 * (index % 3))}, target
+
+
+class TiedModel(nn.Module):
+    """Tied embedding and head, blocks, a key bias whose true gradient is zero; takes a dict by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, shift: Tensor) -> Tensor:
+        stream = self.embedding(tokens) + shift[:, None, None]
+        for block in self.blocks:
+            stream = stream + block(stream, stream, stream, need_weights=False)[0]
+        return self.head(stream)
+
+
+def masked_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=-100),
+        (target != -100).sum(),
+    )
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """(5,) -> (2,), real numbers."""
+
+    deterministic = True
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.inputs = torch.randn(length, 5, generator=generator)
+        self.targets = torch.randn(length, 2, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+class FrozenModel(nn.Module):
+    """A frozen layer, buffers (one of them counts forward passes), a scalar parameter, shards of uneven size."""
+
+    def __init__(self, counts: bool = True) -> None:
+        super().__init__()
+        self.counts = counts
+        self.frozen = nn.Linear(5, 7)
+        self.frozen.requires_grad_(False)
+        self.layers = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2))
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("offset", torch.full((2,), 0.25))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training and self.counts:
+            self.calls += 1
+        return self.layers(self.frozen(values)) * self.temperature + self.offset
+
+
+class UnusedModel(FrozenModel):
+    """A FrozenModel with a layer that takes no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+
+def squared(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return (output - target).square().sum(), len(target)
+
+
+class NormModel(nn.Module):
+    """Batch norm in blocks, one of them without running statistics of its own momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(5, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()),
+                nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None), nn.Tanh()),
+            ]
+        )
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        return self.head(values)
+
+
+class Augmented(Points):
+    """Points with noise drawn from all three global generators."""
+
+    deterministic = False
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        import random
+
+        import numpy as np
+
+        value, target = super().__getitem__(index)
+        noise = 0.1 * torch.randn(5) + 0.01 * random.random() + 0.01 * float(np.random.rand())
+        return value + noise, target
+
+
+def half_top(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """A metric: how many outputs are on the right side."""
+    return ((output > 0) == (target > 0)).sum(), target.numel()
+
+
+def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
+    """One of the zoo. 23 samples in batches of 7: ragged, and the last batch of 2 is fewer than 3 or 4 ranks."""
+    common: dict[str, Any] = {
+        "name": name,
+        "optimizer": OPTIMIZERS[optimizer],
+        "global_batch": 7,
+        "epochs": 2,
+        "eval_data": lambda: Points(13),
+        "train_data": lambda: Points(23),
+        "loss": squared,
+        "metrics": {"side": half_top},
+    }
+    own: dict[str, dict[str, Any]] = {
+        "tied": {
+            "model": TiedModel,
+            "train_data": lambda: Sentences(23),
+            "eval_data": lambda: Sentences(13),
+            "loss": masked_loss,
+            "metrics": {},
+            "blocks": "blocks",
+            "clip_norm": 0.5,
+        },
+        "frozen": {"model": FrozenModel, "blocks": "layers", "clip_norm": 1.0},
+        "unused": {"model": UnusedModel, "blocks": "layers"},
+        "norm": {"model": NormModel, "blocks": "blocks"},
+        "augmented": {"model": FrozenModel, "train_data": lambda: Augmented(23)},
+    }
+    return Workload(**{**common, **own[name], **changes})
