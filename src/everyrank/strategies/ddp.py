@@ -1,7 +1,8 @@
 """Distributed data parallel: every rank holds the whole model and averages gradients.
 
 Holds     parameters, gradients and optimizer state in full on every rank
-Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward
+Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; the count of loss terms
+          rides in it as two more elements
 Use when  the model and its optimizer fit on one device
 Exact     yes
 Source    Li et al., VLDB 2020

@@ -2,7 +2,9 @@
 
 Holds     a part of each parameter, its gradient and its optimizer state
 Travels   per micro-batch: an all-gather of each block's parameters in forward and again in backward, an all-gather
-          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's
+          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's; per update: one
+          all-reduce of the count of loss terms (two elements), overlapped with backward, and one of each parameter
+          without dimensions, which cannot be sharded
 Use when  the model or its optimizer does not fit on one device
 Exact     yes
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023

@@ -1,8 +1,8 @@
 """ZeRO stage 1: every rank holds the whole model and a part of the optimizer.
 
 Holds     parameters and gradients in full on every rank; optimizer state for the parameters that the rank owns
-Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; then one broadcast by
-          each rank of the parameters it owns
+Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; the count of loss terms
+          rides in it as two more elements; then one broadcast by each rank of the trained parameters it owns
 Use when  the model fits on one device but its optimizer state does not
 Exact     yes
 Source    Rajbhandari et al., SC 2020 (P_os)
@@ -47,8 +47,9 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     scale = make_scale(layout)
     parameters = list(model.parameters())
     # Every rank comes to the same assignment, because all go through the same parameters in the same order.
-    owners = assign_owners(parameters, world.size)
-    prune(optimizer, {p for p, owner in zip(parameters, owners, strict=True) if owner == world.rank})
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    owners = assign_owners(trained, world.size)
+    prune(optimizer, {p for p, owner in zip(trained, owners, strict=True) if owner == world.rank})
 
     def step(batches: Sequence[Batch]) -> Tensor:
         begin(ddp)
@@ -66,7 +67,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             shares.append(share)
         check_all_used(model, layout)
         update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale, averaged=world.size)
-        broadcast_from_owners(parameters, owners, world)
+        broadcast_from_owners(trained, owners, world)
         return sum(shares[1:], shares[0])
 
     def evaluate(batch: Batch) -> Tensor:

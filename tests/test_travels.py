@@ -1,0 +1,92 @@
+"""What each strategy's header says of its communication, against what torch.profiler counts in one step."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+import zoo
+from everyrank import parse_layout
+from everyrank.data import all_updates
+from everyrank.layout import STRATEGIES
+from everyrank.loop import open_data, run_updates
+from everyrank.strategies import prepare
+from everyrank.world import World
+
+TRAINED = 7 * 3 + 3 + 3 * 2 + 2 + 1  # two linear layers and a scalar; the first layer is frozen
+FROZEN = 5 * 7 + 7
+
+
+def traffic(world: World, text: str, changes: dict[str, Any]) -> dict[str, list[int]]:
+    """Elements of each collective of the sixth update, by operation. (DDP rebuilds its buckets in the second.)"""
+    workload = zoo.workload("frozen", **{"clip_norm": None, **changes})
+    layout = parse_layout(text)
+    train_data, _ = open_data(workload, world.size)
+    prepared = prepare(workload, layout, world)
+    shares = run_updates(workload, train_data, layout, world, prepared, all_updates(6, 4))
+    for _ in range(5):
+        next(shares)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        next(shares)
+    found: dict[str, list[int]] = defaultdict(list)
+    for event in profiler.events():
+        # gloo's own events carry the size of what was sent; c10d's say which operation was asked for
+        if event.name.startswith("gloo:"):
+            (shape,) = event.input_shapes
+            size = 1
+            for length in shape:
+                size *= length
+            found[event.name.removeprefix("gloo:")].append(size)
+        elif event.name == "c10d::_reduce_scatter_base_":
+            found["asked reduce_scatter"].append(1)
+    return dict(found)
+
+
+def test_single(ranks: Any) -> None:
+    """Nothing travels."""
+    assert ranks(1, traffic, "single", {}) == [{}]
+
+
+def test_ddp(ranks: Any) -> None:
+    """One all-reduce of the trained parameters, and the count in it."""
+    assert ranks(2, traffic, "ddp", {}) == [{"all_reduce": [TRAINED + 2]}] * 2
+
+
+def test_ddp_accumulate(ranks: Any) -> None:
+    """Only the last micro-batch sends gradients."""
+    found = ranks(2, traffic, "ddp:accumulate=3", {})
+    assert found == [{"all_reduce": [TRAINED + 2]}] * 2
+
+
+def test_zero1(ranks: Any) -> None:
+    """The same, and each owner's parameters once; frozen ones stay at home."""
+    for found in ranks(2, traffic, "zero1", {}):
+        assert found["all_reduce"] == [TRAINED + 2]
+        assert len(found["broadcast"]) == 2
+        assert sum(found["broadcast"]) == TRAINED
+        assert set(found) == {"all_reduce", "broadcast"}
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_fsdp(ranks: Any, reshard: str) -> None:
+    """Gathers of blocks in forward and, unless they were kept, in backward; of the rest once; scatters of trained units."""
+    for found in ranks(2, traffic, f"fsdp:reshard_after_forward={reshard}", {}):
+        # units: two linear layers, a tanh without parameters, and the root with the frozen layer
+        assert len(found["all_gather"]) == (5 if reshard == "true" else 3)
+        assert len(found["asked reduce_scatter"]) == 2
+        # gloo's reduce-scatter is an all-reduce inside; besides, the count and the scalar
+        assert sorted(found["all_reduce"])[:2] == [1, 2]
+        assert len(found["all_reduce"]) == 4
+
+
+def test_every_header_is_complete() -> None:
+    """Holds, Travels, Use when, Exact, Source: in that order, in each strategy."""
+    for strategy in STRATEGIES.values():
+        text = importlib.import_module(strategy.module).__doc__ or ""
+        places = [text.find(f"\n{word} ") for word in ("Holds", "Travels", "Use when", "Exact", "Source")]
+        assert -1 not in places, strategy.module
+        assert places == sorted(places), strategy.module

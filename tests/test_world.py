@@ -1,0 +1,212 @@
+"""Rank facts, devices, backends, meeting and parting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everyrank.collectives import all_equal, gather, sum_over_ranks
+from everyrank.errors import CannotRunError, RankFailedError, UsageError
+from everyrank.launch import Launch, RankFacts, facts_from_environment, run
+from everyrank.world import World, alone, choose_backend, choose_device, from_rank_0, meet, on_rank_0, open_world
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29501",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+}
+
+
+def test_facts_of_torchrun() -> None:
+    """torchrun's agent has the store open; restarts meet under another name."""
+    facts = facts_from_environment(TORCHRUN)
+    assert facts == RankFacts(1, 1, 2, 2, "torchrun", "tcp://127.0.0.1:29501", hosts_store=False, attempt=3)
+
+
+def test_facts_of_nobody() -> None:
+    """A variable of somebody else (Slurm's, say) makes no rank of us."""
+    assert facts_from_environment({"SLURM_PROCID": "1", "MASTER_PORT": "1"}) is None
+
+
+@pytest.mark.parametrize("name", [name for name in TORCHRUN if "TORCHELASTIC" not in name])
+def test_incomplete_facts_are_refused(name: str) -> None:
+    """Facts from two sources are never mixed: one missing variable is an error that names it."""
+    environment = {key: value for key, value in TORCHRUN.items() if key != name}
+    if name in ("RANK", "WORLD_SIZE"):
+        other = {"RANK", "WORLD_SIZE"} - {name}
+        assert other <= set(environment)
+    with pytest.raises(UsageError, match=f"not {name}"):
+        facts_from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    "change", [{"RANK": "2"}, {"RANK": "-1"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "3"}, {"WORLD_SIZE": "two"}]
+)
+def test_contradicting_facts_are_refused(change: dict[str, str]) -> None:
+    """A rank beyond the world size would wait for ever for a rank that nobody started."""
+    with pytest.raises(UsageError):
+        facts_from_environment({**TORCHRUN, **change})
+
+
+def test_device_and_backend() -> None:
+    """One pure function chooses each, and says why."""
+    assert choose_device(None, 0) == "cpu"
+    assert choose_device(None, 2) == "cuda"
+    assert choose_device("cpu", 2) == "cpu"
+    with pytest.raises(CannotRunError, match="no CUDA device"):
+        choose_device("cuda", 0)
+    assert choose_backend(None, "cpu", 2, 0)[0] == "gloo"
+    assert choose_backend(None, "cuda", 2, 2)[0] == "nccl"
+    backend, why = choose_backend(None, "cuda", 2, 1)
+    assert backend == "gloo"
+    assert "2 ranks share 1 CUDA device" in why
+    with pytest.raises(UsageError, match="nccl"):
+        choose_backend("nccl", "cpu", 2, 0)
+    with pytest.raises(UsageError, match="share"):
+        choose_backend("nccl", "cuda", 2, 1)
+
+
+def test_world_in_ranks(ranks: Any) -> None:
+    """Ranks, device and threads are what they should be."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    for rank, (own, size, device, threads, used) in enumerate(ranks(3, describe_world)):
+        assert (own, size, device) == (rank, 3, "cpu")
+        assert threads == used == max(1, (cores or 1) // 3)
+
+
+def describe_world(world: World) -> Any:
+    return world.rank, world.size, world.device.type, world.threads, torch.get_num_threads()
+
+
+def test_collectives(ranks: Any) -> None:
+    """Sums in float64, gathers of unequal length, equality to the last bit."""
+    for total, rows, same, other, swapped in ranks(3, collect):
+        assert total == [6.0, 3e-20 + 1]
+        assert rows == [[], [1], [2, 2]]
+        assert (same, other, swapped) == (True, False, False)
+
+
+def collect(world: World) -> Any:
+    total = sum_over_ranks(torch.tensor([world.rank + 1.0, 1e-20 + (world.rank == 0)], dtype=torch.float64), world)
+    rows = [row.tolist() for row in gather(torch.tensor([world.rank] * world.rank, dtype=torch.int64), world)]
+    values = torch.tensor([1.0, 2.0])
+    bumped = values.clone()
+    if world.rank == 2:
+        bumped[1] = torch.nextafter(bumped[1], torch.tensor(3.0))
+    swapped = values.flip(0) if world.rank == 1 else values
+    return (
+        total.tolist(),
+        rows,
+        all_equal([values], world),
+        all_equal([bumped], world),
+        all_equal([swapped], world),
+    )
+
+
+def test_rank_0_alone(ranks: Any) -> None:
+    """Rank 0 works with all threads while the others wait; what it raises is raised everywhere."""
+    results = ranks(2, work_alone)
+    assert [result[0] for result in results] == [1, None]
+    assert [result[1] for result in results] == [[1, "two"]] * 2
+    assert [result[2] for result in results] == ["LayoutError: wrong"] * 2
+
+
+def work_alone(world: World) -> Any:
+    from everyrank.errors import LayoutError
+
+    def fail() -> None:
+        raise LayoutError("wrong")
+
+    try:
+        on_rank_0(world, "test/fail", fail)
+        raised = ""
+    except LayoutError as error:
+        raised = f"{type(error).__name__}: {error}"
+    return (
+        on_rank_0(world, "test/alone", lambda: alone(world).size),
+        from_rank_0(world, "test/from", lambda: [1, "two"]),
+        raised,
+    )
+
+
+def test_missing_rank_is_named(ranks: Any) -> None:
+    """Every wait says who was missing."""
+    assert ranks(3, miss)[0] == "rank 1 did not come to the corner within 1 s (--timeout)"
+
+
+def miss(world: World) -> str | None:
+    import dataclasses
+
+    if world.rank == 1:
+        return None
+    try:
+        meet(dataclasses.replace(world, timeout_seconds=1.0), "corner")
+    except RankFailedError as error:
+        return str(error)
+    return None
+
+
+def test_nobody_comes_to_the_start(tmp_path: Path) -> None:
+    """The first wait of all has the timeout, too."""
+    facts = RankFacts(0, 0, 2, 2, "spawn", (tmp_path / "meeting").as_uri())
+    launch = Launch(processes=2, device="cpu", timeout_seconds=1.0)
+    with pytest.raises(RankFailedError, match="rank 1 did not come to the start within 1 s"), open_world(facts, launch):
+        pass
+
+
+def leave_late(facts: RankFacts) -> None:
+    import time
+
+    with open_world(facts, Launch(processes=2, device="cpu", timeout_seconds=2.0)):
+        if facts.rank == 1:
+            time.sleep(30)
+
+
+def test_nobody_comes_to_the_end() -> None:
+    """A rank that is done does not wait for ever for one that is not."""
+    with pytest.raises(RankFailedError, match="rank 1 did not come to the end within 2 s"):
+        run(Launch(processes=2), leave_late)
+
+
+def hold_a_ddp(facts: RankFacts) -> int:
+    from torch.nn.parallel import DistributedDataParallel
+
+    with open_world(facts, Launch(processes=2, device="cpu")):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        return os.getpid()
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_clean_end(launcher: str) -> None:
+    """No abort at exit, results by rank, no process left. A local function is sent by value."""
+    results = run(Launch(launcher=launcher, processes=2), lambda facts: (facts.rank, hold_a_ddp(facts)))
+    assert [results[rank][0] for rank in (0, 1)] == [0, 1]
+    for _, pid in results.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_script_without_a_guard(tmp_path: Path) -> None:
+    """A script that calls `run` at its top level is not run again by its own ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('top')\n"
+        "from everyrank.launch import Launch, run\n"
+        "def f(facts):\n    return facts.rank * 10\n"
+        "print(run(Launch(processes=2), f))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "top\n{0: 0, 1: 10}\n"
