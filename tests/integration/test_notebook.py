@@ -1,0 +1,50 @@
+"""The same from a notebook: a real kernel, a workload defined in a cell."""
+
+from __future__ import annotations
+
+import nbformat
+from nbclient import NotebookClient
+
+CELL = """
+import torch
+from torch.utils.data import TensorDataset
+from everyrank import Launch, Layout, Workload, run, verify
+
+def data():
+    return TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20.0).reshape(20, 1))
+
+def loss(output, target):
+    return (output - target).square().sum(), len(target)
+
+workload = Workload(
+    name="cell", model=lambda: torch.nn.Linear(2, 1), train_data=data, loss=loss, global_batch=8,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-4),
+)
+"""
+
+
+def test_notebook() -> None:
+    """Functions of cells reach the ranks; an error of a rank is raised in the cell, and the kernel lives on."""
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell(CELL),
+            nbformat.v4.new_code_cell(
+                "[record] = run(workload, Layout('ddp'), Launch(processes=2), show=False); record.loss"
+            ),
+            nbformat.v4.new_code_cell(
+                "import dataclasses, everyrank\n"
+                "broken = dataclasses.replace(workload, loss=lambda output, target: 1 / 0)\n"
+                "try:\n    run(broken, Layout('ddp'), Launch(processes=2), show=False)\n"
+                "except everyrank.EveryrankError as error:\n    print(type(error).__name__, error)"
+            ),
+            nbformat.v4.new_code_cell(
+                "[r.parity.status for r in verify(workload, [Layout('ddp')], Launch(processes=2), show=False)]"
+            ),
+        ]
+    )
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    losses, error, verified = (cell.outputs[-1] for cell in notebook.cells[1:])
+    assert losses["data"]["text/plain"].count(",") == 2
+    assert "WorkloadError" in error["text"]
+    assert "ZeroDivisionError: division by zero" in error["text"]
+    assert verified["data"]["text/plain"] == "['equal']"

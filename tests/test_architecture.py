@@ -1,0 +1,204 @@
+"""Who may import whom, who may import torch, and how large a room may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import everyrank
+
+PACKAGE = Path(everyrank.__file__).parent
+
+# Each imports only what stands above it. A folder counts as one place; inside it there is an order of its own below.
+ORDER = [
+    "errors",
+    "workload",
+    "layout",
+    "record",
+    "options",
+    "progress",
+    "launch",
+    "world",
+    "collectives",
+    "models",
+    "data",
+    "workloads",
+    "parallel",
+    "strategies",
+    "loop",
+    "measure",
+    "train",
+    "parity",
+    "audit",
+    "verify",
+    "bench",
+    "report",
+    "recipes",
+    "session",
+    "cli",
+]
+INSIDE = {
+    "launch": ["facts", "spawn", "torchrun", "processes", "worker"],
+    "data": ["slicing", "order", "loader"],
+    "parallel": ["batch_norm", "build", "replicate", "partition", "shard"],
+    "parity": ["trace", "compare", "diagnose", "check"],
+    "report": ["table", "terminal", "markdown", "page"],
+}
+# The face of the package, and who starts it.
+FACES = {"__init__", "__main__"}
+TORCH_FREE = {
+    "errors",
+    "workload",
+    "layout",
+    "record",
+    "options",
+    "progress",
+    "launch",
+    "report",
+    "session",
+    "cli",
+    "__init__",
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts)
+
+
+def name_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether at the top level, and not for type checkers alone) of every import."""
+    tree = ast.parse(path.read_text())
+    checking = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    top = {id(node) for node in tree.body}
+    found: list[tuple[str, bool]] = []
+    for node in ast.walk(tree):
+        if id(node) in checking:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            found += [(f"{node.module}.{alias.name}", id(node) in top) for alias in node.names]
+    return found
+
+
+def test_every_module_has_a_place() -> None:
+    """A new module is put into the order, not beside it."""
+    known = set(ORDER) | FACES
+    assert {name_of(path)[0] for path in modules()} <= known
+    assert set(ORDER) <= {name_of(path)[0] for path in modules()} | {"recipes"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    """A module imports only what stands above it; `cli` imports everything and nobody imports `cli`."""
+    own = name_of(path)
+    if own[0] in FACES:
+        return
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[0] != "everyrank" or len(parts) < 2 or parts[1] == "__version__":
+            continue
+        other = parts[1]
+        assert other in ORDER, f"{path}: imports {module}"
+        if other != own[0]:
+            assert ORDER.index(other) < ORDER.index(own[0]), f"{path} imports {module}, which stands below it"
+        elif own[0] in INSIDE and len(own) > 1 and len(parts) > 2 and parts[2] in INSIDE[own[0]]:
+            order = INSIDE[own[0]]
+            assert order.index(parts[2]) < order.index(own[1]), f"{path} imports {module}, which stands below it"
+
+
+def test_one_way_test_can_fail(tmp_path: Path) -> None:
+    """The rule above sees an import that runs back up."""
+    module = tmp_path / "errors.py"
+    module.write_text("def f():\n    from everyrank.cli import main\n")
+    assert imports(module) == [("everyrank.cli.main", False)]
+    assert ORDER.index("cli") > ORDER.index("errors")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_who_imports_torch(path: Path) -> None:
+    """Modules that need no torch import none at the top."""
+    if name_of(path)[0] in TORCH_FREE:
+        assert not [module for module, at_top in imports(path) if at_top and module.split(".")[0] == "torch"]
+
+
+def test_help_imports_no_torch() -> None:
+    """What makes `everyrank --help` fast."""
+    code = (
+        "import sys, everyrank.cli\n"
+        "try: everyrank.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy', 'matplotlib', 'jinja2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_all_names_exist() -> None:
+    """`__all__` of every module names what is there, in order."""
+    import importlib
+
+    for path in modules():
+        if path.name == "__main__.py":
+            continue
+        name = ".".join(("everyrank", *(part for part in name_of(path) if part != "__init__")))
+        module = importlib.import_module(name)
+        names = getattr(module, "__all__", [])
+        assert len(set(names)) == len(names)
+        for entry in names:
+            assert hasattr(module, entry), f"{name} has no {entry}"
+
+
+def test_rooms_are_small() -> None:
+    """Budgets to be seen, not gamed: 300 lines a module, 120 lines of code a strategy."""
+    for path in modules():
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 310, f"{path.name}: {len(lines)} lines: is it one room?"
+        if path.parent.name == "strategies" and not path.name.startswith("_"):
+            code = [line for line in lines if line.strip()]
+            assert len(code) <= 120, f"{path.name}: {len(code)} lines: can it still be read as a tutorial?"
+
+
+def test_no_environment_variable_as_a_message() -> None:
+    """No module of ours writes the environment: what travels between our modules are arguments."""
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                assert not any("os.environ" in ast.unparse(target) for target in targets), path
+
+
+def test_strategies_are_a_file_and_a_line() -> None:
+    """Every line of the table is a file with a recipe, and every strategy file is in the table."""
+    from everyrank.layout import STRATEGIES
+
+    files = {path.stem for path in (PACKAGE / "strategies").glob("*.py") if not path.stem.startswith("_")}
+    assert files == set(STRATEGIES)
+    recipes = {path.stem for path in (PACKAGE / "recipes").glob("*.py")}
+    assert {name for name in STRATEGIES if name != "ddp"} <= recipes
+    assert "ddp_torchrun" in recipes
+
+
+def test_nothing_listens_beyond_loopback() -> None:
+    """Ranks of one host talk over loopback, unless somebody chose an interface."""
+    from everyrank.launch.processes import _child_environment
+
+    environment = _child_environment()
+    assert environment["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert environment["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert sys.platform == "darwin" or environment["GLOO_SOCKET_IFNAME"] == "lo"

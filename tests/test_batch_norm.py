@@ -1,0 +1,82 @@
+"""Synchronised batch norm against torch's own on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everyrank.errors import WorkloadError
+from everyrank.parallel.batch_norm import ForwardState, synchronise_batch_norm
+from everyrank.world import World
+
+SIZES = [3, 0, 2]  # real samples of each rank; the second borrows one
+
+
+def inputs(shape: tuple[int, ...]) -> torch.Tensor:
+    # a large mean: sums of squares would lose the variance in float32
+    return torch.randn(5, *shape, dtype=torch.float32, generator=torch.Generator().manual_seed(4)) + 1000.0
+
+
+def in_ranks(world: World, shape: tuple[int, ...], affine: bool) -> Any:
+    state = ForwardState()
+    norm = nn.BatchNorm2d(shape[0], affine=affine) if len(shape) == 3 else nn.BatchNorm1d(shape[0], affine=affine)
+    model = nn.Sequential(norm)
+    keys = list(model.state_dict())
+    synchronise_batch_norm(model, state, world)
+    assert list(model.state_dict()) == keys
+    start = sum(SIZES[: world.rank])
+    state.is_borrowed = SIZES[world.rank] == 0
+    own = inputs(shape)[start : start + max(1, SIZES[world.rank])].clone().requires_grad_()
+    weight = torch.linspace(0.5, 1.5, own.numel()).reshape(own.shape)
+    output = model(own)
+    (output * weight * (0.0 if state.is_borrowed else 1.0)).sum().backward()
+    assert own.grad is not None
+    grads = [parameter.grad for parameter in model.parameters()]
+    return output.detach(), own.grad, grads, norm.running_mean, norm.running_var, weight
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 2)])
+def test_equals_torch_on_the_whole_batch(ranks: Any, shape: tuple[int, ...], affine: bool) -> None:
+    """Outputs, gradients and running statistics; one rank borrows a sample, which takes no part."""
+    found = ranks(3, in_ranks, shape, affine)
+    norm = nn.BatchNorm2d(4, affine=affine) if len(shape) == 3 else nn.BatchNorm1d(4, affine=affine)
+    norm = norm.double()
+    whole = inputs(shape).double().requires_grad_()
+    output = norm(whole)
+    weight = torch.cat([found[0][5], found[2][5]]).double()
+    (output * weight).sum().backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(torch.cat([found[0][0], found[2][0]]).double(), output.detach(), rtol=0, atol=2e-3)
+    torch.testing.assert_close(torch.cat([found[0][1], found[2][1]]).double(), whole.grad, rtol=0, atol=2e-3)
+    assert found[1][1].abs().max() == 0
+    for rank in range(3):
+        torch.testing.assert_close(found[rank][3].double(), norm.running_mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[rank][4].double(), norm.running_var, rtol=1e-3, atol=1e-4)
+        assert torch.equal(found[rank][3], found[0][3])
+    if affine:
+        total = sum(found[rank][2][0] for rank in range(3))
+        torch.testing.assert_close(total.double(), norm.weight.grad, rtol=1e-3, atol=2e-2)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A batch norm with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def test_unknown_kind_is_refused(ranks: Any) -> None:
+    """A subclass may compute something else, which class swapping would silently drop."""
+    assert "batch norm of its own kind" in ranks(1, refuse)[0]
+
+
+def refuse(world: World) -> str:
+    try:
+        synchronise_batch_norm(nn.Sequential(OwnNorm(3)), ForwardState(), world)
+    except WorkloadError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,277 @@
+"""The commands as a person types them, end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyrank import Launch, Layout, Workload, find_workload, read_records, run
+from everyrank.audit import complaints
+from everyrank.cli import main
+
+MY_WORKLOAD = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from everyrank import Workload
+from my_model import Tower            # a neighbour file
+
+def train_data():
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(50, 4, generator=generator), torch.randint(0, 3, (50,), generator=generator))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+def top1(output, target):
+    return (output.argmax(1) == target).sum(), len(target)
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+workload = Workload(
+    name="mine",
+    model=lambda: Tower(),
+    train_data=train_data,
+    eval_data=train_data,
+    collate=None,
+    loss=loss,
+    metrics={"top1": top1},
+    optimizer=make_optimizer,
+    schedule=None,
+    global_batch=16,
+    epochs=5,
+    seed=0,
+    clip_norm=None,
+    blocks="layers",
+    tensor_plan=None,
+    sequence_dim=None,
+)
+"""
+MY_MODEL = """
+from torch import nn
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.3)) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, values):
+        for layer in self.layers:
+            values = values + layer(values)
+        return self.head(values)
+"""
+
+
+def everyrank(*words: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "everyrank", *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+    )
+
+
+def test_train_digits(tmp_path: Path) -> None:
+    """At least 97% of the held-out digits under ddp on two processes; a log line for each update."""
+    out = tmp_path / "out"
+    done = everyrank("train", "digits", "--layout", "ddp", "--processes", "2", "--out", out, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (record,) = read_records(out / "record.json")
+    assert record.metrics["top1"] >= 0.97
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows[:-1]] == record.loss
+    assert rows[-1]["final"] == record.metrics
+    assert "top1 0.9" in done.stdout
+    assert record.provenance["data_checksum"].startswith("sha256:")
+
+
+def test_verify_a_persons_file(tmp_path: Path) -> None:
+    """A file written as in the design, a model never seen, a neighbour import, another working directory."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "my_workload.py").write_text(MY_WORKLOAD)
+    (folder / "my_model.py").write_text(MY_MODEL)
+    layouts = ["ddp", "zero1", "fsdp"]
+    done = everyrank(
+        "verify", "elsewhere/my_workload.py", "--layout", *layouts, "--processes", "3", "--json", "out.json", "--samples",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    records = read_records(tmp_path / "out.json")
+    assert [record.layout for record in records] == layouts
+    for record in records:
+        assert record.parity.status == "equal"
+        assert record.parity.max_relative_difference is not None
+        assert record.parity.max_relative_difference <= 1e-10
+        assert record.world_size == 3
+        assert "dropout set to 0 in 3 modules" in record.parity.checks
+        assert "2 epochs of 50 samples, each read once; 50 evaluated, each counted once" in record.parity.checks
+
+
+def test_bench_and_report(tmp_path: Path) -> None:
+    """Rows for all five, numbers only for what was checked equal; the report can be made again from the Records."""
+    done = everyrank(
+        "bench", "digits", "--processes", "2", "--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "r.json")
+    assert [record.layout for record in records] == ["single", "dataparallel", "ddp", "zero1", "fsdp"]
+    for record in records:
+        is_here = record.layout != "dataparallel"
+        assert record.parity.status == ("equal" if is_here else "not_verified")
+        assert (record.throughput_samples_per_second is not None) == is_here
+        assert len(record.loss) == (6 if is_here else 0)
+        if record.throughput_samples_per_second is not None:
+            assert record.throughput_samples_per_second.trials == 2
+            assert record.step_seconds is not None
+            speed = record.throughput_samples_per_second.median * record.step_seconds.median
+            assert speed == pytest.approx(64, rel=0.2)
+    assert "not verified here: needs 2 CUDA devices" in done.stdout
+    for record in records[2:]:
+        assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(records[0].loss, record.loss, strict=True))
+    assert (tmp_path / "r.html").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize("words", [["--launcher", "torchrun"], []])
+def test_launchers_are_bit_identical(tmp_path: Path, words: list[str]) -> None:
+    """How processes start changes no bit."""
+    done = everyrank(
+        "train",
+        "digits",
+        "--layout",
+        "zero1",
+        "--processes",
+        "2",
+        "--steps",
+        "5",
+        "--json",
+        "r.json",
+        *words,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path / "r.json")
+    assert record.launcher == (words[-1] if words else "spawn")
+    (here,) = run(find_workload("digits"), Layout("zero1"), Launch(processes=2), steps=5, show=False)
+    assert record.loss == here.loss
+
+
+def test_started_by_torchrun(tmp_path: Path) -> None:
+    """`torchrun -m everyrank train ...`: the ranks recognise who started them, and only rank 0 speaks."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "everyrank", "train", "digits", "--layout", "fsdp", "--steps", "5", "--out", "out",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path / "out" / "record.json")
+    assert (record.launcher, record.world_size, len(record.loss)) == ("torchrun", 2, 5)
+    assert done.stdout.count("top1") == 1
+
+
+def test_run_from_python() -> None:
+    """A Workload that exists only here, lambdas and all, is sent by value."""
+    import zoo
+
+    workload = Workload(
+        name="here",
+        model=lambda: zoo.FrozenModel(),
+        train_data=lambda: zoo.Points(23),
+        loss=lambda output, target: ((output - target).square().sum(), len(target)),
+        optimizer=zoo.OPTIMIZERS["sgd"],
+        global_batch=7,
+    )
+    (record,) = run(workload, Layout("ddp", precision="float64"), Launch(processes=3), show=False)
+    (single,) = run(workload, Layout("single", precision="float64"), Launch(), show=False)
+    assert record.loss == pytest.approx(single.loss, rel=1e-12)
+    assert len(record.loss) == 4
+
+
+def test_text_trains(tmp_path: Path) -> None:
+    """The language model learns: far below the 5.55 nats of a uniform guess after thirty updates."""
+    (record,) = run(find_workload("text"), Layout("single"), Launch(), steps=30, show=False)
+    assert record.loss[0] == pytest.approx(math.log(256), rel=0.02)
+    assert record.loss[-1] < 3.2
+    assert record.provenance["data_checksum"].startswith("sha256:")
+
+
+@pytest.mark.parametrize(("name", "millions"), [("text", 0.9), ("text-medium", 38), ("text-124m", 124)])
+def test_text_sizes(name: str, millions: float) -> None:
+    """The names keep what they promise, without building 124 million numbers."""
+    import torch
+
+    with torch.device("meta"):
+        model = find_workload(name).model()
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.05)
+    tied = find_workload("text", tied=True).model()
+    assert tied.head.weight is tied.embedding.weight
+
+
+def test_new(tmp_path: Path, capsys: Any) -> None:
+    """A recipe printed, written with its data beside it, and never over a file that is there."""
+    assert main(["new", "--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"single", "dataparallel", "ddp_spawn", "ddp_torchrun", "ddp_amp", "ddp_accumulate"} <= set(listed)
+    assert {"distributed_evaluation", "zero1", "fsdp"} <= set(listed)
+    assert main(["new", "single"]) == 0
+    printed = capsys.readouterr().out
+    path = tmp_path / "train.py"
+    assert main(["new", "single", str(path)]) == 0
+    assert path.read_text() == printed
+    assert (tmp_path / "digits.csv.gz").stat().st_size > 50_000
+    assert main(["new", "single", str(path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["new", "horovod9"]) == 2
+
+
+def test_complaints() -> None:
+    """What the audit says of a padded sampler, a stream read twice, a sample left out."""
+    assert complaints([2, 0, 1], 3, "epoch 0") == []
+    assert complaints([0, 1, 2, 0], 3, "epoch 0") == [
+        "epoch 0: 1 of 3 samples were read more than once, the first is 0"
+    ]
+    assert complaints([0, 0], 3, "evaluation") == [
+        "evaluation: 2 of 3 samples were never read, the first is 1",
+        "evaluation: 1 of 3 samples were read more than once, the first is 0",
+    ]
+
+
+def audit_in_ranks(world: Any, mutation: str) -> list[str]:
+    import dataclasses
+    from unittest import mock
+
+    import everyrank.data.loader as loader
+    import zoo
+    from everyrank.audit import audit
+    from everyrank.data import Slice
+
+    workload = zoo.workload("frozen")
+    reads = Slice(0 if mutation == "same slice" else world.rank, world.size)
+    order = loader.epoch_order
+    patched = (lambda length, seed, epoch: order(length, seed, 0)) if mutation == "epoch not set" else order
+    with mock.patch.object(loader, "epoch_order", patched):
+        layout = Layout("ddp", accumulate=2)
+        return audit(workload, zoo.Points(23), zoo.Points(13), layout, dataclasses.replace(world), reads)[0]
+
+
+@pytest.mark.parametrize(
+    ("mutation", "words"),
+    [("", None), ("same slice", "read more than once"), ("epoch not set", "has the order of epoch 0")],
+)
+def test_audit(ranks: Any, mutation: str, words: str | None) -> None:
+    """The audit is silent where samples are read once, and names what is wrong where they are not."""
+    for problems in ranks(3, audit_in_ranks, mutation):
+        assert bool(problems) == (words is not None)
+        assert words is None or words in " ".join(problems)

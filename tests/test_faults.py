@@ -1,0 +1,394 @@
+"""What happens when a process dies, hangs or is told to stop: the status, the line, and that nothing is left behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everyrank.errors import RankFailedError
+from everyrank.launch import Launch, processes, run
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
+)
+
+MARK = "EVERYRANK_TEST_MARK"
+
+WORKLOAD = """\
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from everyrank import Workload
+
+FOLDER = Path(__file__).parent
+calls = 0
+
+
+def train_data():
+    return TensorDataset(torch.linspace(0, 1, 48).reshape(16, 3), torch.linspace(1, 0, 32).reshape(16, 2))
+
+
+def loss(output, target):
+    global calls
+    calls += 1
+    time.sleep(0.01)
+    if calls == 4 and (dist.get_rank() == 1 or dist.get_world_size() == 1):
+        (FOLDER / "reached").write_text(repr(time.time()))
+        HAPPENS
+    return ((output - target) ** 2).sum(), target.numel()
+
+
+workload = Workload(
+    name="mine",
+    model=lambda: nn.Linear(3, 2),
+    train_data=train_data,
+    loss=loss,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    global_batch=4,
+    steps=100_000,
+)
+"""
+
+
+class Cli:
+    """The command line as a child process, and whatever carries its mark."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *words: str, command: tuple[str, ...] = ("-m", "everyrank"), **variables: str) -> None:
+        """Start it in a session of its own, as a terminal would."""
+        self.process = subprocess.Popen(
+            [sys.executable, *command, *words],
+            cwd=self.folder,
+            env={**os.environ, **variables, MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
+        """Wait for its end: status, stdout, stderr."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+    def wait_for_update_3(self) -> float:
+        """When the training had come there, by the clock of the rank."""
+        assert self.process is not None
+        path = self.folder / "reached"
+        deadline = time.monotonic() + 50
+        is_running = True
+        while time.monotonic() < deadline and is_running:
+            is_running = self.process.poll() is None
+            with contextlib.suppress(OSError, ValueError):
+                return float(path.read_text())
+            time.sleep(0.02)
+        pytest.fail(f"the training never came to update 3: {self.process.communicate(timeout=5)}")
+
+    def processes(self) -> dict[int, str]:
+        """Every process that carries the mark, by id."""
+        found: dict[int, str] = {}
+        mark = f"{MARK}={self.mark}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def left(self, seconds: float = 5.0) -> dict[int, str]:
+        """What is still there after that long; {} as soon as nothing is."""
+        deadline = time.monotonic() + seconds
+        while (found := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    started = Cli(tmp_path)
+    yield started
+    for pid in started.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if started.process is not None:
+        started.process.communicate(timeout=20)
+
+
+def write_workload(folder: Path, happens: str = "pass") -> Path:
+    path = folder / "my_workload.py"
+    path.write_text(WORKLOAD.replace("HAPPENS", happens + "  # here"), encoding="utf-8")
+    return path
+
+
+def here(path: Path) -> int:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith("# here"))
+
+
+def the_line(stderr: str) -> str:
+    """The last line on stderr; before it there is at most the path of the log."""
+    lines = stderr.splitlines()
+    assert len(lines) in (1, 2), stderr
+    assert len(lines) == 1 or lines[0].startswith("full traceback: "), stderr
+    assert lines[-1].startswith("everyrank: ")
+    return lines[-1].removeprefix("everyrank: ")
+
+
+def free_port() -> str:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return str(listening.getsockname()[1])
+
+
+TWO_RANKS = ("--layout", "ddp", "--processes", "2")
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_a_rank_that_raises(cli: Cli, launcher: str) -> None:
+    """Rank 1 alone raises at update 3: status 4, the line says who, where and what, and the others do not hang."""
+    path = write_workload(cli.folder, "raise RuntimeError('boom\\n\\nand more')")
+    cli.start("train", path.name, *TWO_RANKS, "--launcher", launcher)
+    status, _, stderr = cli.end()
+    ended = time.time()
+    assert status == 4, stderr
+    line = the_line(stderr)
+    assert line.startswith("rank 1")
+    assert f"my_workload.py:{here(path)} in loss: RuntimeError: boom" in line
+    log = cli.folder / stderr.splitlines()[0].removeprefix("full traceback: ")
+    assert "and more" in log.read_text()
+    assert ended - cli.wait_for_update_3() < 5
+    assert cli.left() == {}
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_a_rank_that_is_killed(cli: Cli, launcher: str) -> None:
+    """As the out-of-memory killer does it: no exception, no last words. Its loader process must not outlive it."""
+    path = write_workload(cli.folder, "os.kill(os.getpid(), signal.SIGKILL)")
+    cli.start("train", path.name, *TWO_RANKS, "--launcher", launcher, "--workers", "1")
+    status, _, stderr = cli.end()
+    ended = time.time()
+    assert status == 4, stderr
+    line = the_line(stderr)
+    assert "rank 1" in line
+    assert "rank 0" not in line
+    assert "SIGKILL" in line
+    assert ended - cli.wait_for_update_3() < 5
+    assert cli.left() == {}
+
+
+@pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["alone", "one of two"])
+def test_a_rank_that_is_gone_without_a_word(cli: Cli, words: tuple[str, ...]) -> None:
+    """A library that ends the process with status 0 is no good end of a training, and no result was left."""
+    path = write_workload(cli.folder, "os._exit(0)")
+    cli.start("train", path.name, *words)
+    status, _, stderr = cli.end()
+    assert status == 4, stderr
+    assert ("rank 1" if words else "rank 0") in the_line(stderr)
+    assert cli.left() == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_person_who_stops_it(cli: Cli, number: signal.Signals, expected: int) -> None:
+    """Ctrl-C reaches the whole foreground group, SIGTERM the one process; all ranks and their loaders end."""
+    path = write_workload(cli.folder)
+    cli.start("train", path.name, *TWO_RANKS, "--workers", "1")
+    cli.wait_for_update_3()
+    assert cli.process is not None
+    assert len(cli.processes()) >= 5  # itself, two ranks, and a loader process of each
+    begun = time.monotonic()
+    if number is signal.SIGINT:
+        os.killpg(cli.process.pid, number)
+    else:
+        os.kill(cli.process.pid, number)
+    status, _, stderr = cli.end(timeout=20)
+    assert time.monotonic() - begun < 5
+    assert status == expected
+    the_line(stderr)
+    assert "Traceback" not in stderr
+    assert cli.left() == {}
+
+
+def test_a_person_who_stops_it_at_once(cli: Cli) -> None:
+    """Ctrl-C while the ranks are still being started."""
+    path = write_workload(cli.folder)
+    cli.start("train", path.name, *TWO_RANKS)
+    deadline = time.monotonic() + 20
+    while len(cli.processes()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert cli.process is not None
+    os.killpg(cli.process.pid, signal.SIGINT)
+    status, _, stderr = cli.end(timeout=20)
+    assert status == 130
+    the_line(stderr)
+    assert cli.left() == {}
+
+
+def test_torchrun_is_stopped_too(cli: Cli) -> None:
+    """torchrun stands between us and the ranks, and has ended its ranks when it is gone."""
+    path = write_workload(cli.folder)
+    cli.start("train", path.name, *TWO_RANKS, "--launcher", "torchrun")
+    cli.wait_for_update_3()
+    assert cli.process is not None
+    begun = time.monotonic()
+    os.killpg(cli.process.pid, signal.SIGINT)
+    status, _, stderr = cli.end(timeout=20)
+    assert time.monotonic() - begun < 5
+    assert status == 130
+    the_line(stderr)
+    assert cli.left() == {}
+
+
+def test_ranks_do_not_outlive_their_parent(cli: Cli) -> None:
+    """SIGKILL to the command line leaves it no time to end anybody: the ranks notice by themselves."""
+    path = write_workload(cli.folder)
+    cli.start("train", path.name, *TWO_RANKS)
+    cli.wait_for_update_3()
+    assert cli.process is not None
+    cli.process.kill()
+    assert cli.left() == {}
+
+
+def waits(_: object) -> None:
+    time.sleep(60)
+
+
+def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
+    render, commands = processes._RENDER["spawn"], []
+
+    def without_rank_1(directory: Path, count: int) -> list[list[str]]:
+        commands.extend([render(directory, count)[0], ["sleep", "100"]])
+        return commands
+
+    monkeypatch.setitem(processes._RENDER, "spawn", without_rank_1)
+    monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
+    begun = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1\b") as caught:
+        run(Launch(processes=2, timeout_seconds=3), waits)
+    assert time.monotonic() - begun < 20
+    assert "rank 0" not in str(caught.value)
+    assert "3 s" in str(caught.value)
+    assert commands
+    monkeypatch.delenv(MARK)
+    left = Cli(Path())
+    left.mark = mark
+    assert {pid: words for pid, words in left.left().items() if pid != os.getpid()} == {}
+
+
+def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the start of rank 0 and that of rank 1: rank 0 is ended all the same."""
+
+    def interrupted(directory: Path, count: int) -> Iterator[list[str]]:
+        yield ["sleep", "100"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(processes._RENDER, "spawn", interrupted)
+    monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
+    with pytest.raises(KeyboardInterrupt):
+        run(Launch(processes=2), waits)
+    monkeypatch.delenv(MARK)
+    left = Cli(Path())
+    left.mark = mark
+    found = {pid: words for pid, words in left.left().items() if pid != os.getpid()}
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    assert found == {}
+
+
+def test_started_by_torchrun_from_outside(cli: Cli) -> None:
+    """As one starts it on a cluster: only rank 0 speaks and writes."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
+    words = "train digits --layout ddp --steps 5 --set width=4 --out out --json records.json"
+    cli.start("-m", "everyrank", *words.split(), command=torchrun)
+    status, stdout, stderr = cli.end()
+    assert status == 0, stderr
+    assert stdout.count("5 updates") == 1
+    assert stdout.count("wrote out/log.jsonl") == 1
+    assert len((cli.folder / "out" / "log.jsonl").read_text().splitlines()) >= 5
+    assert (cli.folder / "out" / "record.json").exists()
+    assert '"world_size": 2' in (cli.folder / "records.json").read_text()
+    assert cli.left() == {}
+
+
+def by_hand(rank: int, port: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def test_one_of_two_ranks_started_by_hand(cli: Cli) -> None:
+    """The other was forgotten: the wait has an end, and the line says who is missing."""
+    path = write_workload(cli.folder)
+    cli.start("train", path.name, "--layout", "ddp", "--timeout", "3", **by_hand(0, free_port()))
+    status, _, stderr = cli.end()
+    assert status == 4, stderr
+    line = the_line(stderr)
+    assert "rank 1" in line
+    assert "Traceback" not in stderr
+    assert cli.left() == {}
+
+
+@pytest.mark.parametrize(
+    ("variables", "fragments"),
+    [
+        ({"RANK": "0"}, ["RANK", "WORLD_SIZE", "MASTER_ADDR", "torchrun"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE", "RANK", "torchrun"]),
+        ({**by_hand(0, "29500"), "WORLD_SIZE": "two"}, ["WORLD_SIZE=two", "whole number"]),
+        ({**by_hand(0, "29500"), "RANK": "2"}, ["rank 2", "2"]),
+        ({**by_hand(0, "29500"), "LOCAL_RANK": "3"}, ["3", "2"]),
+        ({**by_hand(0, "29500"), "TORCHELASTIC_RESTART_COUNT": "x"}, ["TORCHELASTIC_RESTART_COUNT"]),
+    ],
+    ids=["RANK alone", "WORLD_SIZE alone", "no number", "rank too large", "local rank too large", "no count"],
+)
+def test_an_environment_that_cannot_be_meant(cli: Cli, variables: dict[str, str], fragments: list[str]) -> None:
+    """Facts from two sources are never mixed or guessed: status 2, and what is missing is named."""
+    cli.start("train", "digits", "--layout", "ddp", **variables)
+    status, _, stderr = cli.end()
+    assert status == 2, stderr
+    line = the_line(stderr)
+    assert "Traceback" not in stderr
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_a_wrong_call_in_an_incomplete_environment(cli: Cli) -> None:
+    """RANK may stand in the environment for reasons of its own: another mistake is still told in one line."""
+    cli.start("train", "digits", "--layout", "dpd", RANK="0")
+    status, _, stderr = cli.end()
+    assert status == 2, stderr
+    assert "did you mean ddp" in the_line(stderr)
+
+
+def test_words_that_contradict_the_environment(cli: Cli) -> None:
+    """torchrun has started this rank: another number of processes cannot be meant."""
+    cli.start("train", "digits", "--layout", "ddp", "--processes", "3", **by_hand(0, "29500"))
+    status, _, stderr = cli.end()
+    assert status == 2, stderr
+    assert "--processes 3" in the_line(stderr)

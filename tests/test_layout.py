@@ -1,0 +1,207 @@
+"""Layouts: what one may type, what it means, and what is said of a mistake."""
+
+import pytest
+
+from everyrank.errors import LayoutError, UsageError
+from everyrank.layout import STRATEGIES, Layout, parse_layout
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *STRATEGIES,
+        "single:accumulate=4",
+        "ddp:accumulate=4,precision=bf16",
+        "ddp:replicate=2",
+        "ddp:replicate=2,accumulate=3,precision=float64,recompute,compile,find_unused=true",
+        "ddp:bucket_mb=25",
+        "ddp:bucket_mb=0.5,static_graph=true",
+        "ddp:find_unused=false",
+        "zero1:replicate=3,precision=fp16",
+        "fsdp:shard=2",
+        "fsdp:shard=4,recompute,reshard_after_forward=false",
+    ],
+)
+def test_a_layout_is_printed_as_it_was_typed(text: str) -> None:
+    """A Record names its layout by this text: what it prints has to be what one types, and mean the same."""
+    assert str(parse_layout(text)) == text
+    assert parse_layout(str(parse_layout(text))) == parse_layout(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ddp:bucket_mb=0.1234567891",  # %g keeps six digits
+        "ddp:bucket_mb=1234567.5",
+        "ddp:precision=float32,accumulate=1",  # defaults are left out
+        "ddp:recompute=false,compile=no",
+        "ddp:recompute=yes,compile=1",
+        "fsdp:reshard_after_forward=0",
+        "fsdp:reshard_after_forward",
+        "ddp:static_graph,find_unused",
+    ],
+)
+def test_what_is_printed_means_the_same(text: str) -> None:
+    """Printing must lose nothing, even where it writes the layout in another way than it was typed."""
+    layout = parse_layout(text)
+    assert parse_layout(str(layout)) == layout
+
+
+@pytest.mark.parametrize("word", ["recompute", "recompute=true", "recompute=True", "recompute=yes", "recompute=1"])
+def test_forms_of_true(word: str) -> None:
+    """A key alone means true, as do the usual words for it."""
+    assert parse_layout(f"fsdp:{word}") == Layout("fsdp", recompute=True)
+
+
+@pytest.mark.parametrize("word", ["recompute=false", "recompute=False", "recompute=no", "recompute=0"])
+def test_forms_of_false(word: str) -> None:
+    """`bool("false")` is True: the words must be read, not converted."""
+    assert parse_layout(f"fsdp:{word}") == Layout("fsdp", recompute=False)
+
+
+def test_every_key_arrives_with_its_type() -> None:
+    """A number left as text would be compared and multiplied as text."""
+    layout = parse_layout("ddp:replicate=2,accumulate=4,precision=bf16,recompute,compile,bucket_mb=12.5,find_unused")
+    assert layout.strategy == "ddp"
+    assert layout.degrees == {"replicate": 2}
+    assert layout.accumulate == 4
+    assert layout.precision == "bf16"
+    assert layout.recompute is True
+    assert layout.compile is True
+    assert layout.options == {"bucket_mb": 12.5, "find_unused": True}
+
+
+def test_defaults() -> None:
+    """Nothing given: one micro-batch of float32, nothing recomputed or compiled."""
+    assert parse_layout("ddp") == Layout("ddp")
+    layout = Layout("ddp")
+    assert (layout.accumulate, layout.precision, layout.recompute, layout.compile) == (1, "float32", False, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("dpd", ["'dpd'", "did you mean ddp", "single", "fsdp"]),
+        ("nosuch", ["'nosuch'", "give one of", "single", "ddp", "zero1", "fsdp"]),
+        ("", ["''", "give one of"]),
+        (":shard=2", ["give one of"]),
+        ("DDP", ["'DDP'", "ddp"]),
+        ("ddp:", ["ddp:", "key=value"]),
+        ("ddp:accumulate=4,", ["key=value"]),
+        ("ddp:accumulate=", ["accumulate=", "key=value"]),
+        ("ddp:=4", ["=4", "key=value"]),
+        ("ddp:accumlate=4", ["accumlate", "did you mean accumulate"]),
+        ("ddp:nonsense=4", ["nonsense", "accumulate", "precision"]),
+        ("ddp:accumulate=2,accumulate=4", ["accumulate", "twice"]),
+        ("ddp:accumulate=four", ["accumulate=four", "whole number"]),
+        ("ddp:accumulate=2.5", ["accumulate=2.5", "whole number"]),
+        ("ddp:accumulate", ["accumulate", "whole number"]),
+        ("ddp:accumulate=0", ["accumulate=0", "at least 1"]),
+        ("ddp:accumulate=-1", ["accumulate=-1", "at least 1"]),
+        ("ddp:precision=fp8", ["precision=fp8", "float64, float32, bf16, fp16"]),
+        ("ddp:precision", ["precision", "float64, float32, bf16, fp16"]),
+        ("ddp:recompute=maybe", ["recompute=maybe", "true or false"]),
+        ("ddp:find_unused=2", ["find_unused=2", "true or false"]),
+        ("ddp:bucket_mb=big", ["bucket_mb=big", "a number"]),
+        ("ddp:bucket_mb", ["bucket_mb", "a number"]),
+        ("ddp:bucket_mb=0", ["bucket_mb=0", "above 0"]),
+        ("ddp:bucket_mb=-1", ["bucket_mb=-1", "above 0"]),
+        ("ddp:bucket_mb=nan", ["bucket_mb=nan"]),
+        ("ddp:bucket_mb=inf", ["bucket_mb=inf"]),
+        ("ddp:static_graph,accumulate=2", ["static_graph", "accumulate"]),
+        ("ddp:shard=2", ["shard", "replicate"]),
+        ("zero1:shard=2", ["shard", "replicate"]),
+        ("single:replicate=1", ["replicate", "single"]),
+        ("dataparallel:replicate=2", ["replicate", "dataparallel"]),
+        ("fsdp:shard=0", ["shard=0", "at least 1"]),
+        ("fsdp:shard=-2", ["shard=-2", "at least 1"]),
+        ("fsdp:shard=two", ["shard=two", "whole number"]),
+        ("fsdp:bucket_mb=25", ["bucket_mb", "reshard_after_forward"]),
+        ("ddp:reshard_after_forward", ["reshard_after_forward", "bucket_mb"]),
+        ("single:find_unused", ["find_unused", "single"]),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(text: str, fragments: list[str]) -> None:
+    """The value, the rule, the fix; and it is a ValueError for callers from Python, with exit status 2."""
+    with pytest.raises(LayoutError) as caught:
+        parse_layout(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+    assert isinstance(caught.value, UsageError | ValueError)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "fragment"),
+    [
+        ({"strategy": "dpd"}, "did you mean ddp"),
+        ({"strategy": "ddp", "accumulate": 0}, "accumulate=0"),
+        ({"strategy": "ddp", "precision": "half"}, "precision=half"),
+        ({"strategy": "ddp", "degrees": {"shard": 2}}, "shard"),
+        ({"strategy": "fsdp", "degrees": {"shard": 0}}, "shard=0"),
+        ({"strategy": "fsdp", "options": {"bucket_mb": 1.0}}, "bucket_mb"),
+        ({"strategy": "ddp", "options": {"bucket_mb": -1.0}}, "bucket_mb=-1"),
+        ({"strategy": "ddp", "options": {"bucket_mb": "big"}}, "bucket_mb=big"),
+        ({"strategy": "ddp", "options": {"static_graph": True}, "accumulate": 2}, "static_graph"),
+    ],
+)
+def test_a_layout_made_in_python_is_checked_too(values: dict[str, object], fragment: str) -> None:
+    """The checks belong to the noun, not to its parser."""
+    with pytest.raises(LayoutError, match=fragment):
+        Layout(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "mesh"),
+    [
+        ("single", 1, {}),
+        ("single", 4, {}),
+        ("dataparallel", 2, {}),
+        ("ddp", 1, {"replicate": 1}),
+        ("ddp", 3, {"replicate": 3}),
+        ("ddp:replicate=2", 2, {"replicate": 2}),
+        ("zero1", 4, {"replicate": 4}),
+        ("fsdp", 2, {"shard": 2}),
+        ("fsdp:shard=4", 4, {"shard": 4}),
+    ],
+)
+def test_the_strategys_own_axis_takes_the_ranks_that_are_left(text: str, world_size: int, mesh: dict[str, int]) -> None:
+    """Left out, a degree is all ranks; given, it has to be them."""
+    assert parse_layout(text).mesh(world_size) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "fragments"),
+    [
+        ("fsdp:shard=3", 2, ["fsdp:shard=3", "= 3", "2 processes", "--processes 3"]),
+        ("ddp:replicate=2", 4, ["ddp:replicate=2", "= 2", "4 processes", "--processes 2"]),
+        ("zero1:replicate=5", 1, ["zero1:replicate=5", "= 5", "1 process", "--processes 5"]),
+    ],
+)
+def test_degrees_that_do_not_multiply_to_the_processes_show_the_product(
+    text: str, world_size: int, fragments: list[str]
+) -> None:
+    """Silently dropping or inventing ranks would train something else."""
+    with pytest.raises(LayoutError) as caught:
+        parse_layout(text).mesh(world_size)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_layouts_can_be_keys() -> None:
+    """Results are kept by layout: equal layouts are one key, whatever the order they were typed in."""
+    first, second = parse_layout("ddp:accumulate=2,find_unused"), parse_layout("ddp:find_unused,accumulate=2")
+    assert first == second
+    assert {first: 1}[second] == 1
+    assert len({parse_layout(name) for name in [*STRATEGIES, *STRATEGIES]}) == len(STRATEGIES)
+    assert parse_layout("fsdp:shard=2") != parse_layout("fsdp:shard=3")
+    assert parse_layout("ddp:bucket_mb=1") != parse_layout("ddp:bucket_mb=2")
+
+
+def test_a_layout_cannot_be_changed() -> None:
+    """A layout that changes under a running comparison would be reported under the wrong name."""
+    with pytest.raises(AttributeError):
+        Layout("ddp").accumulate = 4  # type: ignore[misc]

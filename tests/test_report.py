@@ -1,0 +1,352 @@
+"""Reports: no number without parity, nothing of a Record runs or loads, every layout has its curve."""
+
+import dataclasses
+import html.parser
+import math
+import re
+import signal
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from everyrank.cli import main
+from everyrank.record import Interval, Parity, Record, read_records, write_records
+
+SVG = "{http://www.w3.org/2000/svg}"
+EQUAL = Parity("equal", bitwise=True, max_relative_difference=0.0, tolerance=1e-10)
+DIFFERENT = Parity(
+    "different",
+    bitwise=False,
+    max_relative_difference=0.5,
+    tolerance=1e-10,
+    first_divergence="update 3, tensor layers.0.weight (float64)",
+    cause="sum where the mean is meant",
+)
+NOT_VERIFIED = Parity("not_verified", reason="needs 2 CUDA devices")
+
+
+def timed(layout: str, parity: Parity, digits: int = 7, workload: str = "mine", **values: object) -> Record:
+    """A Record that carries every number, each of them recognisable by its digits."""
+    speed, step = float(f"{digits}" * 6), float(f"0.0{digits}{digits}{digits}{digits}")
+    base = Record(
+        workload=workload,
+        layout=layout,
+        launcher="spawn",
+        backend="gloo",
+        device="cpu",
+        world_size=2,
+        parity=parity,
+        throughput_samples_per_second=Interval(speed, speed, speed, trials=5),
+        step_seconds=Interval(step, step, step, trials=5),
+        epoch_seconds=float(f"{digits}" * 5),
+        metrics={"top1": float(f"0.{digits}{digits}{digits}{digits}"), "eval_loss": float(f"{digits}" * 4)},
+        loss=[2.0 / (i + 1) for i in range(20)],
+        provenance={"torch": "2.13.0", "global_batch": 64, "cores": 2, "method": "medians", "command": ["x"]},
+    )
+    return dataclasses.replace(base, **values)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    terminal: str
+    markdown: str
+    html: str
+
+    def __iter__(self) -> Iterator[str]:
+        """What a person reads of each: no paths of files, no coordinates of a drawing."""
+        shown = [line for line in self.terminal.splitlines() if not line.startswith("wrote ")]
+        return iter(("\n".join(shown), self.markdown, Page(self.html).text))
+
+
+@pytest.fixture
+def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Report]]:
+    """`everyrank report` over one file for each list of Records; what it showed and wrote."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def call(*files: list[Record]) -> Report:
+        paths = [tmp_path / f"{index}.json" for index in range(len(files))]
+        for path, records in zip(paths, files, strict=True):
+            write_records(records, path)
+        page, text = tmp_path / "page.html", tmp_path / "table.md"
+        status = main(["report", *map(str, paths), "--html", str(page), "--markdown", str(text)])
+        shown = capsys.readouterr()
+        assert status == 0, shown.err
+        assert shown.err == ""
+        return Report(shown.out, text.read_text(encoding="utf-8"), page.read_text(encoding="utf-8"))
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+class Page(html.parser.HTMLParser):
+    """The tags with their attributes, and the text, of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.comments = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_comment(self, data: str) -> None:
+        self.comments += data
+
+
+def svgs(text: str) -> list[ET.Element]:
+    """The drawings in a page; they have to be well-formed."""
+    return [ET.fromstring(found) for found in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+
+
+def curves(svg: ET.Element) -> list[ET.Element]:
+    """The data lines of the upper axes: not its ticks, which are deeper, and not its legend."""
+    [axes] = [group for group in svg.iter(f"{SVG}g") if group.get("id") == "axes_1"]
+    lines = [group for group in axes.findall(f"{SVG}g") if group.get("id", "").startswith("line2d_")]
+    return [path for line in lines for path in line.findall(f"{SVG}path")]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of each row of the one table in a Markdown text, split as GitHub splits them."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_equal_rows_have_their_numbers(report: Callable[..., Report]) -> None:
+    """The other tests here look for numbers that are not there: this one shows that they would be."""
+    shown = report([timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)])
+    for text in shown:
+        assert "777,777" in text  # samples a second
+        assert "77.77" in text  # step ms
+        assert "77777.00" in text  # epoch s
+        assert "0.7777" in text  # top1
+        assert "7777.0000" in text  # eval loss
+        assert "1.40" in text  # x single
+        assert "equal" in text
+    assert len(table_rows(shown.markdown)) == 4
+
+
+@pytest.mark.parametrize("parity", [DIFFERENT, NOT_VERIFIED])
+@pytest.mark.parametrize("others", [[timed("single", EQUAL, 5)], []])
+def test_a_row_without_parity_has_no_number(
+    report: Callable[..., Report], parity: Parity, others: list[Record]
+) -> None:
+    """A fast layout that trains something else is not fast: no output may quote it, whatever the Record carries."""
+    for text in report([*others, timed("ddp", parity, 7)]):
+        assert not re.search(r"7[,.]?7[,.]?7[,.]?7", text)
+        assert "1.40" not in text
+        assert "ddp" in text
+
+
+def test_no_ratio_to_a_single_that_was_not_verified(report: Callable[..., Report]) -> None:
+    """`x single` is single's number too: 777777 / 555555 gives it away."""
+    shown = report([timed("single", NOT_VERIFIED, 5), timed("ddp", EQUAL, 7)])
+    for text in shown:
+        assert "777,777" in text
+        assert not re.search(r"5[,.]?5[,.]?5[,.]?5", text)
+        assert "1.40" not in text
+
+
+def test_why_a_row_has_no_number_is_said(report: Callable[..., Report]) -> None:
+    """Never a pass and never silence."""
+    shown = report([timed("single", EQUAL, 5), timed("ddp", DIFFERENT, 7), timed("dataparallel", NOT_VERIFIED, 3)])
+    for text in (re.sub(r"\\", "", shown.markdown), shown.html, re.sub(r"\s+", " ", shown.terminal)):
+        assert "DIFFERENT" in text
+        assert "not verified here: needs 2 CUDA devices" in text
+        assert "update 3, tensor layers.0.weight" in text
+        assert "sum where the mean is meant" in text
+
+
+def test_verified_but_not_timed(report: Callable[..., Report]) -> None:
+    """The Records of `verify` have no speed; their table says what was compared."""
+    nothing = {"throughput_samples_per_second": None, "step_seconds": None, "epoch_seconds": None, "metrics": {}}
+    close = dataclasses.replace(EQUAL, max_relative_difference=3e-14)
+    shown = report([timed("ddp", close, **nothing), timed("fsdp", DIFFERENT, **nothing)])
+    for text in shown:
+        assert "3.0e-14" in text
+        assert "5.0e-01" in text
+        assert "1e-10" in text
+
+
+def test_several_files_are_one_report(report: Callable[..., Report]) -> None:
+    """Every Record of every file is shown, and workloads are kept apart."""
+    shown = report(
+        [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)],
+        [timed("single", EQUAL, 3, workload="another"), timed("fsdp", EQUAL, 9, workload="another")],
+    )
+    for text in shown:
+        for word in ("mine", "another", "ddp", "fsdp", "555,555", "777,777", "333,333", "999,999"):
+            assert word in text
+        assert "3.00" in text  # 999999 / 333333: against the single of its own workload
+        assert "1.80" not in text  # 999999 / 555555
+
+
+EVIL = "<script>alert(1)</script>"
+EVIL_LAYOUT = "ddp|--><img src=x onerror=alert(2)>|$x$"
+EVIL_CAUSE = "|`</td>`| <b onclick=alert(3)>bold</b> ]]> {{ 7 * 7 }} [bold red]x[/] [link](javascript:alert(4)) & &lt;"
+
+
+@pytest.fixture
+def hostile(report: Callable[..., Report]) -> Report:
+    """A report of Records that somebody else made, with markup wherever text may stand."""
+    different = dataclasses.replace(DIFFERENT, first_divergence=EVIL_CAUSE, cause=EVIL_CAUSE, checks=[EVIL_CAUSE])
+    refused = dataclasses.replace(NOT_VERIFIED, reason=EVIL_CAUSE, checks=[EVIL])
+    provenance = {EVIL: EVIL, "torch": EVIL, "method": EVIL_CAUSE, "cores": EVIL, "global_batch": EVIL}
+    everywhere = {"workload": EVIL, "device": "cpu", "provenance": provenance, "metrics": {EVIL_CAUSE: 0.5}}
+    return report(
+        [
+            timed("single", EQUAL, **everywhere),
+            timed(EVIL_LAYOUT, different, **everywhere),
+            timed(EVIL, refused, **everywhere),
+            timed("fsdp" + EVIL_CAUSE, EQUAL, **everywhere),
+        ]
+    )
+
+
+def test_html_is_inert(hostile: Report) -> None:
+    """A Record from somebody else's machine runs no script and makes no element in the page."""
+    page = Page(hostile.html)
+    names = {name for name, _ in page.tags}
+    assert not names & {"script", "img", "iframe", "object", "embed", "form", "base", "a"}
+    for name, attributes in page.tags:
+        assert not [key for key in attributes if key.startswith("on")], name
+    assert page.text.count(EVIL) >= 4
+    assert EVIL_LAYOUT in page.text
+    assert EVIL_CAUSE in page.text
+    assert "alert" not in page.comments
+    assert "{{ 7 * 7 }}" in page.text
+
+
+def test_html_has_one_cell_for_each_column(hostile: Report) -> None:
+    """Markup in a Record would move the cells of its row."""
+    table = re.search(r"<table>.*?</table>", hostile.html, re.DOTALL)
+    assert table is not None
+    columns = table[0].count("<th>")
+    assert table[0].count("<td") == 4 * columns
+    assert table[0].count("<tr>") == 5
+
+
+def test_markdown_is_inert(hostile: Report) -> None:
+    """In a pull request a pipe would move the cells and a tag would be taken as HTML."""
+    assert "<" not in hostile.markdown
+    rows = table_rows(hostile.markdown)
+    assert len(rows) == 6
+    assert {len(row) for row in rows} == {len(rows[0])}
+    assert not re.search(r"(?<!\\)\]\(", hostile.markdown)
+    assert not re.search(r"(?<!\\)`", hostile.markdown)
+
+
+def test_the_terminal_shows_markup_as_text(hostile: Report) -> None:
+    """rich would take [bold red] for a style and drop it."""
+    text = re.sub(r"\s+", "", hostile.terminal)
+    assert "[boldred]x[/]" in text
+    assert EVIL in text
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "two\r\nlines", "two\n\n# lines", "a\n| b | c |"])
+def test_line_breaks_stay_in_their_cell(report: Callable[..., Report], text: str) -> None:
+    """A reason of several lines ends a Markdown table, and what follows is read as markup."""
+    shown = report([timed("single", EQUAL, 5), timed("ddp", dataclasses.replace(NOT_VERIFIED, reason=text), 7)])
+    rows = table_rows(shown.markdown)
+    assert len(rows) == 4
+    assert {len(row) for row in rows} == {len(rows[0])}
+    assert "lines" in rows[3][2] or "b" in rows[3][2]
+
+
+def test_the_page_loads_nothing(hostile: Report) -> None:
+    """The page is mailed and opened without a network: nothing in it points to one."""
+    page = Page(hostile.html)
+    loading = {"src", "href", "xlink:href", "srcset", "action", "data", "poster", "background", "ping"}
+    for name, attributes in page.tags:
+        assert name not in {"link", "script", "iframe", "object", "embed"}
+        for key in loading & set(attributes):
+            assert attributes[key].startswith(("#", "data:")), (name, key, attributes[key])
+        assert "refresh" not in attributes.get("http-equiv", "").lower()
+    for address in re.findall(r"url\(\s*['\"]?([^)]*)", hostile.html):
+        assert address.startswith(("#", "data:")), address
+    assert "@import" not in hostile.html
+
+
+def test_the_drawing_has_one_line_for_each_layout(report: Callable[..., Report]) -> None:
+    """Curves that lie on each other must all be there, each with its name."""
+    layouts = ["single", "ddp", "ddp:accumulate=2", "zero1", "fsdp"]
+    shown = report([timed(layout, EQUAL) for layout in layouts])
+    [svg] = svgs(shown.html)
+    lines = curves(svg)
+    assert len(lines) == len(layouts)
+    assert len({line.get("style", "") for line in lines}) == len(layouts)
+    for line in lines:
+        assert len(re.findall("[ML]", line.get("d", ""))) == 20
+    labels = [text.text for text in svg.iter(f"{SVG}text")]
+    for layout in layouts:
+        assert labels.count(layout) == 1
+
+
+def test_the_drawing_is_well_formed_whatever_the_layout_is_called(hostile: Report) -> None:
+    """A name with markup or dollar signs is drawn as it is."""
+    [svg] = svgs(hostile.html)
+    assert len(curves(svg)) == 4
+    labels = [text.text for text in svg.iter(f"{SVG}text")]
+    assert EVIL in labels
+    assert EVIL_LAYOUT in labels
+
+
+def test_every_workload_has_its_own_drawing(report: Callable[..., Report]) -> None:
+    """Losses of different workloads cannot lie on each other."""
+    shown = report(
+        [timed("single", EQUAL), timed("ddp", EQUAL)],
+        [timed("single", EQUAL, workload="another"), timed("ddp", EQUAL, workload="another")],
+    )
+    drawings = svgs(shown.html)
+    assert [len(curves(svg)) for svg in drawings] == [2, 2]
+
+
+def test_what_was_not_measured_can_be_shown(report: Callable[..., Report]) -> None:
+    """NaN and Infinity come back from the file as null; the report of such a run is needed most."""
+    nan = dataclasses.replace(DIFFERENT, max_relative_difference=0.25, tolerance=math.inf)
+    broken = dataclasses.replace(DIFFERENT, max_relative_difference=math.inf, tolerance=1e-10)
+    shown = report(
+        [
+            timed("single", EQUAL, 5, metrics={"top1": math.nan, "eval_loss": math.nan}),
+            timed("ddp", nan, 7, loss=[1.0, math.nan, math.inf]),
+            timed("fsdp", broken, 3, loss=[math.nan] * 5),
+            timed("zero1", EQUAL, 9, loss=[], epoch_seconds=None, metrics={}, provenance={}),
+        ]
+    )
+    for text in shown:
+        assert "555,555" in text
+        assert "999,999" in text
+        assert "zero1" in text
+
+
+def test_infinite_differences_can_be_shown(report: Callable[..., Report]) -> None:
+    """The same for the table of `verify`, which prints the difference and its tolerance."""
+    nothing = {"throughput_samples_per_second": None, "step_seconds": None}
+    wide = dataclasses.replace(DIFFERENT, max_relative_difference=0.25, tolerance=math.inf)
+    far = dataclasses.replace(DIFFERENT, max_relative_difference=math.inf, tolerance=1e-10)
+    for text in report([timed("ddp", wide, **nothing), timed("fsdp", far, **nothing)]):
+        assert "ddp" in text
+        assert "fsdp" in text
+
+
+def test_the_report_can_be_made_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Terminal alone, and reading does not change the file."""
+    path = tmp_path / "records.json"
+    write_records([timed("single", EQUAL, 5)], path)
+    before = path.read_bytes()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["report", str(path)]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert "555,555" in capsys.readouterr().out
+    assert path.read_bytes() == before
+    assert read_records(path) == [timed("single", EQUAL, 5)]
+    assert list(tmp_path.iterdir()) == [path]
