@@ -39,10 +39,11 @@ ORDER = [
     "report",
     "recipes",
     "session",
+    "arguments",
     "cli",
 ]
 INSIDE = {
-    "launch": ["facts", "spawn", "torchrun", "processes", "worker"],
+    "launch": ["facts", "job", "spawn", "torchrun", "ranks", "processes", "worker"],
     "data": ["slicing", "order", "loader"],
     "parallel": ["batch_norm", "build", "replicate", "partition", "shard"],
     "parity": ["trace", "compare", "diagnose", "check"],
@@ -60,6 +61,7 @@ TORCH_FREE = {
     "launch",
     "report",
     "session",
+    "arguments",
     "cli",
     "__init__",
 }
@@ -196,7 +198,7 @@ def test_strategies_are_a_file_and_a_line() -> None:
 
 def test_nothing_listens_beyond_loopback() -> None:
     """Ranks of one host talk over loopback, unless somebody chose an interface."""
-    from everyrank.launch.processes import _child_environment
+    from everyrank.launch.ranks import _child_environment
 
     environment = _child_environment()
     assert environment["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")

@@ -258,7 +258,7 @@ ONE_RANK = {
     # words of the call, text of the file (None: none is written), fragments of the line, whether there are frames
     "unknown name": ("train digit", None, ["'digit'", "did you mean digits", ".py"], False),
     "unknown setting": ("train digits --set colour=red", None, ["colour=red", "lr"], False),
-    "setting that is refused": ("train digits --set batch=none", None, ["global_batch=None", "whole number"], False),
+    "setting that is refused": ("train digits --set batch=0", None, ["global_batch=0", "whole number"], False),
     "two lengths": ("train digits --epochs 1 --steps 2", None, ["epochs", "1", "steps", "2", "one of the two"], False),
     "without workload": ("train my_workload.py", "x = 1\n", ["my_workload.py", "workload = Workload("], False),
     "raises on import": (

@@ -65,7 +65,7 @@ def test_equals_torch_on_the_whole_batch(ranks: Any, shape: tuple[int, ...], aff
 class OwnNorm(nn.BatchNorm1d):
     """A batch norm with a forward of its own."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return super().forward(input) * 2
 
 

@@ -101,7 +101,8 @@ def test_verify_a_persons_file(tmp_path: Path) -> None:
     (folder / "my_model.py").write_text(MY_MODEL)
     layouts = ["ddp", "zero1", "fsdp"]
     done = everyrank(
-        "verify", "elsewhere/my_workload.py", "--layout", *layouts, "--processes", "3", "--json", "out.json", "--samples",
+        "verify", "elsewhere/my_workload.py", "--layout", *layouts, "--processes", "3",
+        "--json", "out.json", "--samples",
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout

@@ -86,7 +86,7 @@ def test_ranks_read_each_sample_once(ranks: Any, workers: int, accumulate: int) 
 
 
 def test_evaluation_is_called_equally_often(ranks: Any) -> None:
-    """Four ranks, nine samples in batches of seven: the second batch has two samples, and two ranks have none of them."""
+    """Four ranks, nine samples in batches of seven: two ranks have no sample of the second batch."""
     found = ranks(4, evaluate)
     assert {len(sizes) for sizes in found} == {2}
     assert [sum(sizes) for sizes in zip(*found, strict=True)] == [7, 2]

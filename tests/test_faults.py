@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import Launch, processes, run
+from everyrank.launch import Launch, ranks, run
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -276,13 +276,13 @@ def waits(_: object) -> None:
 
 def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
-    render, commands = processes._RENDER["spawn"], []
+    render, commands = ranks._RENDER["spawn"], []
 
     def without_rank_1(directory: Path, count: int) -> list[list[str]]:
         commands.extend([render(directory, count)[0], ["sleep", "100"]])
         return commands
 
-    monkeypatch.setitem(processes._RENDER, "spawn", without_rank_1)
+    monkeypatch.setitem(ranks._RENDER, "spawn", without_rank_1)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     begun = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1\b") as caught:
@@ -304,7 +304,7 @@ def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         yield ["sleep", "100"]
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(processes._RENDER, "spawn", interrupted)
+    monkeypatch.setitem(ranks._RENDER, "spawn", interrupted)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(KeyboardInterrupt):
         run(Launch(processes=2), waits)

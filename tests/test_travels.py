@@ -73,7 +73,7 @@ def test_zero1(ranks: Any) -> None:
 
 @pytest.mark.parametrize("reshard", ["true", "false"])
 def test_fsdp(ranks: Any, reshard: str) -> None:
-    """Gathers of blocks in forward and, unless they were kept, in backward; of the rest once; scatters of trained units."""
+    """Gathers of blocks in forward and (unless kept) in backward, of the rest once; scatters of trained units."""
     for found in ranks(2, traffic, f"fsdp:reshard_after_forward={reshard}", {}):
         # units: two linear layers, a tanh without parameters, and the root with the frozen layer
         assert len(found["all_gather"]) == (5 if reshard == "true" else 3)

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib.resources
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from everyrank import __version__
+from everyrank.arguments import parser
 from everyrank.errors import CHECK_FAILED, INTERRUPTED, TERMINATED, CannotRunError, EveryrankError, UsageError
 from everyrank.launch import Launch, facts_from_environment, num_accelerators
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, read_records, write_records
-from everyrank.workload import BUILT_IN, Source, parse_settings
+from everyrank.workload import Source, parse_settings
 
 __all__ = ["main"]
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        parsed = _parser().parse_args(arguments)
+        commands = {"train": _train, "verify": _verify, "bench": _bench, "report": _report, "new": _new}
+        parsed = parser(commands).parse_args(arguments)
         return parsed.function(parsed)
     except EveryrankError as error:
         if error.log is not None:
@@ -48,12 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # whoever read our output has gone, `everyrank new ddp_torchrun | head` for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if facts_from_environment(os.environ) is not None:
-        # A rank that somebody else started: threads that wait for other ranks must not keep it alive.
+    if _is_a_rank():
+        # Threads that wait for other ranks must not keep this one alive.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _is_a_rank() -> bool:
+    """Whether somebody else's launcher started this process as a rank."""
+    try:
+        return facts_from_environment(os.environ) is not None
+    except UsageError:
+        return False
 
 
 class _TerminatedError(BaseException):
@@ -62,94 +72,6 @@ class _TerminatedError(BaseException):
 
 def _terminate(*_: object) -> NoReturn:
     raise _TerminatedError
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="everyrank",
-        description="PyTorch distributed training that checks its own numbers.",
-        epilog=f"Workloads: {', '.join(BUILT_IN)}, or a file. Layouts: {', '.join(STRATEGIES)}, with [:key=value,...].",
-    )
-    parser.add_argument("--version", action="version", version=f"everyrank {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-
-    train = commands.add_parser("train", help="train a workload under a layout")
-    _add_common(train)
-    train.add_argument("--layout", default="single", metavar="L", help="default: single")
-    train.add_argument("--epochs", type=int, metavar="E", help="instead of the workload's own length")
-    train.add_argument("--steps", type=int, metavar="K", help="updates, instead of the workload's own length")
-    train.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="for log.jsonl, record.json and the ranks' logs; default: runs/...",
-    )
-    train.set_defaults(function=_train)
-
-    verify = commands.add_parser("verify", help="check that layouts equal one device")
-    _add_common(verify)
-    _add_layouts(verify)
-    verify.add_argument("--steps", type=int, default=20, metavar="K", help="updates to compare (default 20)")
-    verify.add_argument("--samples", action="store_true", help="audit that each sample is read once and evaluated once")
-    verify.set_defaults(function=_verify)
-
-    bench = commands.add_parser("bench", help="check layouts, then time those that are equal")
-    _add_common(bench)
-    _add_layouts(bench)
-    bench.add_argument("--trials", type=int, default=5, metavar="T", help="timed runs of each layout (default 5)")
-    bench.add_argument("--steps", type=int, metavar="K", help="updates of each run (default: at most 60)")
-    _add_outputs(bench)
-    bench.set_defaults(function=_bench)
-
-    report = commands.add_parser("report", help="show Records that --json wrote")
-    report.add_argument("records", nargs="+", type=Path, metavar="RECORDS.json")
-    _add_outputs(report)
-    report.set_defaults(function=_report)
-
-    new = commands.add_parser("new", help="print or write a standalone script: plain PyTorch, yours")
-    new.add_argument("recipe", nargs="?", metavar="RECIPE")
-    new.add_argument("path", nargs="?", type=Path, metavar="PATH", help="write it there, with its data beside it")
-    new.add_argument("--list", action="store_true", help="what there is")
-    new.set_defaults(function=_new)
-    return parser
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
-    parser.add_argument("--processes", type=int, metavar="N", help="ranks in all; default: the visible accelerators")
-    parser.add_argument("--launcher", metavar="X", help="spawn (default) or torchrun")
-    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
-    parser.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
-    )
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
-    parser.add_argument("--json", type=Path, metavar="F", help="write Records")
-
-
-def _add_layouts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--layout",
-        nargs="+",
-        action="extend",
-        metavar="L",
-        help=f"one or more; default: {' '.join(STRATEGIES)}",
-    )
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page")
-    parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
 
 
 def _launch(args: argparse.Namespace, default_processes: int, logs: Path | None = None) -> Launch:
@@ -191,7 +113,12 @@ def _train(args: argparse.Namespace) -> int:
     layout.mesh(launch.processes)
     for path in (out / "log.jsonl", out / "record.json", args.json):
         _check_writable(path)
-    records = run(source, layout, launch, epochs=args.epochs, steps=args.steps, out=out.absolute())
+    try:
+        records = run(source, layout, launch, epochs=args.epochs, steps=args.steps, out=out.absolute())
+    except UsageError as error:
+        if args.out is None and error.log is None:
+            shutil.rmtree(out, ignore_errors=True)  # nothing was trained, and nobody asked for this folder
+        raise
     if records:
         write_records(records, out / "record.json")
         _write(records, args)

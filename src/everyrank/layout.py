@@ -91,7 +91,7 @@ class Layout:
                     f"layout {self}: torch learns a static graph while it sends gradients, and the first backward "
                     "of several micro-batches sends none; leave out static_graph or accumulate"
                 )
-            if key == "bucket_mb" and not (isinstance(value, int | float) and value > 0):
+            if key == "bucket_mb" and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise LayoutError(f"layout {self}: bucket_mb={value}: give a size above 0 MiB")
 
     def __str__(self) -> str:
@@ -182,7 +182,9 @@ def _read(text: str, key: str, value: str, kind: type) -> object:
 
 
 def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _keys_of(strategy: str) -> str:

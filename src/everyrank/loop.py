@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from everyrank.collectives import sum_over_ranks
+from everyrank.collectives import gather, sum_over_ranks
 from everyrank.data import Batch, Update, batches_for_evaluation, batches_for_updates, updates_per_epoch
 from everyrank.data.loader import map_tensors, mix
 from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, describe
 from everyrank.layout import Layout
-from everyrank.parallel.build import call, compute_dtype
+from everyrank.parallel.build import compute_dtype, seed_everything
 from everyrank.parallel.shard import local_tensors
 from everyrank.strategies import Prepared
 from everyrank.workload import Workload
@@ -49,6 +49,7 @@ def blame_workload() -> Generator[None]:
 
 def open_data(workload: Workload, num_readers: int) -> tuple[Any, Any]:
     """The training and the evaluation data (None without). Raises `WorkloadError` for data that cannot be cut."""
+    seed_everything(workload.seed)  # data made up at random is the same data in every rank
     with blame_workload():
         train_data: Any = workload.train_data()
         eval_data: Any = workload.eval_data() if workload.eval_data else None
@@ -82,32 +83,55 @@ def run_updates(
     prepared: Prepared,
     updates: Iterable[Update],
     reverse: bool = False,
-    after: Callable[[Update, Tensor], None] | None = None,
+    watch: bool = True,
 ) -> Iterator[Tensor]:
     """Do the updates in order; yield this rank's share of (sum, count) after each.
 
     The generator is the loop: whoever takes its values decides what happens between two updates, and nothing does
-    unless they say so. `after` is for tests. Raises `NotFiniteError` with the update and the first bad tensor.
+    unless they say so. Raises `NotFiniteError` with the update and the first bad tensor, on every rank alike; for that
+    tensor the outputs of all modules are kept until the next update, unless `watch` is false.
     """
     updates = list(updates)
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, layout.accumulate, world, compute_dtype(layout), reverse
     )
-    for update in updates:
-        first = update is updates[0]
-        with blame_workload() if first else contextlib.nullcontext():
-            micro_batches = next(batches)
-            _seed_update(workload, update, prepared, world)
-            try:
-                share = prepared.step(micro_batches)
-            except NotFiniteError as error:
-                where = first_bad_tensor(prepared.model, micro_batches[0])
-                raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
-            except WorkloadError as error:
-                raise WorkloadError(f"update {update.step}: {error}") from error.__cause__
-        if after is not None:
-            after(update, share)
-        yield share
+    # On CUDA nobody looks at the loss in the step itself, so there is nothing to be explained either.
+    with _keep_outputs(prepared.model, watch and world.device.type == "cpu") as outputs:
+        for update in updates:
+            with blame_workload() if update is updates[0] else contextlib.nullcontext():
+                micro_batches = next(batches)
+                _seed_update(workload, update, prepared, world)
+                outputs.clear()
+                try:
+                    share = prepared.step(micro_batches)
+                except NotFiniteError as error:
+                    where = _agreed(first_bad_tensor(prepared.model, micro_batches, outputs), prepared, world)
+                    raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
+                except WorkloadError as error:
+                    raise WorkloadError(f"update {update.step}: {error}") from error.__cause__
+            yield share
+
+
+_Outputs = list[tuple[str, Any]]
+
+
+@contextlib.contextmanager
+def _keep_outputs(model: nn.Module, keep: bool) -> Generator[_Outputs]:
+    """A list that fills with (what, output) of every module in the order they run."""
+    outputs: _Outputs = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            outputs.append((f"output of {name or 'the model'} ({type(module).__name__})", output))
+
+        return hook
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()] if keep else []
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: World) -> None:
@@ -118,30 +142,26 @@ def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: 
         torch.cuda.manual_seed(seed)
 
 
-def first_bad_tensor(model: nn.Module, batch: Batch) -> str:
-    """The first tensor that is not finite: a parameter, the input, or the output of a module. A collective."""
-    found: list[str] = []
+_NOTHING_BAD = "the loss itself; parameters, input and all outputs are finite"
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            if is_bad(output):
-                found.append(f"output of {name or 'the model'} ({type(module).__name__})")
 
-        return hook
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
-    try:
-        with torch.no_grad():
-            call(model, batch.input)  # every rank comes here: a sharded model gathers while it runs
-    finally:
-        for hook in hooks:
-            hook.remove()
+def first_bad_tensor(model: nn.Module, batches: Sequence[Batch], outputs: _Outputs) -> str:
+    """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss."""
     for name, parameter in model.named_parameters():
         if is_bad(local_tensors([parameter])[0]):
             return f"parameter {name}, made so by the update before; lower the learning rate or set clip_norm"
-    if is_bad(batch.input):
+    if any(is_bad(batch.input) for batch in batches):
         return "the input itself"
-    return found[0] if found else "the loss itself; the model's output is finite"
+    return next((what for what, output in outputs if is_bad(output)), _NOTHING_BAD)
+
+
+def _agreed(found: str, prepared: Prepared, world: World) -> str:
+    """What the first rank has found that found something; all ranks say the same. A collective."""
+    if prepared.reads.count == 1:
+        return found
+    rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), world)
+    texts = [bytes(row.tolist()).decode() for row in rows]
+    return next((text for text in texts if text != _NOTHING_BAD), _NOTHING_BAD)
 
 
 def is_bad(value: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -133,7 +134,7 @@ def read_records(path: Path) -> list[Record]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON ({error}); give a file that --json wrote") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path}: not a list of Records; give a file that --json wrote")
@@ -146,29 +147,33 @@ def _record(path: Path, row: dict[str, Any]) -> Record:
         raise UsageError(f"{path}: schema {schema!r}, this everyrank reads schema {SCHEMA}")
     try:
         return _build(Record, row)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"{path}: not a Record: {error}") from error
 
 
 def _build(kind: Any, value: Any) -> Any:
     """A value of the annotated type out of parsed JSON; ValueError names what does not fit."""
     origin = typing.get_origin(kind)
-    if kind is Any or (origin is dict and isinstance(value, dict)):
+    if kind is Any:
         return value
+    if kind is float and value is None:
+        return math.nan  # as which it was written
     if origin in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(kind) if option is not type(None)]
         return None if value is None else _build(options[0], value)
     if origin is list and isinstance(value, list):
         (item,) = typing.get_args(kind)
-        # a NaN loss is written as null
-        return [float("nan") if entry is None and item is float else _build(item, entry) for entry in value]
+        return [_build(item, entry) for entry in value]
+    if origin is dict and isinstance(value, dict):
+        _, item = typing.get_args(kind)
+        return {key: _build(item, entry) for key, entry in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"unknown field {min(unknown)!r}")
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
-    if kind is float and isinstance(value, int | float):
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind):
         return value

@@ -13,7 +13,7 @@ from everyrank.launch import run as run_ranks
 from everyrank.layout import Layout
 from everyrank.options import BenchOptions, TrainOptions, VerifyOptions
 from everyrank.record import Record
-from everyrank.workload import Source, Workload
+from everyrank.workload import Source, Workload, check_place
 
 __all__ = ["bench", "run", "verify"]
 
@@ -35,6 +35,8 @@ def run(
     Raises an `EveryrankError`: `UsageError` for a wrong call or workload, `RankFailedError` when a rank fails.
     """
     _at_least_1(epochs=epochs, steps=steps)
+    if epochs is not None and steps is not None:
+        raise UsageError(f"--epochs {epochs} --steps {steps}: give one of the two")
     layout.mesh(launch.processes)
     options = TrainOptions(sys.argv, time.time(), epochs, steps, out, show)
     results = run_ranks(launch, Named("everyrank.train:train_rank"), _sent(workload), layout, launch, options)
@@ -87,7 +89,10 @@ def bench(
 
 def _sent(workload: Workload | Source) -> Workload | Source:
     """What travels to the ranks: the source where there is one, because lambdas do not pickle; else the object."""
-    return workload.source or workload if isinstance(workload, Workload) else workload
+    sent = workload.source or workload if isinstance(workload, Workload) else workload
+    if isinstance(sent, Source):
+        check_place(sent.place)
+    return sent
 
 
 def _at_least_1(**numbers: int | None) -> None:

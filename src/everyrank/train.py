@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from everyrank.collectives import sum_over_ranks
@@ -126,27 +126,32 @@ class _Watch:
         self.startup_seconds = time.time() - self.options.started
         start = time.perf_counter()
         shares = run_updates(self.workload, self.dataset, self.layout, self.world, self.prepared, updates)
-        for update, share in zip(updates, shares, strict=True):
-            waiting.append((update, share))
-            if update.step == 0:
-                float(share[0])  # on CUDA this waits until the first update is done
-                self.first_step_seconds = time.perf_counter() - start
-            if len(waiting) == _FLUSH_EVERY or update is updates[-1]:
-                self._flush(waiting)
-                waiting = []
-                self.seconds = time.perf_counter() - start - self.first_step_seconds
-                speed = self._samples(1, update.step + 1) / self.seconds if update.step else 0.0
-                self.progress.update(
-                    task,
-                    completed=update.step + 1,
-                    loss=f"loss {self.losses[-1]:.4f}",
-                    speed=f"{speed:,.0f} samples/s",
-                )
+        try:
+            for update, share in zip(updates, shares, strict=True):
+                waiting.append((update, share))
+                if update.step == 0:
+                    float(share[0])  # on CUDA this waits until the first update is done
+                    self.first_step_seconds = time.perf_counter() - start
+                if len(waiting) == _FLUSH_EVERY or update is updates[-1]:
+                    self._flush(waiting)
+                    self.seconds = time.perf_counter() - start - self.first_step_seconds
+                    self._show(task, update.step + 1)
+        except NotFiniteError:
+            if waiting:
+                self._flush(waiting)  # every rank comes here: the good losses before the bad one are not lost
+            raise
+
+    def _show(self, task: TaskID, done: int) -> None:
+        speed = self._samples(1, done) / self.seconds if done > 1 else 0.0
+        loss = f"loss {self.losses[-1]:.4f}"
+        self.progress.update(task, completed=done, loss=loss, speed=f"{speed:,.0f} samples/s")
 
     def _flush(self, waiting: list[tuple[Update, Tensor]]) -> None:
         shares = torch.stack([share for _, share in waiting])
         totals = shares if self.prepared.reads.count == 1 else sum_over_ranks(shares, self.world)
-        for (update, _), (total, count) in zip(waiting, totals.tolist(), strict=True):
+        updates = [update for update, _ in waiting]
+        waiting.clear()
+        for update, (total, count) in zip(updates, totals.tolist(), strict=True):
             loss = total / count if count else math.nan
             if not math.isfinite(loss):
                 bad = [n for n, p in self.prepared.model.named_parameters() if is_bad(local_tensors([p])[0])]

@@ -49,7 +49,7 @@ def verify_rank(
                         launcher=facts.started_by,
                         backend=world.backend,
                         device=world.device.type,
-                        world_size=world.size,
+                        world_size=world.size if layout.axis else 1,
                         parity=parity,
                         loss=losses,
                         provenance=provenance(workload, train_data, world, options.command),

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from everyrank.errors import UsageError, WorkloadError, describe
+from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["BUILT_IN", "Source", "Workload", "find_workload", "load", "parse_settings"]
+__all__ = ["BUILT_IN", "Source", "Workload", "check_place", "find_workload", "load", "parse_settings"]
 
 BUILT_IN: dict[str, str] = {
     "digits": "everyrank.workloads.digits:workload",
@@ -106,8 +106,13 @@ class Workload:
         for name in ("eval_data", "collate", "schedule"):
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
+        self._check_numbers()
+        if not isinstance(self.metrics, Mapping):
+            raise WorkloadError(f"workload {self.name}: metrics={self.metrics!r}: give a dict of functions")
         for name, metric in self.metrics.items():
             self._require_callable(f"metrics[{name!r}]", metric)
+
+    def _check_numbers(self) -> None:
         for name in ("global_batch", "epochs", "steps"):
             value: object = getattr(self, name)
             if name != "global_batch" and value is None:
@@ -118,7 +123,9 @@ class Workload:
             raise WorkloadError(
                 f"workload {self.name}: epochs={self.epochs} and steps={self.steps}: give one of the two"
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if not isinstance(self.seed, int):
+            raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number")
+        if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise WorkloadError(f"workload {self.name}: clip_norm={self.clip_norm!r}: give a number above 0, or None")
 
     def _require_callable(self, name: str, value: object) -> None:
@@ -144,7 +151,9 @@ def load(what: Source | Workload) -> Workload:
         _check_settings(found, what, where)
         try:
             found = found(**what.settings)
-        except Exception as error:
+        except EveryrankError:
+            raise
+        except (Exception, SystemExit) as error:
             raise WorkloadError(describe(error)) from error
     elif what.settings:
         raise UsageError(
@@ -161,7 +170,24 @@ def _find(place: str) -> tuple[object, str]:
     if place in BUILT_IN:
         module_name, _, attribute = BUILT_IN[place].partition(":")
         return getattr(importlib.import_module(module_name), attribute), f"workload {place}"
-    path_text, colon, attribute = place.rpartition(":") if ".py:" in place else (place, "", "")
+    path, name = _path_and_name(place)
+    module = _import_file(path)
+    if not hasattr(module, name):
+        workloads = [key for key, value in vars(module).items() if isinstance(value, Workload)]
+        hint = f"; it has {', '.join(workloads)}: write {path.name}:{workloads[0]}" if workloads else ""
+        raise WorkloadError(f"{path.name} defines no `{name}`: end it with `{name} = Workload(...)`{hint}")
+    return getattr(module, name), f"{path.name}:{name}"
+
+
+def check_place(place: str) -> None:
+    """Raise `UsageError` where no workload can be: cheap, so that a mistyped name costs no seconds."""
+    if place not in BUILT_IN:
+        _path_and_name(place)
+
+
+def _path_and_name(place: str) -> tuple[Path, str]:
+    """`path/file.py[:name]` taken apart."""
+    path_text, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
     if not path_text.endswith(".py"):
         close = difflib.get_close_matches(place, BUILT_IN, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -171,17 +197,14 @@ def _find(place: str) -> tuple[object, str]:
     path = Path(path_text).absolute()
     if not path.is_file():
         raise UsageError(f"workload {place!r}: there is no file {path}")
-    name = attribute if colon else "workload"
-    module = _import_file(path)
-    if not hasattr(module, name):
-        workloads = [key for key, value in vars(module).items() if isinstance(value, Workload)]
-        hint = f"; it has {', '.join(workloads)}: write {path_text}:{workloads[0]}" if workloads else ""
-        raise WorkloadError(f"{path.name} defines no `{name}`: end it with `{name} = Workload(...)`{hint}")
-    return getattr(module, name), f"{path.name}:{name}"
+    return path, name or "workload"
 
 
 def _import_file(path: Path) -> ModuleType:
     """Import a person's file; its folder goes on sys.path first, because it may import its neighbours."""
+    # A file called torch.py would otherwise be found by its own `import torch`.
+    for library in ("torch", "numpy"):
+        importlib.import_module(library)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     # The file keeps its own name where `import name` finds it, so that data loader workers can import it again.
@@ -195,7 +218,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise WorkloadError(describe(error)) from error
     return module
@@ -211,7 +234,10 @@ def _finds(name: str, path: Path) -> bool:
 
 def _check_settings(function: Callable[..., object], what: Source, where: str) -> None:
     """Name the setting that the function does not take, before Python does it less clearly."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # a class of C, which has no signature
+        return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     names = [parameter.name for parameter in parameters]
@@ -219,9 +245,18 @@ def _check_settings(function: Callable[..., object], what: Source, where: str) -
         if key not in names:
             takes = f"it takes {', '.join(names)}" if names else "it takes none"
             raise UsageError(f"--set {key}={what.settings[key]}: {where} has no such setting; {takes}")
+    for parameter in parameters:
+        wanted = _TYPES.get(parameter.annotation)
+        if wanted and parameter.name in what.settings and not isinstance(what.settings[parameter.name], wanted):
+            value = what.settings[parameter.name]
+            raise UsageError(f"--set {parameter.name}={value}: {where} takes {parameter.annotation} there")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in what.settings]
     if missing:
         raise UsageError(f"{where} needs a value for {', '.join(missing)}: --set {missing[0]}=...")
+
+
+# Annotations that can be checked, as `from __future__ import annotations` leaves them.
+_TYPES: dict[object, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ workload = find_workload("digits")
 assert len(workload.train_data()) == 1438
 assert len(workload.eval_data()) == 359
 package = importlib.resources.files("everyrank")
-for name in ("py.typed", "workloads/DIGITS.md", "workloads/digits.csv.gz", "report/page.html", "recipes/ddp_torchrun.py"):
+for name in ("py.typed", "workloads/DIGITS.md", "workloads/digits.csv.gz", "report/page.html", "recipes/fsdp.py"):
     assert (package / name).is_file(), name
 assert main(["new", "fsdp", sys.argv[1]]) == 0
 """
 
 
 def test_wheel(tmp_path: Path, repository: Path) -> None:
-    """Built from the checkout, installed without it. torch and the rest are borrowed from the tests' own environment."""
+    """Built from the checkout, installed without it; torch and the rest are borrowed from the tests' environment."""
     wheels = tmp_path / "dist"
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, repository]
     subprocess.run(build, check=True, capture_output=True, timeout=120)

@@ -59,7 +59,7 @@ def test_equal(ranks: Any, count: int, name: str, optimizer: str) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm"])
 def test_equal_with_micro_batches(ranks: Any, count: int, name: str) -> None:
-    """Ragged micro-batches, some of them smaller than the world, and a last batch with fewer samples than micro-batches.
+    """Ragged micro-batches, some of them smaller than the world, a last batch with fewer samples than those.
 
     Batch norm is compared with `single` at the same accumulate: its statistics are those of a micro-batch.
     """
@@ -103,14 +103,14 @@ def test_options_change_no_number(ranks: Any) -> None:
 
 
 def test_unused_parameters(ranks: Any) -> None:
-    """A parameter that takes no part in the loss must not be decayed or moved by any layout, nor leave others unreduced."""
+    """A parameter that takes no part in the loss is not decayed or moved, nor leaves others unreduced."""
     layouts = ["ddp:find_unused=true", "zero1:find_unused=true", "fsdp"]
     for optimizer in ("sgd", "adamw"):
         assert_equal(layouts, parities(ranks, 2, "unused", optimizer, layouts))
 
 
 def test_unused_parameters_are_named(ranks: Any) -> None:
-    """DDP itself leaves other gradients of the bucket unreduced in the first update, and only complains in the second."""
+    """DDP itself leaves other gradients of the bucket unreduced in update 0, and complains in update 1."""
     with pytest.raises(AssertionError, match=r"parameter unused.weight took no part .*ddp:find_unused=true"):
         parities(ranks, 2, "unused", "sgd", ["ddp"])
 

@@ -80,7 +80,7 @@ class _OwnPart:
 
 
 def sum_for_mean(strategy: str, world: World) -> Patch:
-    """The factor that undoes the wrapper's average is forgotten the other way round: gradients are W times too large."""
+    """The factor that undoes the wrapper's average is applied twice: gradients are W times too large."""
     module = _strategy(strategy)
     original = module.update
 
@@ -165,7 +165,7 @@ def batch_norm_alone(strategy: str, world: World) -> Patch:
     """Each rank normalises by the statistics of its own samples."""
     import everyrank.parallel.build
 
-    return mock.patch.object(everyrank.parallel.build, "synchronise_batch_norm", lambda *arguments: None)
+    return mock.patch.object(everyrank.parallel.build, "synchronise_batch_norm")
 
 
 def borrowed_sample_counts(strategy: str, world: World) -> Patch:
@@ -203,13 +203,13 @@ def seeded_by_rank(strategy: str, world: World) -> Patch:
         )
     )
     if strategy == "fsdp":
-        stack.enter_context(mock.patch.object(_strategy(strategy), "broadcast_from_rank_0", lambda *arguments: None))
+        stack.enter_context(mock.patch.object(_strategy(strategy), "broadcast_from_rank_0"))
     return stack
 
 
 def stale_owners(strategy: str, world: World) -> Patch:
     """Owners update their parameters and forget to send them."""
-    return mock.patch.object(_strategy(strategy), "broadcast_from_owners", lambda *arguments: None)
+    return mock.patch.object(_strategy(strategy), "broadcast_from_owners")
 
 
 def no_sync_too_late(strategy: str, world: World) -> Patch:

@@ -61,11 +61,12 @@ def facts_from_environment(environment: Mapping[str, str]) -> RankFacts | None:
             f"start with torchrun, or unset {present[0]}"
         )
     numbers: dict[str, int] = {}
-    for name in (*_VARIABLES[:4], "MASTER_PORT"):
+    for name in (*_VARIABLES[:4], "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
+        text = environment.get(name, "0")
         try:
-            numbers[name] = int(environment[name])
+            numbers[name] = int(text)
         except ValueError:
-            raise UsageError(f"{name}={environment[name]} in the environment: it must be a whole number") from None
+            raise UsageError(f"{name}={text} in the environment: it must be a whole number") from None
     torchrun = "TORCHELASTIC_RUN_ID" in environment
     agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankFacts(
@@ -76,7 +77,7 @@ def facts_from_environment(environment: Mapping[str, str]) -> RankFacts | None:
         started_by="torchrun" if torchrun else "env",
         rendezvous=f"tcp://{environment['MASTER_ADDR']}:{numbers['MASTER_PORT']}",
         hosts_store=numbers["RANK"] == 0 and not agent_store,
-        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=numbers["TORCHELASTIC_RESTART_COUNT"],
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from everyrank.errors import EveryrankError, describe
 from everyrank.launch.facts import RankFacts, facts_from_environment
-from everyrank.launch.processes import Job
+from everyrank.launch.job import Job
 
 __all__ = ["main"]
 
@@ -25,7 +25,10 @@ __all__ = ["main"]
 def main() -> int:
     """Run the job of one rank; 0 when its result is written, 1 when its error is."""
     directory = Path(sys.argv[1])
-    job: Job = pickle.loads((directory / "job.pickle").read_bytes())  # noqa: S301
+    try:
+        job: Job = pickle.loads((directory / "job.pickle").read_bytes())  # noqa: S301
+    except FileNotFoundError:
+        return 1  # the parent was interrupted while it started us, and has tidied up
     sys.path[:] = job.sys_path
     facts = _facts(job, directory)
     (directory / f"rank{facts.rank}.pid").write_text(str(os.getpid()))

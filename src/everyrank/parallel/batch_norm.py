@@ -122,7 +122,8 @@ class _Normalise(torch.autograd.Function):
         over = [dim for dim in range(wide.dim()) if dim != 1]
         count = wide.new_tensor([0.0 if borrowed else wide.numel() / wide.shape[1]])
         own_mean = wide.mean(over)
-        own_squares = (wide - _along(own_mean, wide)).square().sum(over)
+        # a borrowed sample has a count of zero, and its squares must not count either
+        own_squares = (wide - _along(own_mean, wide)).square().sum(over) * (not borrowed)
         own = torch.cat([own_mean, own_squares, count])
         rows = [own]
         if world.size > 1:

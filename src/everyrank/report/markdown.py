@@ -24,4 +24,5 @@ def _row(cells: Sequence[str], escape: bool = True) -> str:
 def _escape(text: str) -> str:
     for letter in "\\`*_[]|#":
         text = text.replace(letter, "\\" + letter)
+    text = " ".join(text.split())  # a line break would end the row
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -39,14 +39,14 @@ def verify_table(records: Sequence[Record]) -> Table:
     rows: list[list[str]] = []
     for record in records:
         parity = record.parity
-        has_numbers = parity.max_relative_difference is not None
+        difference, tolerance = parity.max_relative_difference, parity.tolerance
         rows.append(
             [
                 record.layout,
                 str(record.world_size),
                 parity_text(parity),
-                f"{parity.max_relative_difference:.1e}" if has_numbers else "",
-                f"{parity.tolerance:.0e}" if has_numbers else "",
+                f"{difference:.1e}" if difference is not None else "",
+                f"{tolerance:.0e}" if tolerance is not None else "",
             ]
         )
     return Table(["layout", "ranks", "parity", "largest difference", "tolerance"], rows)
@@ -66,7 +66,8 @@ def bench_table(records: Sequence[Record]) -> Table:
         *metrics,
         "eval loss",
     ]
-    single = next((r.throughput_samples_per_second for r in records if r.layout == "single"), None)
+    checked = [record for record in records if record.parity.status == "equal"]
+    single = next((r.throughput_samples_per_second for r in checked if r.layout == "single"), None)
     rows: list[list[str]] = []
     for record in records:
         row = [record.layout, str(record.world_size), parity_text(record.parity)]

@@ -8,6 +8,7 @@ gradients are multiplied by global_batch / count, and by the number of ranks whe
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,12 +112,13 @@ def update(
     schedule: LRScheduler | None,
     scale: LossScale | None,
     averaged: int = 1,
-    sum_squares: Callable[[Tensor], Tensor] = lambda squares: squares,
+    sum_squares: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Normalise the gradients by the global count, clip them, step.
 
     `total` is [sum, count] over all ranks. The gradients in `parameters` are those of sum / global_batch (times the
-    loss scale), averaged over `averaged` ranks. `sum_squares` adds a local sum of squares over the ranks that hold other parts of the gradients.
+    loss scale), averaged over `averaged` ranks. `sum_squares` adds a local sum of squares over the ranks that hold
+    other parts of the gradients.
 
     Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
     changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
@@ -128,18 +130,21 @@ def update(
         factor = float(factor)
     if workload.clip_norm is not None or scale is not None:
         squares = torch.nn.utils.get_total_norm(gradients).double().square() if gradients else total.new_zeros(())
-        norm = sum_squares(squares).sqrt() * factor
+        norm = (sum_squares(squares) if sum_squares else squares).sqrt() * factor
         if scale is not None:
             finite = bool(norm.isfinite())
             scale.moved(finite)
             if not finite:
-                _advance(schedule)
+                with warnings.catch_warnings():
+                    # torch takes a schedule that steps before the first optimizer step for a mistake
+                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                    _advance(schedule)
                 return
         if workload.clip_norm is not None:
             # the formula of torch.nn.utils.clip_grad_norm_
             factor = factor * torch.clamp(workload.clip_norm / (norm + 1e-6), max=1.0)
     if gradients:
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented, in spite of its name)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
     optimizer.step()
     _advance(schedule)
 
