@@ -122,6 +122,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
         group=None,
     )
     use_threads(world.threads)
+    gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
     meet(world, "start")
     dist.init_process_group(
         # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo

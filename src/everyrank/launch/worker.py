@@ -6,6 +6,7 @@ was made by our own parent with access for this user alone, which is why its pic
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -23,7 +24,11 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the job of one rank; 0 when its result is written, 1 when its error is."""
+    """Run the job of one rank; the process ends with status 0 when its result is written, with 1 when its error is.
+
+    It ends without the interpreter's own goodbye: threads of a process group that wait for another rank would keep
+    that from coming, and gloo's are known to abort the process during it ("terminate called ...").
+    """
     directory = Path(sys.argv[1])
     try:
         job: Job = pickle.loads((directory / "job.pickle").read_bytes())  # noqa: S301
@@ -40,11 +45,13 @@ def main() -> int:
         _write(directory / f"rank{facts.rank}.result", pickle.dumps(result))
     except BaseException as error:
         report_error(error, facts, directory, job.logs)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not `return 1`: threads of a process group that wait for another rank would keep Python from ending.
-        os._exit(1)
-    return 0
+        status = 1
+    else:
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (removes multiprocessing's temporary folders)
+        status = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _facts(job: Job, directory: Path) -> RankFacts:
