@@ -89,9 +89,14 @@ def _serve(rank: int, count: int, folder: Path, pipe: Connection, path: list[str
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     warnings.filterwarnings("error", module=r"everyrank\..*")
+    import torch
+
+    import everyrank.world
     from everyrank.launch import Launch, RankFacts
     from everyrank.world import open_world
 
+    # The models of the tests are tiny: a second thread would only wait for the first.
+    everyrank.world.use_threads = lambda threads: torch.set_num_threads(1)
     facts = RankFacts(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
     with open_world(facts, Launch(processes=count, device="cpu", timeout_seconds=60)) as world:
         while True:

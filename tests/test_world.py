@@ -81,13 +81,29 @@ def test_device_and_backend() -> None:
 def test_world_in_ranks(ranks: Any) -> None:
     """Ranks, device and threads are what they should be."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    for rank, (own, size, device, threads, used) in enumerate(ranks(3, describe_world)):
+    for rank, (own, size, device, threads) in enumerate(ranks(3, describe_world)):
         assert (own, size, device) == (rank, 3, "cpu")
-        assert threads == used == max(1, (cores or 1) // 3)
+        assert threads == max(1, (cores or 1) // 3)
 
 
 def describe_world(world: World) -> Any:
-    return world.rank, world.size, world.device.type, world.threads, torch.get_num_threads()
+    return world.rank, world.size, world.device.type, world.threads
+
+
+def count_threads(facts: RankFacts) -> tuple[int, int, int]:
+    with open_world(facts, Launch(processes=2, device="cpu")) as world:
+        own = torch.get_num_threads()
+        on_rank_0(world, "test/threads", lambda: None)
+        inside = from_rank_0(world, "test/inside", torch.get_num_threads)
+        return own, inside, torch.get_num_threads()
+
+
+def test_threads_are_set() -> None:
+    """Ranks share the cores of the host; whoever works alone has them all, and gives them back."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own = max(1, cores // 2)
+    for found in run(Launch(processes=2), count_threads).values():
+        assert found == (own, own * 2, own)
 
 
 def test_collectives(ranks: Any) -> None:
