@@ -38,7 +38,7 @@ def run(
     if epochs is not None and steps is not None:
         raise UsageError(f"--epochs {epochs} --steps {steps}: give one of the two")
     layout.mesh(launch.processes)
-    options = TrainOptions(sys.argv, time.time(), epochs, steps, out, show)
+    options = TrainOptions(_command(), time.time(), epochs, steps, out, show)
     results = run_ranks(launch, Named("everyrank.train:train_rank"), _sent(workload), layout, launch, options)
     record = results.get(0)
     return [record] if record is not None else []
@@ -61,7 +61,7 @@ def verify(
     _at_least_1(steps=steps)
     for layout in layouts:
         layout.mesh(launch.processes)
-    options = VerifyOptions(sys.argv, steps, samples, show)
+    options = VerifyOptions(_command(), steps, samples, show)
     results = run_ranks(launch, Named("everyrank.verify:verify_rank"), _sent(workload), list(layouts), launch, options)
     return results.get(0) or []
 
@@ -82,7 +82,7 @@ def bench(
     _at_least_1(trials=trials, steps=steps)
     for layout in layouts:
         layout.mesh(launch.processes)
-    options = BenchOptions(sys.argv, time.time(), trials, steps, show=show)
+    options = BenchOptions(_command(), time.time(), trials, steps, show=show)
     results = run_ranks(launch, Named("everyrank.bench:bench_rank"), _sent(workload), list(layouts), launch, options)
     return results.get(0) or []
 
@@ -93,6 +93,12 @@ def _sent(workload: Workload | Source) -> Workload | Source:
     if isinstance(sent, Source):
         check_place(sent.place)
     return sent
+
+
+def _command() -> list[str]:
+    """What was typed, without where this machine keeps the program."""
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    return ["everyrank" if name in ("everyrank", "__main__.py") else name, *sys.argv[1:]]
 
 
 def _at_least_1(**numbers: int | None) -> None:
