@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         commands = {"train": _train, "verify": _verify, "bench": _bench, "report": _report, "new": _new}
         parsed = parser(commands).parse_args(arguments)
-        return parsed.function(parsed)
+        status = parsed.function(parsed)
     except EveryrankError as error:
         if error.log is not None:
             print(f"full traceback: {error.log}", file=sys.stderr)
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if _is_a_rank():
-        # Threads that wait for other ranks must not keep this one alive.
+        # Threads that wait for other ranks must not keep this one alive, and one of gloo's that lets go of a tensor
+        # while Python says goodbye aborts the process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -137,7 +137,6 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
     gc.collect()
     meet(world, "end")
-    dist.barrier()  # a thread of gloo's that still holds a tensor while the process ends aborts it, too
     dist.destroy_process_group()
 
 

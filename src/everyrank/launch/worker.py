@@ -27,7 +27,7 @@ def main() -> int:
     """Run the job of one rank; the process ends with status 0 when its result is written, with 1 when its error is.
 
     It ends without the interpreter's own goodbye: threads of a process group that wait for another rank would keep
-    that from coming, and gloo's are known to abort the process during it ("terminate called ...").
+    that from coming, and one of gloo's that lets go of a tensor during it aborts the process ("terminate called ...").
     """
     directory = Path(sys.argv[1])
     try:

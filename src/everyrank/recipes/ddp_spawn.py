@@ -15,6 +15,7 @@ import csv
 import gzip
 import os
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def train(rank, world_size, meeting_place):
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group
-    dist.barrier()  # lets gloo's threads finish: exiting while one still holds a tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
     dist.destroy_process_group()
 
 

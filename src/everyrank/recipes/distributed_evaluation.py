@@ -13,6 +13,7 @@ What to change for your own training:
 import csv
 import gzip
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def main():
         print(f"eval_loss {eval_loss}")
         print(f"top1 {top1}")
     del ddp  # before its process group
-    dist.barrier()  # lets gloo's threads finish: exiting while one still holds a tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
     dist.destroy_process_group()
 
 
