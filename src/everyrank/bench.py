@@ -10,6 +10,7 @@ Inside the timed region is the loop and nothing else: no reading of the loss, no
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -125,8 +126,10 @@ def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -
 
 def _train_once(arm: _Arm, bench: _Bench) -> None:
     """Prepare the arm, keep its initial state, train: losses, metrics, and the warm-up."""
-    if arm.world.device.type == "cuda":
+    is_cuda = arm.world.device.type == "cuda"
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats(arm.world.device)
+    others_bytes = torch.cuda.memory_allocated(arm.world.device) if is_cuda else 0
     arm.prepared = prepare(bench.workload, arm.layout, arm.world)
     arm.saved = snapshot(arm.prepared)
     start = now(arm.world.device)
@@ -136,11 +139,11 @@ def _train_once(arm: _Arm, bench: _Bench) -> None:
         if arm.first_step_seconds is None:
             arm.first_step_seconds = now(arm.world.device) - start
     totals = torch.stack(shares).cpu() if arm.is_alone else sum_over_ranks(torch.stack(shares), arm.world)
-    arm.losses = [total / count for total, count in totals.tolist()]
+    arm.losses = [total / count if count else math.nan for total, count in totals.tolist()]
     if bench.eval_data is not None:
         arm.metrics = mean_metrics(evaluate(bench.workload, bench.eval_data, arm.layout, arm.world, arm.prepared))
-    if arm.world.device.type == "cuda":
-        arm.peak_memory_bytes = torch.cuda.max_memory_allocated(arm.world.device)
+    if is_cuda:
+        arm.peak_memory_bytes = torch.cuda.max_memory_allocated(arm.world.device) - others_bytes
 
 
 def _time_once(arm: _Arm, bench: _Bench) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from everyrank.arguments import parser
 from everyrank.errors import CHECK_FAILED, INTERRUPTED, TERMINATED, CannotRunError, EveryrankError, UsageError
@@ -47,9 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("everyrank: terminated; all ranks are ended", file=sys.stderr)
         status = TERMINATED
     except BrokenPipeError:
-        # whoever read our output has gone, `everyrank new ddp_torchrun | head` for example
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _close_output()  # `everyrank new ddp_torchrun | head`
+        status = 0
     if _is_a_rank():
         # Threads that wait for other ranks must not keep this one alive, and one of gloo's that lets go of a tensor
         # while Python says goodbye aborts the process.
@@ -112,6 +111,8 @@ def _train(args: argparse.Namespace) -> int:
     if one_process and facts_from_environment(os.environ) is None:
         launch = dataclasses.replace(launch, processes=1)
     layout.mesh(launch.processes)
+    if (out / "log.jsonl").exists():
+        raise UsageError(f"--out {out}: it holds a run already; give another folder")
     for path in (out / "log.jsonl", out / "record.json", args.json):
         _check_writable(path)
     try:
@@ -122,14 +123,13 @@ def _train(args: argparse.Namespace) -> int:
         raise
     if records:
         write_records(records, out / "record.json")
-        _write(records, args)
+        if args.json is not None:
+            write_records(records, args.json)
         print(f"wrote {out}/log.jsonl and record.json")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from everyrank.report import notes, print_table, verify_table
-    from everyrank.report.table import title
     from everyrank.session import verify
 
     layouts, launch = _layouts(args), _launch(args, default_processes=2)
@@ -138,12 +138,9 @@ def _verify(args: argparse.Namespace) -> int:
     records = verify(source, layouts, launch, steps=args.steps, samples=args.samples)
     if not records:
         return 0
-    print_table(title(records[0]), verify_table(records))
-    if args.samples:
-        audits = [f"{r.layout}: {r.parity.checks[-1]}" for r in records if r.parity.status != "not_verified"]
-        print("\n".join(audits))
-    print("\n".join(notes(records)), end="\n" if notes(records) else "")
-    _write(records, args)
+    audited = [record for record in records if args.samples and record.parity.status != "not_verified"]
+    args.html = args.markdown = None
+    _show(records, args, [f"{record.layout}: {record.parity.checks[-1]}" for record in audited])
     return _status(records, args)
 
 
@@ -208,33 +205,37 @@ def _layouts(args: argparse.Namespace) -> list[Layout]:
     return [parse_layout(text) for text in args.layout or STRATEGIES]
 
 
-def _show(records: list[Record], args: argparse.Namespace) -> None:
-    """Print the table of each workload and write the files that were asked for."""
-    from everyrank.report import bench_table, markdown, notes, print_table, verify_table
+def _show(records: list[Record], args: argparse.Namespace, lines: Sequence[str] = ()) -> None:
+    """Write the files that were asked for, then print the table of each workload: a closed pipe loses no result."""
+    from everyrank.report import bench_table, groups, markdown, notes, print_table, verify_table
     from everyrank.report.table import title
 
-    texts: list[str] = []
-    for name in dict.fromkeys(title(record) for record in records):
-        rows = [record for record in records if title(record) == name]
+    shown: list[tuple[str, Any, list[str]]] = []
+    for rows in groups(records):
         is_timed = any(record.throughput_samples_per_second for record in rows)
-        table = bench_table(rows) if is_timed else verify_table(rows)
-        print_table(name, table, notes(rows))
-        texts.append(markdown(name, table, notes(rows)))
-    _write(records, args)
+        shown.append((title(rows[0]), bench_table(rows) if is_timed else verify_table(rows), [*lines, *notes(rows)]))
+    written = [path for path in (args.json, args.markdown, args.html) if path is not None]
+    if args.json is not None:
+        write_records(records, args.json)
     if args.markdown is not None:
-        args.markdown.write_text("\n".join(texts), encoding="utf-8")
-        print(f"wrote {args.markdown}")
+        args.markdown.write_text("\n".join(markdown(*parts) for parts in shown), encoding="utf-8")
     if args.html is not None:
         from everyrank.report.page import page
 
         args.html.write_text(page(records), encoding="utf-8")
-        print(f"wrote {args.html}")
+    try:
+        for parts in shown:
+            print_table(*parts)
+        for path in written:
+            print(f"wrote {path}")
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+        _close_output()
 
 
-def _write(records: list[Record], args: argparse.Namespace) -> None:
-    if args.json is not None:
-        write_records(records, args.json)
-        print(f"wrote {args.json}")
+def _close_output() -> None:
+    """Send what is still to come nowhere: whoever read our output has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _status(records: list[Record], args: argparse.Namespace) -> int:
@@ -259,7 +260,7 @@ def _check_html(args: argparse.Namespace) -> None:
 
 def _check_writable(path: Path | None) -> None:
     """Find out before the work, not after it. Raises `UsageError`."""
-    if path is None:
+    if path is None or os.environ.get("RANK", "0") != "0":  # rank 0 alone writes
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -267,7 +268,7 @@ def _check_writable(path: Path | None) -> None:
         with path.open("a"):
             pass
         if not existed:
-            path.unlink()
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error
 

@@ -78,6 +78,8 @@ class Layout:
             raise LayoutError(f"layout {self}: accumulate={self.accumulate}: give at least 1 micro-batch")
         if self.precision not in PRECISIONS:
             raise LayoutError(f"layout {self}: precision={self.precision}: give one of {', '.join(PRECISIONS)}")
+        if self.strategy == "dataparallel" and self.recompute:
+            raise LayoutError(f"layout {self}: its copies of the model do not survive recompute; use ddp")
         for axis, degree in self.degrees.items():
             if axis not in ((strategy.axis,) if strategy.axis else ()):
                 raise LayoutError(f"layout {self}: {self.strategy} has no mesh axis {axis}; {_keys_of(self.strategy)}")

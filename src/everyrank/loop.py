@@ -95,8 +95,21 @@ def run_updates(
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, layout.accumulate, world, compute_dtype(layout), reverse
     )
+    return _run(workload, layout, world, prepared, updates, batches, watch)
+
+
+def _run(
+    workload: Workload,
+    layout: Layout,
+    world: World,
+    prepared: Prepared,
+    updates: list[Update],
+    batches: Iterator[list[Batch]],
+    watch: bool,
+) -> Iterator[Tensor]:
     # On CUDA nobody looks at the loss in the step itself, so there is nothing to be explained either.
-    with _keep_outputs(prepared.model, watch and world.device.type == "cpu") as outputs:
+    watch = watch and world.device.type == "cpu" and not layout.recompute  # which is there to keep no outputs
+    with _keep_outputs(prepared.model, watch) as outputs:
         for update in updates:
             with blame_workload() if update is updates[0] else contextlib.nullcontext():
                 micro_batches = next(batches)

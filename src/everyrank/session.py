@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.errors import UsageError
+from everyrank.errors import LayoutError, UsageError
 from everyrank.launch import Launch, Named
 from everyrank.launch import run as run_ranks
 from everyrank.layout import Layout
@@ -38,6 +38,8 @@ def run(
     if epochs is not None and steps is not None:
         raise UsageError(f"--epochs {epochs} --steps {steps}: give one of the two")
     layout.mesh(launch.processes)
+    if layout.axis is None and launch.processes > 1:
+        raise LayoutError(f"layout {layout} runs in one process, not in {launch.processes}; use --processes 1")
     options = TrainOptions(_command(), time.time(), epochs, steps, out, show)
     results = run_ranks(launch, Named("everyrank.train:train_rank"), _sent(workload), layout, launch, options)
     record = results.get(0)

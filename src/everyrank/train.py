@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everyrank.collectives import sum_over_ranks
 from everyrank.data import Update, all_updates, samples_before, updates_per_epoch
-from everyrank.errors import NotFiniteError, UsageError
+from everyrank.errors import NotFiniteError, WorkloadError
 from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, evaluate, is_bad, mean_metrics, open_data, planned_updates, run_updates
@@ -36,9 +36,6 @@ def train_rank(
     facts: RankFacts, what: Source | Workload, layout: Layout, launch: Launch, options: TrainOptions
 ) -> Record | None:
     """Train in this rank; the Record on rank 0, None elsewhere."""
-    layout.mesh(facts.size)
-    if layout.axis is None and layout.strategy == "single" and facts.size > 1:
-        raise UsageError(f"layout {layout} runs in one process, but there are {facts.size}; use --processes 1")
     with open_world(facts, launch) as world:
         workload = load(what)
         if options.epochs is not None or options.steps is not None:
@@ -97,7 +94,7 @@ class _Watch:
         self.is_first = world.rank == 0
         self.console = Console(quiet=not (self.is_first and options.show))
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[loss]}"),
@@ -105,10 +102,12 @@ class _Watch:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
+            disable=not self.console.is_terminal,
         )
 
     def __enter__(self) -> None:
         if self.is_first and self.options.out is not None:
+            self.options.out.mkdir(parents=True, exist_ok=True)
             self.log = (self.options.out / "log.jsonl").open("w", encoding="utf-8")
         self.progress.start()
 
@@ -152,7 +151,9 @@ class _Watch:
         updates = [update for update, _ in waiting]
         waiting.clear()
         for update, (total, count) in zip(updates, totals.tolist(), strict=True):
-            loss = total / count if count else math.nan
+            if count == 0:
+                raise WorkloadError(f"update {update.step}: the loss counted 0 terms over all ranks")
+            loss = total / count
             if not math.isfinite(loss):
                 bad = [n for n, p in self.prepared.model.named_parameters() if is_bad(local_tensors([p])[0])]
                 where = f"parameter {bad[0]}" if bad else "the loss itself"

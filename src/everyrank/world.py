@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import itertools
 import json
 import os
 import time
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_WORLDS_OPENED = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,9 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
 
 def alone(world: World) -> World:
     """The world of one in which rank 0 runs alone, with all the threads and devices of this host."""
-    threads = world.threads * world.local_size if world.size > 1 else world.threads
-    return replace(world, rank=0, size=1, threads=threads, group=None)
+    # as many loader workers as all ranks of the host have together: no layout is fed faster than another
+    workers = world.loader_workers * world.local_size if world.size > 1 else world.loader_workers
+    return replace(world, rank=0, size=1, threads=num_cores(), loader_workers=workers, group=None)
 
 
 def num_cores() -> int:
@@ -196,7 +199,8 @@ def _open_store(facts: RankFacts, timeout: datetime.timedelta) -> dist.Store:
             raise RankFailedError(
                 f"cannot {what} the store of rank 0 at {where.hostname}:{where.port}: {reason}"
             ) from error
-    return dist.PrefixStore(f"everyrank/{facts.attempt}", store)
+    # A store may outlive a world: another attempt, or another world of the same process, has other names in it.
+    return dist.PrefixStore(f"everyrank/{facts.attempt}/{next(_WORLDS_OPENED)}", store)
 
 
 def tell(world: World, key: str, text: str | None) -> str:

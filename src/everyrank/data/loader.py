@@ -41,11 +41,6 @@ class Batch:
     start: int
     total: int
 
-    @property
-    def weight(self) -> float:
-        """What the loss of this part is multiplied by: 0 for a borrowed sample, else 1."""
-        return 1.0 if self.size else 0.0
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -129,8 +124,14 @@ def _fetch(
         num_workers=world.loader_workers,
         pin_memory=world.device.type == "cuda",
     )
-    move = functools.partial(_move, device=world.device, dtype=dtype)
-    fetched = iter(loader)
+    # The loader's workers start here, not at the first batch, which may stand in a timed region.
+    return _batches(iter(loader), asked, functools.partial(_move, device=world.device, dtype=dtype))
+
+
+def _batches(
+    fetched: Iterator[Any], asked: collections.deque[list[_Part]], move: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[list[Batch]]:
+    """Put together what belongs to one update."""
     while True:
         batches: list[Batch] = []
         for content in fetched:

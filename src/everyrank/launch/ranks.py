@@ -22,7 +22,7 @@ from everyrank.launch.job import Launch
 __all__ = ["Ranks"]
 
 _RENDER = {"spawn": spawn.render, "torchrun": torchrun.render}
-_GRACE_SECONDS = 1.0  # after the first failure, for the others to say what they saw
+_GRACE_SECONDS = 2.0  # after the first failure, for the others to say what they saw
 _END_SECONDS = 2.0  # between SIGTERM and SIGKILL
 
 
@@ -37,9 +37,11 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Ranks:
+        for stale in [*self.logs.glob("rank*.log"), *self.logs.glob("torchrun.log")]:  # of an earlier run
+            stale.unlink()
         # torchrun's own messages are kept away from the screen: what it says of a failure is not what failed.
         if self.launch.launcher == "torchrun":
-            self.launcher_log = (self.logs / "torchrun.log").open("ab")
+            self.launcher_log = (self.logs / "torchrun.log").open("wb")
         try:
             for command in _RENDER[self.launch.launcher](self.directory, self.launch.processes):
                 self.processes.append(self._start(command))
@@ -102,11 +104,7 @@ class Ranks:
         if self.launcher_log is not None:  # torchrun writes down what became of its ranks when it ends
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[0].wait(timeout=_GRACE_SECONDS)
-        for rank, code in self._exit_codes().items():
-            if code < 0:
-                raise RankFailedError(
-                    f"rank {rank} of {self.launch.processes}: ended by {signal_text(-code)}", self._log(rank)
-                )
+        self._raise_signal(besides=signal.SIGABRT)
         for rank, code in self._gone().items():
             raise RankFailedError(
                 f"rank {rank} of {self.launch.processes}: exited with status {code} before its work was done",
@@ -115,17 +113,26 @@ class Ranks:
         errors = self._errors()
         if errors:
             raise self._error(errors)
+        self._raise_signal()  # an abort is often but the answer to another rank's error
         raise RankFailedError(
             f"{self.launch.launcher} ended before its ranks had started; see its log",
             self.logs / "torchrun.log",
         )
+
+    def _raise_signal(self, besides: signal.Signals | None = None) -> None:
+        for rank, code in self._exit_codes().items():
+            if code < 0 and -code != besides:
+                raise RankFailedError(
+                    f"rank {rank} of {self.launch.processes}: ended by {signal_text(-code)}", self._log(rank)
+                )
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
         first = errors[0]
         kind = kind_named(first["kind"])
         log = self._log(first["rank"]) if first["has_frames"] else None
         # A wrong call or workload is wrong on every rank; what one rank alone meets is a failed run.
-        alone = issubclass(kind, UsageError) and len(errors) < self.launch.processes
+        alike = [row for row in errors if _place(row["message"]) == _place(first["message"])]
+        alone = issubclass(kind, UsageError) and len(alike) < self.launch.processes
         if alone or kind is RankFailedError:
             return RankFailedError(f"rank {first['rank']} of {self.launch.processes}: {first['message']}", log)
         return kind(first["message"], log)
@@ -176,6 +183,11 @@ class Ranks:
             _signal(os.kill, pids, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+
+
+def _place(message: str) -> list[str]:
+    """`my_workload.py:12 in loss: RuntimeError`, without what may differ from rank to rank."""
+    return message.split(": ")[:-1]
 
 
 def _signal(send: Callable[[int, int], None], targets: Iterable[int], number: signal.Signals) -> None:

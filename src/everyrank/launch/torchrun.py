@@ -9,6 +9,6 @@ __all__ = ["render"]
 
 
 def render(directory: Path, processes: int) -> list[list[str]]:
-    """One argv: torchrun, with an address and port of its own choosing on this host."""
+    """One argv: torchrun, with a port of its own choosing. Its store, unlike all else, is open on every interface."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     return [[*command, "-m", "everyrank.launch.worker", str(directory)]]

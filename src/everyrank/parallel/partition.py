@@ -31,6 +31,9 @@ def prune(optimizer: Optimizer, owned: set[nn.Parameter]) -> None:
     """Keep only `owned` parameters in the optimizer; its groups, and so their schedules, stay."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in owned]
+    for parameter in list(optimizer.state):  # some optimizers fill it before the first step
+        if parameter not in owned:
+            del optimizer.state[parameter]
 
 
 @torch.no_grad()

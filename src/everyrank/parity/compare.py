@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from everyrank.errors import NotFiniteError
 from everyrank.parity.trace import Trace
 
 __all__ = ["Finding", "compare", "relative", "tensor_difference", "tensor_tolerance"]
@@ -45,7 +47,16 @@ class _Place:
 
 
 def compare(single: Trace, perturbed: Sequence[Trace], run: Trace, precision: str) -> Finding:
-    """Hold `run` against `single`, with the perturbed runs of `single` as the band of what rounding does."""
+    """Hold `run` against `single`, with the perturbed runs of `single` as the band of what rounding does.
+
+    Raises `NotFiniteError` where `single` or a perturbed run of it has no number to compare with.
+    """
+    for trace in (single, *perturbed):
+        for index, loss in enumerate(trace.losses):
+            if not math.isfinite(loss):
+                raise NotFiniteError(
+                    f"update {index}: the loss of single in {precision} is {loss}; nothing to compare with"
+                )
     spreads = [max(relative(a, other.losses[i]) for other in perturbed) for i, a in enumerate(single.losses)]
     floors = list(itertools.accumulate(spreads, max))
     base = _LOSS_BASE[precision]

@@ -6,14 +6,13 @@ It loads nothing, runs no script, and escapes whatever the Records hold.
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from everyrank.errors import CannotRunError
 from everyrank.record import Record
-from everyrank.report.table import bench_table, notes, title, verify_table
+from everyrank.report.table import bench_table, groups, notes, title, verify_table
 
 __all__ = ["page", "require_libraries"]
 
@@ -38,8 +37,7 @@ def page(records: Sequence[Record]) -> str:
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     sections: list[dict[str, Any]] = []
-    for _, group in itertools.groupby(records, key=lambda record: (record.workload, record.provenance.get("command"))):
-        rows = list(group)
+    for rows in groups(records):
         is_timed = any(record.throughput_samples_per_second for record in rows)
         sections.append(
             {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everyrank.record import Interval, Parity, Record
 
-__all__ = ["Table", "bench_table", "notes", "parity_text", "title", "verify_table"]
+__all__ = ["Table", "bench_table", "groups", "notes", "parity_text", "title", "verify_table"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,16 @@ class Table:
 
     header: list[str]
     rows: list[list[str]]
+
+
+def groups(records: Sequence[Record]) -> list[list[Record]]:
+    """Records of one call on one machine belong into one table; ratios across machines would mean nothing."""
+    found: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        source = record.provenance
+        key = (title(record), source.get("command"), source.get("processor"))
+        found.setdefault(key, []).append(record)
+    return list(found.values())
 
 
 def parity_text(parity: Parity) -> str:

@@ -21,11 +21,18 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    shown = RichTable(title=Text(heading), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    shown = RichTable(title=Text(_printable(heading)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for index, name in enumerate(table.header):
         shown.add_column(Text(name), justify="left" if index in (0, 2) else "right", overflow="fold")
     for row in table.rows:
-        shown.add_row(*[Text(cell, style=_STYLES.get(cell, "dim" if "not verified" in cell else "")) for cell in row])
+        shown.add_row(
+            *[Text(_printable(cell), style=_STYLES.get(cell, "dim" if "not verified" in cell else "")) for cell in row]
+        )
     console.print(shown)
     for note in notes:
-        console.print(Text(note, style="dim"))
+        console.print(Text(_printable(note), style="dim"))
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a file from elsewhere must not steer the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -128,6 +128,8 @@ def update(
     if total.device.type == "cpu":
         check_total(*total.tolist())
         factor = float(factor)
+    else:
+        factor = torch.where(total[1] > 0, factor, 0.0)  # no terms, no update; the loop will say so
     if workload.clip_norm is not None or scale is not None:
         squares = torch.nn.utils.get_total_norm(gradients).double().square() if gradients else total.new_zeros(())
         norm = (sum_squares(squares) if sum_squares else squares).sqrt() * factor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from everyrank.data import Batch, Slice
-from everyrank.errors import CannotRunError, WorkloadError
+from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call, has_batch_norm
 from everyrank.strategies import Prepared
@@ -37,7 +37,7 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Copy the model to as many devices as there are ranks, or to all where this is the only one.
 
-    Raises `CannotRunError` without two CUDA devices, `WorkloadError` for a model with batch norm.
+    Raises `CannotRunError` without two CUDA devices, and for a model with batch norm.
     """
     num_cuda = torch.cuda.device_count()
     num_devices = min(world.local_size, num_cuda) if world.local_size > 1 else num_cuda
@@ -46,7 +46,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     world = alone(world)
     model = build(workload, layout, world).model
     if has_batch_norm(model):
-        raise WorkloadError(f"layout {layout}: each device would normalise its own part; use ddp for batch norm")
+        raise CannotRunError("each device would normalise its own part of a batch; ddp has batch norm over all ranks")
     devices = list(range(num_devices))
     parallel = nn.DataParallel(_Called(model), device_ids=devices, output_device=devices[0])
     optimizer, schedule = make_optimizer(workload, model)
