@@ -23,7 +23,7 @@ def groups(records: Sequence[Record]) -> list[list[Record]]:
     found: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         source = record.provenance
-        key = (title(record), source.get("command"), source.get("processor"))
+        key = (title(record), str(source.get("command")), str(source.get("processor")))
         found.setdefault(key, []).append(record)
     return list(found.values())
 
