@@ -89,7 +89,7 @@ def _workload(
     )
 
 
-def text(lr: float = 2e-3, batch: int = 32, steps: int = 600, tied: bool = False, seed: int = 0) -> Workload:
+def text(lr: float = 2e-3, batch: int = 32, steps: int = 350, tied: bool = False, seed: int = 0) -> Workload:
     """8 blocks, 4 heads, 64 tokens, 0.9 million parameters: about a minute on two cores."""
     shape = DecoderShape(num_blocks=8, num_heads=4, width=96, hidden=256, tied=tied)
     return _workload("text", shape, 64, lr, batch, steps, seed, warmup=20)
