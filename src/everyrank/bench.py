@@ -150,7 +150,7 @@ def _time_once(arm: _Arm, bench: _Bench) -> None:
     """One trial from the initial state; the slowest rank's time is the trial's."""
     assert arm.prepared is not None
     restore(arm.prepared, arm.saved)
-    updates = _updates(arm, bench, bench.trial_updates, watch=False)
+    updates = _updates(arm, bench, bench.trial_updates)
     gc.collect()
     gc.disable()
     try:
@@ -167,10 +167,10 @@ def _time_once(arm: _Arm, bench: _Bench) -> None:
     arm.trial_seconds.append(seconds)
 
 
-def _updates(arm: _Arm, bench: _Bench, count: int, watch: bool = True) -> Any:
+def _updates(arm: _Arm, bench: _Bench, count: int) -> Any:
     assert arm.prepared is not None
     updates = all_updates(count, updates_per_epoch(len(bench.train_data), bench.workload.global_batch))
-    return run_updates(bench.workload, bench.train_data, arm.layout, arm.world, arm.prepared, updates, watch=watch)
+    return run_updates(bench.workload, bench.train_data, arm.layout, arm.world, arm.prepared, updates)
 
 
 def _method(bench: _Bench, options: BenchOptions) -> str:

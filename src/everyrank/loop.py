@@ -83,68 +83,39 @@ def run_updates(
     prepared: Prepared,
     updates: Iterable[Update],
     reverse: bool = False,
-    watch: bool = True,
 ) -> Iterator[Tensor]:
     """Do the updates in order; yield this rank's share of (sum, count) after each.
 
     The generator is the loop: whoever takes its values decides what happens between two updates, and nothing does
-    unless they say so. Raises `NotFiniteError` with the update and the first bad tensor, on every rank alike; for that
-    tensor the outputs of all modules are kept until the next update, unless `watch` is false.
+    unless they say so. Raises `NotFiniteError` with the update and the first bad tensor, on every rank alike.
     """
     updates = list(updates)
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, layout.accumulate, world, compute_dtype(layout), reverse
     )
-    return _run(workload, layout, world, prepared, updates, batches, watch)
+    return _run(workload, world, prepared, updates, batches)
 
 
 def _run(
     workload: Workload,
-    layout: Layout,
     world: World,
     prepared: Prepared,
     updates: list[Update],
     batches: Iterator[list[Batch]],
-    watch: bool,
 ) -> Iterator[Tensor]:
-    # On CUDA nobody looks at the loss in the step itself, so there is nothing to be explained either.
-    watch = watch and world.device.type == "cpu" and not layout.recompute  # which is there to keep no outputs
-    with _keep_outputs(prepared.model, watch) as outputs:
-        for update in updates:
-            with blame_workload() if update is updates[0] else contextlib.nullcontext():
-                micro_batches = next(batches)
+    for update in updates:
+        with blame_workload() if update is updates[0] else contextlib.nullcontext():
+            micro_batches = next(batches)
+            _seed_update(workload, update, prepared, world)
+            try:
+                share = prepared.step(micro_batches)
+            except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
-                outputs.clear()
-                try:
-                    share = prepared.step(micro_batches)
-                except NotFiniteError as error:
-                    where = _agreed(first_bad_tensor(prepared.model, micro_batches, outputs), prepared, world)
-                    raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
-                except WorkloadError as error:
-                    raise WorkloadError(f"update {update.step}: {error}") from error.__cause__
-            yield share
-
-
-_Outputs = list[tuple[str, Any]]
-
-
-@contextlib.contextmanager
-def _keep_outputs(model: nn.Module, keep: bool) -> Generator[_Outputs]:
-    """A list that fills with (what, output) of every module in the order they run."""
-    outputs: _Outputs = []
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            outputs.append((f"output of {name or 'the model'} ({type(module).__name__})", output))
-
-        return hook
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()] if keep else []
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+                where = _agreed(first_bad_tensor(prepared, micro_batches), prepared, world)
+                raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
+            except WorkloadError as error:
+                raise WorkloadError(f"update {update.step}: {error}") from error.__cause__
+        yield share
 
 
 def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: World) -> None:
@@ -158,14 +129,33 @@ def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: 
 _NOTHING_BAD = "the loss itself; parameters, input and all outputs are finite"
 
 
-def first_bad_tensor(model: nn.Module, batches: Sequence[Batch], outputs: _Outputs) -> str:
-    """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss."""
-    for name, parameter in model.named_parameters():
+def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch]) -> str:
+    """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss.
+
+    The forward pass runs again for it: nothing has been updated since, and no step has to keep its outputs in case.
+    All ranks have to come here together.
+    """
+    bad_outputs: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            if is_bad(output):
+                bad_outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
+
+        return hook
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in prepared.model.named_modules()]
+    with torch.no_grad():
+        for batch in batches:
+            prepared.evaluate(batch)
+    for hook in hooks:
+        hook.remove()
+    for name, parameter in prepared.model.named_parameters():
         if is_bad(local_tensors([parameter])[0]):
             return f"parameter {name}, made so by the update before; lower the learning rate or set clip_norm"
     if any(is_bad(batch.input) for batch in batches):
         return "the input itself"
-    return next((what for what, output in outputs if is_bad(output)), _NOTHING_BAD)
+    return next(iter(bad_outputs), _NOTHING_BAD)
 
 
 def _agreed(found: str, prepared: Prepared, world: World) -> str:

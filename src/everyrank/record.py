@@ -24,6 +24,8 @@ __all__ = [
     "Interval",
     "Parity",
     "Record",
+    "Resources",
+    "Scaling",
     "read_records",
     "write_records",
 ]
@@ -67,13 +69,17 @@ class Parity:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one step by what they were spent on."""
+    """Seconds of one step by what they were spent on, on the rank that waits least for others.
+
+    `error` is how far the sum may be from the timed step: the 95% bound of the difference over paired runs.
+    """
 
     data: float
     forward: float
     backward: float
     exposed_communication: float
     optimizer: float
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,35 @@ class Collective:
     group: str
     count: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the ranks of this host used while a layout ran, sampled; one entry a sample in each list.
+
+    seconds            since the call
+    cpu_percent        of one core; all ranks and their loader workers together
+    memory_bytes       resident, of the same processes (pages that they share count in each)
+    gpu_percent, gpu_memory_bytes   all cards together, whoever uses them; empty without nvidia-smi
+    """
+
+    interval_seconds: float
+    seconds: list[float] = field(default_factory=list[float])
+    cpu_percent: list[float] = field(default_factory=list[float])
+    memory_bytes: list[int] = field(default_factory=list[int])
+    gpu_percent: list[float] = field(default_factory=list[float])
+    gpu_memory_bytes: list[int] = field(default_factory=list[int])
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Throughput beside that of the same layout on one rank, divided by the number of ranks.
+
+    kind   strong: the same global batch; weak: the same batch for each rank
+    """
+
+    kind: str
+    efficiency: Interval
 
 
 @dataclass(frozen=True)
@@ -106,6 +141,8 @@ class Record:
     collectives: list[Collective] = field(default_factory=list[Collective])
     startup_seconds: float | None = None
     first_step_seconds: float | None = None
+    scaling: Scaling | None = None
+    resources: Resources | None = None
     loss: list[float] = field(default_factory=list[float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -8,9 +8,9 @@ from __future__ import annotations
 import collections
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,11 +42,17 @@ class Batch:
     total: int
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What to fetch for one `Batch`: (epoch, sample) pairs."""
+class _Keys(NamedTuple):
+    """What the loader fetches in one go: samples of one epoch."""
 
-    samples: list[tuple[int, int]]
+    epoch: int
+    samples: list[int]
+
+
+class _Part(NamedTuple):
+    """What to fetch for one `Batch`, and what that will be."""
+
+    keys: _Keys
     size: int
     start: int
     total: int
@@ -97,12 +103,12 @@ def batches_for_evaluation(
 
 def _part(samples: list[int], positions: range, reads: Slice, epoch: int, reverse: bool) -> _Part:
     own = cut(len(positions), reads)
-    chosen = [samples[positions[index]] for index in own]
+    chosen = samples[positions.start + own.start : positions.start + own.stop]
     if reverse:
         chosen.reverse()
     size = len(chosen)
     borrowed = chosen or [samples[positions[0]]]
-    return _Part([(epoch, sample) for sample in borrowed], size, positions.start + own.start, len(samples))
+    return _Part(_Keys(epoch, borrowed), size, positions.start + own.start, len(samples))
 
 
 def _fetch(
@@ -112,20 +118,30 @@ def _fetch(
     # The loader's workers ask for parts ahead of the loop, so what each part is waits here until it arrives.
     asked: collections.deque[list[_Part]] = collections.deque()
 
-    def samples() -> Iterator[list[tuple[int, int]]]:
+    def keys() -> Iterator[_Keys]:
         for parts in updates:
             asked.append(parts)
-            yield from (part.samples for part in parts)
+            for part in parts:
+                yield part.keys
 
-    loader: Iterable[Any] = DataLoader(
-        _ByKey(dataset, workload.seed),
-        batch_sampler=_Once(samples()),
-        collate_fn=workload.collate or default_collate,
-        num_workers=world.loader_workers,
-        pin_memory=world.device.type == "cuda",
-    )
-    # The loader's workers start here, not at the first batch, which may stand in a timed region.
-    return _batches(iter(loader), asked, functools.partial(_move, device=world.device, dtype=dtype))
+    takes_rows = _is_tensors(dataset) and workload.collate is None
+    read = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
+    collate: Callable[[Any], Any] = _as_it_is if takes_rows else workload.collate or default_collate
+    is_pinned = world.device.type == "cuda"
+    if world.loader_workers == 0 and not is_pinned:
+        fetched: Iterator[Any] = (collate(read.__getitems__(some)) for some in keys())  # what a DataLoader would do
+    else:
+        # The loader's workers start here, not at the first batch, which may stand in a timed region.
+        fetched = iter(
+            DataLoader(
+                read,
+                batch_sampler=_Once(keys()),  # type: ignore[arg-type]
+                collate_fn=collate,
+                num_workers=world.loader_workers,
+                pin_memory=is_pinned,
+            )
+        )
+    return _batches(fetched, asked, functools.partial(_move, device=world.device, dtype=dtype))
 
 
 def _batches(
@@ -156,30 +172,49 @@ def _batches(
 
 
 class _Once:
-    """Lists of keys, each given out once, as a batch sampler."""
+    """Keys, each given out once, as a batch sampler."""
 
-    def __init__(self, lists: Iterator[list[tuple[int, int]]]) -> None:
-        self.lists = lists
+    def __init__(self, keys: Iterator[_Keys]) -> None:
+        self.keys = keys
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self.lists
+    def __iter__(self) -> Iterator[_Keys]:
+        return self.keys
+
+
+def _is_tensors(dataset: Any) -> bool:
+    """Whether a sample is nothing but a row of some tensors (a subclass may have something to add to that)."""
+    return isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__
+
+
+class _Rows(Dataset[Any]):
+    """A TensorDataset read by `_Keys`: all rows of a batch in one go, the same batch as row by row and collated."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.tensors = dataset.tensors
+
+    def __getitems__(self, keys: _Keys) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[keys.samples] for tensor in self.tensors)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _ByKey(Dataset[Any]):
-    """A dataset read by (epoch, sample), whose randomness is a function of (seed, epoch, sample)."""
+    """A dataset read by `_Keys`, whose randomness is a function of (seed, epoch, sample)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.is_random = not (isinstance(dataset, TensorDataset) or getattr(dataset, "deterministic", False))
+        self.fetch_all: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+        self.is_random = not (_is_tensors(dataset) or getattr(dataset, "deterministic", False))
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, keys: _Keys) -> list[Any]:
         if self.is_random:
-            return [self._seeded(epoch, sample) for epoch, sample in keys]
-        fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
-        if fetch_all is not None:
-            return fetch_all([sample for _, sample in keys])
-        return [self.dataset[sample] for _, sample in keys]
+            return [self._seeded(keys.epoch, sample) for sample in keys.samples]
+        if self.fetch_all is not None:
+            return self.fetch_all(keys.samples)
+        return [self.dataset[sample] for sample in keys.samples]
 
     def _seeded(self, epoch: int, sample: int) -> Any:
         seed = mix(self.seed, epoch, sample)

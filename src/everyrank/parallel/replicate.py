@@ -8,6 +8,7 @@ parameter of two zeros: the gradient of (zeros * [sum, count]).sum() is [sum, co
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,12 +63,12 @@ def global_total(ddp: DistributedDataParallel, world: World) -> Tensor:
     return carrier.carrier.grad * world.size
 
 
-def check_all_used(model: nn.Module, layout: Layout) -> None:
+def check_all_used(parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
     """Raise `WorkloadError` for parameters without a gradient, which DDP would leave unreduced without a word."""
     if layout.options.get("find_unused") or layout.options.get("static_graph"):
         return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
+    for name, parameter in parameters.items():
+        if parameter.grad is None and parameter.requires_grad:
             raise WorkloadError(
                 f"layout {layout}: parameter {name} took no part in the loss; "
                 f"use --layout {layout.strategy}:find_unused=true, or freeze it"

@@ -7,9 +7,11 @@ gradients are multiplied by global_batch / count, and by the number of ranks whe
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +28,18 @@ from everyrank.workload import Workload
 
 __all__ = [
     "LossScale",
+    "backward",
     "begin",
     "evaluate_batch",
     "full_state",
     "loss_of",
     "make_optimizer",
     "make_scale",
+    "observe_phases",
     "update",
 ]
+
+_observers: list[Callable[[str], None]] = []  # empty but for the runs that take a step apart
 
 
 @dataclass
@@ -73,9 +79,21 @@ def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRS
     return optimizer, workload.schedule(optimizer) if workload.schedule else None
 
 
-def begin(model: nn.Module) -> None:
+@contextlib.contextmanager
+def observe_phases(observer: Callable[[str], None]) -> Generator[None]:
+    """Call `observer` with forward, backward or optimizer when a step of this process enters that phase."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def begin(parameters: Sequence[nn.Parameter]) -> None:
     """Forget the last update's gradients."""
-    for parameter in model.parameters():
+    for observer in _observers:
+        observer("forward")
+    for parameter in parameters:
         parameter.grad = None
 
 
@@ -86,10 +104,24 @@ def loss_of(workload: Workload, output: Any, batch: Batch) -> tuple[Tensor, Tens
         raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_shape(total)}")
     if not batch.size:
         total, count = total * 0.0, 0.0
-    shares = torch.empty(2, dtype=torch.float64, device=total.device)
+    if total.device.type == "cpu":
+        return total, torch.tensor((total.item(), float(count)), dtype=torch.float64)
+    shares = torch.empty(2, dtype=torch.float64, device=total.device)  # reading the loss would make the device wait
     shares[0] = total.detach()
     shares[1] = count
     return total, shares
+
+
+def backward(workload: Workload, scale: LossScale | None, loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
+    """Backward from loss * scale / global_batch, and from `others`: (tensor, its gradient)."""
+    for observer in _observers:
+        observer("backward")
+    # A gradient to start from is what multiplying the loss would come to, without the two operators.
+    first = _constant((scale.scale if scale else 1.0) / workload.global_batch, loss.dtype, loss.device)
+    tensors, gradients = zip((loss, first), *others, strict=True)
+    torch.autograd.backward(tensors, gradients)
+    for observer in _observers:
+        observer("forward")  # of the next micro-batch
 
 
 def _pair(value: Any, what: str) -> tuple[Any, Any]:
@@ -102,6 +134,11 @@ def _pair(value: Any, what: str) -> tuple[Any, Any]:
 
 def _shape(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def update(
@@ -123,13 +160,20 @@ def update(
     Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
     changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
     """
-    gradients = local_tensors([p.grad for p in parameters if p.grad is not None])
-    factor = averaged * workload.global_batch / (total[1] * (scale.scale if scale else 1.0))
+    for observer in _observers:
+        observer("optimizer")
+    constant = averaged * workload.global_batch / (scale.scale if scale else 1.0)
     if total.device.type == "cpu":
-        check_total(*total.tolist())
-        factor = float(factor)
+        loss_sum, count = total.tolist()
+        check_total(loss_sum, count)
+        factor = constant / count
     else:
-        factor = torch.where(total[1] > 0, factor, 0.0)  # no terms, no update; the loop will say so
+        factor = torch.where(total[1] > 0, constant / total[1], 0.0)  # no terms, no update; the loop will say so
+    if isinstance(factor, float) and factor == 1.0 and workload.clip_norm is None and scale is None:
+        optimizer.step()
+        _advance(schedule)
+        return
+    gradients = local_tensors([p.grad for p in parameters if p.grad is not None])
     if workload.clip_norm is not None or scale is not None:
         squares = torch.nn.utils.get_total_norm(gradients).double().square() if gradients else total.new_zeros(())
         norm = (sum_squares(squares) if sum_squares else squares).sqrt() * factor

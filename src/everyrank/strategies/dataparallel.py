@@ -20,6 +20,7 @@ from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call, has_batch_norm
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
+    backward,
     begin,
     evaluate_batch,
     full_state,
@@ -54,13 +55,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     parameters = list(model.parameters())
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        begin(model)
+        begin(parameters)
         shares: list[Tensor] = []
         for batch in batches:
             with autocast(layout, world):
                 loss, share = loss_of(workload, parallel(batch.input), batch)
-            constant = (scale.scale if scale else 1.0) / workload.global_batch
-            (loss * constant).backward()
+            backward(workload, scale, loss)
             shares.append(share)
         total = sum(shares[1:], shares[0])
         update(workload, total, parameters, optimizer, schedule, scale)

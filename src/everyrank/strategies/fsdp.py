@@ -29,6 +29,7 @@ from everyrank.parallel.replicate import average_gradients, broadcast_from_rank_
 from everyrank.parallel.shard import reshard, scalar_parameters, shard
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
+    backward,
     begin,
     evaluate_batch,
     loss_of,
@@ -55,7 +56,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     whole = scalar_parameters(model)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        begin(model)
+        begin(parameters)
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
         total, counting = own, None
         for index, batch in enumerate(batches):
@@ -66,8 +67,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 # The count travels while the last backward computes.
                 total = own.clone()
                 counting = dist.all_reduce(total, group=world.group, async_op=True)
-            constant = (scale.scale if scale else 1.0) / workload.global_batch
-            (loss * constant).backward()
+            backward(workload, scale, loss)
         average_gradients(whole, world)
         assert counting is not None
         counting.wait()

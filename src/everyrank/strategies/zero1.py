@@ -24,6 +24,7 @@ from everyrank.parallel.partition import assign_owners, broadcast_from_owners, p
 from everyrank.parallel.replicate import check_all_used, global_total, replicate
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
+    backward,
     begin,
     evaluate_batch,
     full_state,
@@ -46,13 +47,15 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     optimizer, schedule = make_optimizer(workload, model)
     scale = make_scale(layout)
     parameters = list(model.parameters())
+    everything = list(ddp.parameters())  # with the carrier of the count
+    names = dict(model.named_parameters())
     # Every rank comes to the same assignment, because all go through the same parameters in the same order.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     owners = assign_owners(trained, world.size)
     prune(optimizer, {p for p, owner in zip(trained, owners, strict=True) if owner == world.rank})
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        begin(ddp)
+        begin(everything)
         shares: list[Tensor] = []
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
@@ -62,10 +65,9 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 with autocast(layout, world):
                     output, carrier = ddp(batch.input)
                     loss, share = loss_of(workload, output, batch)
-                constant = (scale.scale if scale else 1.0) / workload.global_batch
-                (loss * constant + (carrier * share.to(carrier.dtype)).sum()).backward()
+                backward(workload, scale, loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
-        check_all_used(model, layout)
+        check_all_used(names, layout)
         update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale, averaged=world.size)
         broadcast_from_owners(trained, owners, world)
         return sum(shares[1:], shares[0])

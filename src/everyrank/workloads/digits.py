@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from everyrank.errors import WorkloadError
 from everyrank.models import ConvNet
@@ -25,10 +25,8 @@ __all__ = ["DATA", "Digits", "workload"]
 DATA = Path(__file__).with_name("digits.csv.gz")
 
 
-class Digits(Dataset[tuple[Tensor, Tensor]]):
+class Digits(TensorDataset):
     """The images as (1, 8, 8) in 0 to 1, and their digits; `held_out` chooses every fifth one or the others."""
-
-    deterministic = True
 
     def __init__(self, held_out: bool) -> None:
         packed = DATA.read_bytes()
@@ -37,14 +35,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(io.StringIO(text))])
         is_held_out = torch.arange(len(rows)) % 5 == 4
         rows = rows[is_held_out if held_out else ~is_held_out]
-        self.images = (rows[:, :64] / 16).reshape(-1, 1, 8, 8)
-        self.digits = rows[:, 64]
-
-    def __len__(self) -> int:
-        return len(self.digits)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.digits[index]
+        super().__init__((rows[:, :64] / 16).reshape(-1, 1, 8, 8), rows[:, 64])
 
 
 def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:

@@ -1,0 +1,199 @@
+"""The loops that everyrank is measured against, as a person writes them: plain PyTorch, nothing of everyrank.
+
+same_arithmetic    what everyrank's `ddp` computes: global count, batch norm over all ranks, every sample once
+conventional       what most scripts do: DistributedSampler, mean over the rank's own slice, batch norm of each rank alone
+
+Both are generators: one update, then they wait to be asked for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+Job = Any  # an everyrank.Workload, of which only the mathematics is used here
+
+
+class GlobalBatches:
+    """This rank's part of every global batch of an epoch; the parts differ by at most one sample."""
+
+    def __init__(self, length: int, global_batch: int, seed: int, rank: int, size: int) -> None:
+        self.length, self.global_batch, self.seed, self.rank, self.size = length, global_batch, seed, rank, size
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        self.epoch += 1
+        for start in range(0, self.length, self.global_batch):
+            batch = order[start : start + self.global_batch]
+            small, left = divmod(len(batch), self.size)
+            begin = self.rank * small + min(self.rank, left)
+            yield batch[begin : begin + small + (self.rank < left)]
+
+
+class Carrying(nn.Module):
+    """A model with two more elements in DDP's bucket, whose gradient takes (sum, count) to all ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.carrier = nn.Parameter(torch.zeros(2))
+
+    def forward(self, value: Any) -> tuple[Any, Tensor]:
+        output = self.model(**value) if isinstance(value, dict) else self.model(value)
+        return output, self.carrier * 1.0
+
+
+def same_arithmetic(job: Job, losses: list[float]) -> Iterator[None]:
+    """DDP with the arithmetic of one device. `losses` gets the loss of each of the first updates."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(job.seed)
+    model = synchronised(job.model()).train()
+    ddp = DistributedDataParallel(Carrying(model), broadcast_buffers=False) if size > 1 else Carrying(model)
+    optimizer = job.optimizer(model)
+    schedule = job.schedule(optimizer) if job.schedule else None
+    parameters = list(model.parameters())
+    dataset = job.train_data()
+    loader = DataLoader(dataset, batch_sampler=GlobalBatches(len(dataset), job.global_batch, job.seed, rank, size))
+    carrier = (ddp.module if size > 1 else ddp).carrier
+    while True:
+        for value, target in loader:
+            optimizer.zero_grad()
+            carrier.grad = None
+            output, zeros = ddp(value)
+            total, count = job.loss(output, target)
+            share = torch.tensor([total.detach(), count])
+            (total / job.global_batch + (zeros * share).sum()).backward()
+            global_sum, global_count = (carrier.grad * size).tolist()
+            factor = size * job.global_batch / global_count
+            gradients = [p.grad for p in parameters]
+            if job.clip_norm is not None:
+                norm = float(torch.nn.utils.get_total_norm(gradients)) * factor
+                factor *= min(1.0, job.clip_norm / (norm + 1e-6))
+            torch._foreach_mul_(gradients, factor)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            if len(losses) < losses_kept:
+                losses.append(global_sum / global_count)
+            yield
+
+
+losses_kept = 20
+
+
+def plain(job: Job, losses: list[float]) -> Iterator[None]:
+    """One process, no DDP: the same arithmetic at its shortest."""
+    torch.manual_seed(job.seed)
+    model = job.model().train()
+    optimizer = job.optimizer(model)
+    schedule = job.schedule(optimizer) if job.schedule else None
+    parameters = list(model.parameters())
+    dataset = job.train_data()
+    loader = DataLoader(dataset, batch_sampler=GlobalBatches(len(dataset), job.global_batch, job.seed, 0, 1))
+    while True:
+        for value, target in loader:
+            optimizer.zero_grad()
+            output = model(**value) if isinstance(value, dict) else model(value)
+            total, count = job.loss(output, target)
+            loss = total / count
+            loss.backward()
+            if job.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, job.clip_norm)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            if len(losses) < losses_kept:
+                losses.append(float(loss.detach()))
+            yield
+
+
+def conventional(job: Job, losses: list[float]) -> Iterator[None]:
+    """DDP as most scripts have it."""
+    size = dist.get_world_size()
+    torch.manual_seed(job.seed)
+    model = job.model().train()
+    ddp = DistributedDataParallel(model)
+    optimizer = job.optimizer(model)
+    schedule = job.schedule(optimizer) if job.schedule else None
+    dataset = job.train_data()
+    sampler = DistributedSampler(dataset, seed=job.seed)
+    loader = DataLoader(dataset, batch_size=job.global_batch // size, sampler=sampler)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for value, target in loader:
+            optimizer.zero_grad()
+            output = ddp(**value) if isinstance(value, dict) else ddp(value)
+            total, count = job.loss(output, target)
+            loss = total / count
+            loss.backward()
+            if job.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            if len(losses) < losses_kept:
+                losses.append(float(loss.detach()))
+            yield
+
+
+def synchronised(model: nn.Module) -> nn.Module:
+    """Every BatchNorm2d of `model` replaced by one whose statistics span all ranks."""
+    if dist.get_world_size() > 1:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.__class__ = GlobalBatchNorm2d
+    return model
+
+
+class GlobalBatchNorm2d(nn.BatchNorm2d):
+    """torch.nn.SyncBatchNorm needs CUDA; this is its mathematics with one gather forward and one sum backward."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        output, mean, variance, count = _Normalise.apply(value, self.weight, self.bias, self.eps)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        return output
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+        channels = value.shape[1]
+        mean = value.mean((0, 2, 3))
+        squares = (value - mean.view(1, -1, 1, 1)).square().sum((0, 2, 3))
+        own = torch.cat([mean, squares, mean.new_tensor([value.numel() / channels])])
+        rows = own.new_empty(dist.get_world_size(), len(own))
+        dist.all_gather(list(rows), own)
+        means, squares, counts = rows.split([channels, channels, 1], 1)
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        variance = (squares + counts * (means - mean).square()).sum(0) / count
+        inverse = (variance + eps).rsqrt()
+        normal = (value - mean.view(1, -1, 1, 1)) * inverse.view(1, -1, 1, 1)
+        ctx.save_for_backward(normal, inverse, weight, count)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normal * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        normal, inverse, weight, count = ctx.saved_tensors
+        sums = torch.stack([grad.sum((0, 2, 3)), (grad * normal).sum((0, 2, 3))])
+        shared = sums.clone()
+        dist.all_reduce(shared)
+        shared = (shared / count).view(2, 1, -1, 1, 1)
+        scale = (inverse * weight).view(1, -1, 1, 1)
+        return (grad - shared[0] - normal * shared[1]) * scale, sums[1], sums[0], None
+
+
+Loop = Callable[[Job, list[float]], Iterator[None]]

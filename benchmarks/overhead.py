@@ -1,0 +1,211 @@
+"""What does a step cost beside a hand-written loop? everyrank, Accelerate, Fabric and the Trainer, in one table.
+
+    python benchmarks/overhead.py digits text one --json benchmarks/records/overhead-cpu.json
+
+Needs `pip install -e '.[benchmarks]'`. The same DDP training runs in every arm, in the same two processes, on gloo, one
+thread each (`one`: a model of one parameter, in one process). The arms take turns: in each round each does a few
+updates, in an order drawn anew; what is quoted is the median over rounds of the time divided by the hand-written
+loop's in the same round, with its 95% bootstrap interval. The slower rank's time counts. Nothing is printed or logged
+inside. `loss` says how far the first losses are from the hand-written loop's: a tool that trains something else says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import handwritten
+import one_parameter
+import tools
+
+from everyrank import find_workload
+from everyrank.launch import Launch, facts_from_environment
+from everyrank.measure.clock import interval
+from everyrank.measure.provenance import provenance
+from everyrank.record import Interval, Record, write_records
+from everyrank.world import World, open_world
+
+# updates of a turn, and rounds: about two minutes a workload on two cores
+ROUNDS = {"digits": (10, 80), "text": (3, 50), "one": (200, 80)}
+
+
+@dataclass
+class Arm:
+    """One way of writing the loop."""
+
+    name: str
+    updates: Iterator[Any]
+    losses: list[float] = field(default_factory=list[float])
+    seconds: list[float] = field(default_factory=list[float])  # of a step, one for each round
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="*", default=["digits", "text", "one"], help="digits, text, one")
+    parser.add_argument("--arms", nargs="+", help="only these, and the hand-written one")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return
+    records: list[Record] = []
+    for name in args.workload:
+        count = 1 if name == "one" else 2
+        out = Path(f"/tmp/overhead-{os.getpid()}-{name}.json")
+        flags = ["--arms", *args.arms] if args.arms else []
+        flags += ["--rounds", str(args.rounds)] if args.rounds else []
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        subprocess.run([*command, __file__, name, "--json", str(out), *flags], check=True, env=environment())
+        from everyrank.record import read_records
+
+        records += read_records(out)
+        out.unlink()
+    if args.json:
+        write_records(records, args.json)
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, quiet libraries, the loopback interface."""
+    quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **quiet, "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def measure(args: argparse.Namespace) -> None:
+    """In a rank: all arms of one workload."""
+    (name,) = args.workload
+    facts = facts_from_environment(os.environ)
+    with open_world(facts, Launch(processes=facts.size, device="cpu")) as world:
+        torch.set_num_threads(1)
+        job = one_parameter.workload() if name == "one" else find_workload(name)
+        arms = make_arms(name, job, world)
+        if args.arms:
+            arms = [arm for arm in arms if arm.name in args.arms or arm is arms[0]]
+        steps, rounds = ROUNDS[name]
+        rounds = args.rounds or rounds
+        for arm in arms:  # warm-up: DDP rebuilds its buckets in the second update, optimizers make their state
+            for _ in itertools.islice(arm.updates, max(20, steps)):
+                pass
+        order = random.Random(0)
+        for done in range(rounds):
+            for arm in order.sample(arms, len(arms)):
+                arm.seconds.append(turn(arm, steps, world))
+            if world.rank == 0 and sys.stderr.isatty():
+                print(f"\r{name}: round {done + 1} of {rounds}", end="", file=sys.stderr)
+        if world.rank == 0:
+            records = [record(arm, arms[0], job, world) for arm in arms]
+            show(records)
+            if args.json:
+                write_records(records, args.json)
+        sys.stdout.flush()
+        dist.barrier()
+        os._exit(0)  # the tools leave threads and wrappers behind that would wait for each other
+
+
+def make_arms(name: str, job: Any, world: World) -> list[Arm]:
+    """All arms; the first is what the others are divided by."""
+    loops: list[tuple[str, Callable[..., Iterator[Any]]]] = []
+    if name == "one":
+        loops += [("hand-written", handwritten.plain)]
+    else:
+        loops += [("hand-written", handwritten.same_arithmetic), ("conventional", handwritten.conventional)]
+    loops += [("everyrank", lambda job, losses: tools.everyrank_loop(job, losses, world))]
+    loops += [("everyrank again", lambda job, losses: tools.everyrank_loop(job, losses, world))] if False else []
+    loops += [("accelerate", tools.accelerate_loop), ("fabric", tools.fabric_loop), ("trainer", tools.trainer_loop)]
+    arms: list[Arm] = []
+    for arm_name, loop in loops:
+        losses: list[float] = []
+        arms.append(Arm(arm_name, loop(job, losses), losses))
+    return arms
+
+
+def turn(arm: Arm, steps: int, world: World) -> float:
+    """Seconds of a step of this arm; the slower rank's."""
+    gc.collect()
+    gc.disable()
+    if world.size > 1:
+        dist.barrier()
+    start = time.perf_counter()
+    for _ in itertools.islice(arm.updates, steps):
+        pass
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    gc.enable()
+    if world.size > 1:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds) / steps
+
+
+def record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
+    """A Record; what is particular to this comparison stands under `overhead` in its provenance."""
+    ratio = interval([own / other for own, other in zip(arm.seconds, base.seconds, strict=True)])
+    extra = interval([own - other for own, other in zip(arm.seconds, base.seconds, strict=True)])
+    gap = max(abs(a - b) / abs(b) for a, b in zip(arm.losses, base.losses, strict=False))
+    source = provenance(job, job.train_data(), world, ["python", *sys.argv])
+    version = importlib.metadata.version(tools.PACKAGES[arm.name]) if arm.name in tools.PACKAGES else None
+    source["overhead"] = {
+        "tool": arm.name,
+        "version": version,
+        "ratio_to_hand_written": plain(ratio),
+        "seconds_over_hand_written": plain(extra),
+        "largest_relative_loss_difference": gap,
+        "losses_compared": min(len(arm.losses), len(base.losses)),
+    }
+    return Record(
+        workload=job.name,
+        layout="ddp" if world.size > 1 else "single",
+        launcher="torchrun",
+        backend=world.backend,
+        device="cpu",
+        world_size=world.size,
+        step_seconds=interval(arm.seconds),
+        loss=arm.losses,
+        provenance=source,
+    )
+
+
+def plain(value: Interval) -> dict[str, float]:
+    return {"median": value.median, "low": value.low, "high": value.high, "rounds": value.trials}
+
+
+def show(records: list[Record]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = records[0]
+    table = Table(title=f"{first.workload} · {first.layout} on {first.world_size}", title_justify="left")
+    for name in ("loop", "step us (95%)", "x hand-written (95%)", "us over it (95%)", "loss"):
+        table.add_column(name)
+    for row in records:
+        own = row.provenance["overhead"]
+        step = row.step_seconds
+        assert step is not None
+        us = [f"{1e6 * value:,.0f}" for value in (step.median, step.low, step.high)]
+        ratio, extra = own["ratio_to_hand_written"], own["seconds_over_hand_written"]
+        over = [f"{1e6 * extra[key]:,.1f}" for key in ("median", "low", "high")]
+        table.add_row(
+            own["tool"] + (f" {own['version']}" if own["version"] else ""),
+            f"{us[0]} ({us[1]} to {us[2]})",
+            f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+            f"{over[0]} ({over[1]} to {over[2]})",
+            f"{own['largest_relative_loss_difference']:.1e}",
+        )
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
