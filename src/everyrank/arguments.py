@@ -44,6 +44,7 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], int]]) -> argp
         metavar="DIR",
         help="for log.jsonl, record.json and the ranks' logs; default: runs/...",
     )
+    train.add_argument("--profile", type=Path, metavar="F", help="write a trace of one step of all ranks (Perfetto)")
     train.set_defaults(function=functions["train"])
 
     verify = commands.add_parser("verify", help="check that layouts equal one device")
@@ -54,7 +55,7 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], int]]) -> argp
     verify.set_defaults(function=functions["verify"])
 
     bench = commands.add_parser("bench", help="check layouts, then time those that are equal")
-    _add_common(bench)
+    _add_common(bench, several=True)
     _add_layouts(bench)
     bench.add_argument("--trials", type=int, default=5, metavar="T", help="timed runs of each layout (default 5)")
     bench.add_argument("--steps", type=int, metavar="K", help="updates of each run (default: at most 60)")
@@ -74,9 +75,15 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], int]]) -> argp
     return top
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, several: bool = False) -> None:
     parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
-    parser.add_argument("--processes", type=int, metavar="N", help="ranks in all; default: the visible accelerators")
+    ranks = "ranks in all; default: the visible accelerators"
+    if several:
+        parser.add_argument(
+            "--processes", type=int, nargs="+", metavar="N", help=f"{ranks}. Several (1 2 4): how each layout scales"
+        )
+    else:
+        parser.add_argument("--processes", type=int, metavar="N", help=ranks)
     parser.add_argument("--launcher", metavar="X", help=f"{' or '.join(LAUNCHERS)} (default: spawn)")
     parser.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
     parser.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")

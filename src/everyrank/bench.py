@@ -1,19 +1,23 @@
 """Bench: the layouts side by side. Only what was checked equal gets a number.
 
 1. Each layout is compared with `single` (parity.py).
-2. Each arm trains once from its initial state: its losses, its metrics, and the warm-up. This run is not timed.
-3. The arms take turns, A B C A B C ...; before each trial the initial state is put back, outside the timed region.
+2. Each is looked into under instruments: peak memory, what travels, exposed communication (measure/inside.py).
+3. Each arm trains once from its initial state: its losses, its metrics, and the warm-up. This run is not timed.
+4. The arms take turns, A B C A B C ...; before each trial the initial state is put back, outside the timed region.
+   After each trial the same arm runs a shorter one that takes its steps apart (measure/split.py).
 
 Inside the timed region is the loop and nothing else: no reading of the loss, no barrier, no metric, no print.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,11 +30,14 @@ from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, mean_metrics, open_data, planned_updates, restore, run_updates, snapshot
 from everyrank.measure.clock import interval, now
+from everyrank.measure.inside import Inside, look_inside
 from everyrank.measure.provenance import provenance
+from everyrank.measure.resources import sampling
+from everyrank.measure.split import PHASES, phases
 from everyrank.options import BenchOptions
 from everyrank.parity import check_layout, subject_of
 from everyrank.progress import progress
-from everyrank.record import Parity, Record
+from everyrank.record import Breakdown, Parity, Record
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world, use_threads
@@ -39,6 +46,7 @@ __all__ = ["bench_rank"]
 
 _MAX_UPDATES = 300  # of the untimed run
 _TRIAL_UPDATES = 60
+_SPLIT_UPDATES = 20
 
 
 @dataclass
@@ -53,8 +61,10 @@ class _Arm:
     losses: list[float] = field(default_factory=list[float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     first_step_seconds: float | None = None
-    peak_memory_bytes: int | None = None
+    inside: list[Inside] = field(default_factory=list[Inside])  # of each rank
     trial_seconds: list[float] = field(default_factory=list[float])
+    # of each trial and rank: mean seconds of each phase of a step
+    splits: list[list[list[float]]] = field(default_factory=list[list[list[float]]])
 
     @property
     def is_alone(self) -> bool:
@@ -68,6 +78,7 @@ class _Bench:
     eval_data: Any
     run_updates: int
     trial_updates: int
+    split_updates: int
 
 
 def bench_rank(
@@ -83,6 +94,7 @@ def bench_rank(
     with open_world(facts, launch) as world:
         startup_seconds = time.time() - options.started
         workload = load(what)
+        workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world.size)
         planned = planned_updates(workload, len(train_data))
         bench = _Bench(
@@ -91,27 +103,36 @@ def bench_rank(
             eval_data,
             run_updates=min(planned, options.steps or _MAX_UPDATES),
             trial_updates=min(planned, options.steps or _TRIAL_UPDATES),
+            split_updates=min(planned, options.steps or _SPLIT_UPDATES),
         )
         subject = subject_of(workload, train_data, eval_data, options.verify_steps)
         arms: list[_Arm] = []
-        with progress(len(layouts) * (2 + options.trials), options.show and world.rank == 0) as begin:
+        is_first = world.rank == 0
+        with (
+            progress(len(layouts) * (3 + options.trials), options.show and is_first) as begin,
+            sampling(options.started, active=is_first) as sampler,
+        ):
             for index, layout in enumerate(layouts):
                 begin(f"check {layout}")
+                sampler.now_running("check")
                 parity, _ = check_layout(subject, layout, world, f"bench/{index}")
                 arms.append(_Arm(layout, parity, alone(world) if layout.axis is None else world))
             running = [arm for arm in arms if arm.parity.status == "equal"]
-            for index, arm in enumerate(running):
-                begin(f"train {arm.layout}")
-                _in_place(arm, world, f"bench/train/{index}", _train_once, bench)
-            for trial in range(options.trials):
+            parts = [("look into", _look_inside), ("train", _train_once)]
+            parts += [(f"time {trial + 1}", _time_once) for trial in range(options.trials)]
+            for part, function in parts:
                 for index, arm in enumerate(running):
-                    begin(f"time {arm.layout} ({trial + 1} of {options.trials})")
-                    _in_place(arm, world, f"bench/trial/{trial}/{index}", _time_once, bench)
-        if world.rank != 0:
+                    begin(f"{part} {arm.layout}")
+                    sampler.now_running(str(index))
+                    _in_place(arm, world, f"bench/{part}/{index}", function, bench)
+            sampler.now_running("end")
+        if not is_first:
             return None
         source = provenance(workload, train_data, world, options.command)
         source["method"] = _method(bench, options)
-        return [_record(arm, bench, facts, world, source, startup_seconds) for arm in arms]
+        records = [_record(arm, bench, facts, world, source, startup_seconds) for arm in arms]
+        used = {str(arm.layout): sampler.of(str(index)) for index, arm in enumerate(running)}
+        return [replace(record, resources=used.get(record.layout)) for record in records]
 
 
 def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -> None:
@@ -124,12 +145,16 @@ def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -
         function(arm, bench)
 
 
+def _look_inside(arm: _Arm, bench: _Bench) -> None:
+    """Memory, traffic and exposed communication, as each rank sees them."""
+    own = look_inside(bench.workload, bench.train_data, arm.layout, arm.world)
+    row = torch.tensor([own.peak_memory_bytes, *own.exposed_shares], dtype=torch.float64)
+    rows = [row.tolist() for row in gather(row, arm.world)]
+    arm.inside = [replace(own, peak_memory_bytes=int(row[0]), exposed_shares=row[1:]) for row in rows]
+
+
 def _train_once(arm: _Arm, bench: _Bench) -> None:
     """Prepare the arm, keep its initial state, train: losses, metrics, and the warm-up."""
-    is_cuda = arm.world.device.type == "cuda"
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(arm.world.device)
-    others_bytes = torch.cuda.memory_allocated(arm.world.device) if is_cuda else 0
     arm.prepared = prepare(bench.workload, arm.layout, arm.world)
     arm.saved = snapshot(arm.prepared)
     start = now(arm.world.device)
@@ -142,29 +167,40 @@ def _train_once(arm: _Arm, bench: _Bench) -> None:
     arm.losses = [total / count if count else math.nan for total, count in totals.tolist()]
     if bench.eval_data is not None:
         arm.metrics = mean_metrics(evaluate(bench.workload, bench.eval_data, arm.layout, arm.world, arm.prepared))
-    if is_cuda:
-        arm.peak_memory_bytes = torch.cuda.max_memory_allocated(arm.world.device) - others_bytes
 
 
 def _time_once(arm: _Arm, bench: _Bench) -> None:
-    """One trial from the initial state; the slowest rank's time is the trial's."""
+    """One trial from the initial state; the slowest rank's time is the trial's. Then one that takes steps apart."""
+    with _from_the_start(arm, bench, bench.trial_updates) as updates:
+        start = now(arm.world.device)
+        for _ in updates:
+            pass
+        seconds = now(arm.world.device) - start
+    arm.trial_seconds.append(max(row[0] for row in _of_all_ranks([seconds], arm)))
+    with _from_the_start(arm, bench, bench.split_updates) as updates:
+        steps = phases(updates, arm.world.device)
+    arm.splits.append(_of_all_ranks([fmean(step[phase] for step in steps) for phase in PHASES], arm))
+
+
+@contextlib.contextmanager
+def _from_the_start(arm: _Arm, bench: _Bench, count: int) -> Generator[Any]:
+    """The updates of a trial: from the initial state, all ranks at once, no garbage collection."""
     assert arm.prepared is not None
     restore(arm.prepared, arm.saved)
-    updates = _updates(arm, bench, bench.trial_updates)
+    updates = _updates(arm, bench, count)
     gc.collect()
     gc.disable()
     try:
         if not arm.is_alone:
             dist.barrier(group=arm.world.group)
-        start = now(arm.world.device)
-        for _ in updates:
-            pass
-        seconds = now(arm.world.device) - start
+        yield updates
     finally:
         gc.enable()
-    if not arm.is_alone:
-        seconds = max(float(row) for row in gather(torch.tensor([seconds], dtype=torch.float64), arm.world))
-    arm.trial_seconds.append(seconds)
+
+
+def _of_all_ranks(numbers: list[float], arm: _Arm) -> list[list[float]]:
+    """A row of each rank that the arm uses."""
+    return [row.tolist() for row in gather(torch.tensor(numbers, dtype=torch.float64), arm.world)]
 
 
 def _updates(arm: _Arm, bench: _Bench, count: int) -> Any:
@@ -176,7 +212,8 @@ def _updates(arm: _Arm, bench: _Bench, count: int) -> Any:
 def _method(bench: _Bench, options: BenchOptions) -> str:
     return (
         f"{options.trials} interleaved trials of {bench.trial_updates} updates, each from the initial state, after one "
-        f"untimed run of {bench.run_updates} updates; medians with 95% bootstrap intervals; the slowest rank counts"
+        f"untimed run of {bench.run_updates} updates; medians with 95% bootstrap intervals; the slowest rank counts; "
+        f"steps taken apart in {options.trials} runs of {bench.split_updates} updates of their own"
     )
 
 
@@ -197,10 +234,34 @@ def _record(
         throughput_samples_per_second=throughput,
         step_seconds=interval([s / bench.trial_updates for s in arm.trial_seconds]) if is_timed else None,
         epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
-        peak_memory_bytes=arm.peak_memory_bytes,
+        breakdown_seconds=_breakdown(arm, bench),
+        peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),
+        collectives=arm.inside[0].collectives if arm.inside else [],
         startup_seconds=startup_seconds if is_timed else None,
         first_step_seconds=arm.first_step_seconds,
         loss=arm.losses,
         metrics=arm.metrics,
         provenance={**source, "threads_per_rank": arm.world.threads, "updates": bench.run_updates},
     )
+
+
+def _breakdown(arm: _Arm, bench: _Bench) -> Breakdown | None:
+    """The parts of a step in the middle trial, on the rank that waits least: the one that the others wait for."""
+    if not arm.splits or math.isnan(arm.inside[0].exposed_shares[0]):
+        return None
+    totals = [max(sum(row) for row in split) for split in arm.splits]
+    timed = [seconds / bench.trial_updates for seconds in arm.trial_seconds]
+    bound = interval([total - step for total, step in zip(totals, timed, strict=True)])
+    middle = sorted(range(len(totals)), key=totals.__getitem__)[(len(totals) - 1) // 2]
+    ranks = [
+        _without_exposed(dict(zip(PHASES, row, strict=True)), inside.exposed_shares)
+        for row, inside in zip(arm.splits[middle], arm.inside, strict=True)
+    ]
+    return replace(min(ranks, key=lambda rank: rank.exposed_communication), error=max(-bound.low, bound.high))
+
+
+def _without_exposed(seconds: dict[str, float], shares: list[float]) -> Breakdown:
+    """The phases of one rank with the exposed communication taken out of each and put together."""
+    exposed = {phase: seconds[phase] * share for phase, share in zip(PHASES, shares, strict=True)}
+    parts = {phase: seconds[phase] - exposed[phase] for phase in PHASES}
+    return Breakdown(exposed_communication=sum(exposed.values()), **parts)

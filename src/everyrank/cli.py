@@ -113,10 +113,11 @@ def _train(args: argparse.Namespace) -> int:
     layout.mesh(launch.processes)
     if (out / "log.jsonl").exists():
         raise UsageError(f"--out {out}: it holds a run already; give another folder")
-    for path in (out / "log.jsonl", out / "record.json", args.json):
+    for path in (out / "log.jsonl", out / "record.json", args.json, args.profile):
         _check_writable(path)
     try:
-        records = run(source, layout, launch, epochs=args.epochs, steps=args.steps, out=out.absolute())
+        profile = args.profile.absolute() if args.profile is not None else None
+        records = run(source, layout, launch, epochs=args.epochs, steps=args.steps, out=out.absolute(), profile=profile)
     except UsageError as error:
         if args.out is None and error.log is None:
             shutil.rmtree(out, ignore_errors=True)  # nothing was trained, and nobody asked for this folder
@@ -126,6 +127,8 @@ def _train(args: argparse.Namespace) -> int:
         if args.json is not None:
             write_records(records, args.json)
         print(f"wrote {out}/log.jsonl and record.json")
+        if args.profile is not None:
+            print(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
     return 0
 
 
@@ -145,15 +148,21 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from everyrank.session import bench
+    from everyrank.session import bench, bench_scaling
 
+    processes: list[int] = args.processes or []
+    if len(processes) > 1 and facts_from_environment(os.environ) is not None:
+        raise UsageError(f"--processes {' '.join(map(str, processes))}: the ranks are started already; leave it out")
+    args.processes = max(processes, default=None)
     layouts, launch = _layouts(args), _launch(args, default_processes=2)
     for path in (args.json, args.html, args.markdown):
         _check_writable(path)
     _check_html(args)
-    records = bench(
-        Source(args.workload, parse_settings(args.set)), layouts, launch, trials=args.trials, steps=args.steps
-    )
+    source = Source(args.workload, parse_settings(args.set))
+    if len(processes) > 1:
+        records = bench_scaling(source, layouts, launch, processes, trials=args.trials, steps=args.steps)
+    else:
+        records = bench(source, layouts, launch, trials=args.trials, steps=args.steps)
     if not records:
         return 0
     _show(records, args)

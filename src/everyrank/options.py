@@ -10,13 +10,17 @@ __all__ = ["BenchOptions", "TrainOptions", "VerifyOptions"]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """For `train`. `started` is when it was called, in seconds since 1970; `out` the folder for log.jsonl."""
+    """For `train`. `started` is when it was called, in seconds since 1970; `out` the folder for log.jsonl.
+
+    `profile` is the file for the trace of one step.
+    """
 
     command: list[str]
     started: float
     epochs: int | None = None
     steps: int | None = None
     out: Path | None = None
+    profile: Path | None = None
     show: bool = True
 
 
@@ -39,4 +43,5 @@ class BenchOptions:
     trials: int = 5
     steps: int | None = None
     verify_steps: int = 20
+    batch_factor: int = 1  # weak scaling: the global batch grows with the number of ranks
     show: bool = True

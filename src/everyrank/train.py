@@ -20,6 +20,7 @@ from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, evaluate, is_bad, mean_metrics, open_data, planned_updates, run_updates
 from everyrank.measure.provenance import provenance
+from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
 from everyrank.parallel.shard import local_tensors
 from everyrank.record import Interval, Record
@@ -29,6 +30,7 @@ from everyrank.world import World, open_world
 
 __all__ = ["train_rank"]
 
+_PROFILED_UPDATE = 10  # by then every buffer is made and every bucket rebuilt
 _FLUSH_EVERY = 10  # updates between two looks at the loss: adding it up over ranks costs a collective
 
 
@@ -125,6 +127,9 @@ class _Watch:
         self.startup_seconds = time.time() - self.options.started
         start = time.perf_counter()
         shares = run_updates(self.workload, self.dataset, self.layout, self.world, self.prepared, updates)
+        if self.options.profile is not None:
+            step = min(_PROFILED_UPDATE, self.num_updates - 1)
+            shares = with_one_profiled(shares, step, self.world, self.options.profile)
         try:
             for update, share in zip(updates, shares, strict=True):
                 waiting.append((update, share))
@@ -177,18 +182,20 @@ class _Watch:
         return samples_before(end, *sizes) - samples_before(first, *sizes)
 
     def throughput(self) -> Interval | None:
-        """Samples a second over all updates but the first."""
-        if self.num_updates < 2:
+        """Samples a second over all updates but the first; nothing where the profiler slowed one of them."""
+        if self.num_updates < 2 or self.options.profile is not None:
             return None
         return _once(self._samples(1, self.num_updates) / self.seconds)
 
     def step_seconds(self) -> Interval | None:
         """Seconds of an update, over all but the first."""
-        return _once(self.seconds / (self.num_updates - 1)) if self.num_updates > 1 else None
+        speed = self.throughput()
+        return _once(self.seconds / (self.num_updates - 1)) if speed else None
 
     def epoch_seconds(self) -> float | None:
         """Seconds of an epoch at that speed."""
-        return self.seconds / (self.num_updates - 1) * self.per_epoch if self.num_updates > 1 else None
+        step = self.step_seconds()
+        return step.median * self.per_epoch if step else None
 
     def finish(self, record: Record) -> None:
         """Say how it ended."""

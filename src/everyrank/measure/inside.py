@@ -1,0 +1,64 @@
+"""What one layout does inside a few updates: peak memory, what travels, and how much of that nobody hides.
+
+On an instance of its own, in runs apart from all that is timed: counting and profiling slow a step down.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from everyrank.data import all_updates, updates_per_epoch
+from everyrank.layout import Layout
+from everyrank.loop import blame_workload, planned_updates, run_updates
+from everyrank.measure.memory import peak_memory
+from everyrank.measure.split import PHASES, exposed_shares
+from everyrank.measure.traffic import Traffic
+from everyrank.record import Collective
+from everyrank.strategies import prepare
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["Inside", "look_inside"]
+
+_WARM_UP = (
+    3  # DistributedDataParallel rebuilds its buckets in the second update, optimizers make their state in the first
+)
+_PROFILED = 3
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What one rank saw. `exposed_shares` is NaN where the workload is too short to look.
+
+    peak_memory_bytes   most bytes of tensors alive at once, from building the model to the end of the third update
+    collectives         of one update
+    exposed_shares      part of each phase that was exposed communication, in the order of `measure.split.PHASES`
+    """
+
+    peak_memory_bytes: int
+    collectives: list[Collective] = field(default_factory=list[Collective])
+    exposed_shares: list[float] = field(default_factory=lambda: [math.nan] * len(PHASES))
+
+
+def look_inside(workload: Workload, dataset: Any, layout: Layout, world: World) -> Inside:
+    """Run a few updates of `layout` under the instruments. A collective."""
+    planned = planned_updates(workload, len(dataset))  # a schedule may refuse to go beyond
+    updates = all_updates(planned, updates_per_epoch(len(dataset), workload.global_batch))
+    with peak_memory(world.device) as memory:
+        with blame_workload():
+            prepared = prepare(workload, layout, world)
+        shares = run_updates(workload, dataset, layout, world, prepared, updates)
+        for _ in range(min(_WARM_UP, planned)):
+            next(shares)
+    if planned < _WARM_UP + 1 + _PROFILED:
+        return Inside(memory.bytes)
+    name = getattr(world.group, "group_name", "")
+    with Traffic({name: layout.axis or ""}) as traffic:
+        next(shares)
+    exposed = exposed_shares(shares, _PROFILED, world.device)
+    del prepared, shares
+    gc.collect()
+    return Inside(memory.bytes, traffic.collectives(), [exposed[phase] for phase in PHASES])

@@ -1,0 +1,43 @@
+"""Peak memory of a training: the allocator's own count on CUDA, the allocations that the profiler saw on CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from everyrank.measure.profiling import profiler, trace_of
+
+__all__ = ["PeakMemory", "peak_memory"]
+
+
+class PeakMemory:
+    """`bytes` is set when the block ends."""
+
+    bytes: int = 0
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Generator[PeakMemory]:
+    """The most bytes of tensors that were alive at once inside the block, without those that were alive before it.
+
+    To count parameters, gradients, optimizer state and activations alike, build the model inside the block.
+    """
+    found = PeakMemory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        found.bytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    with profiler(device, memory=True) as finished:
+        yield found
+    events: list[dict[str, Any]] = trace_of(finished)["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+    alive = 0
+    for event in sorted(changes, key=lambda event: event["ts"]):
+        # freeing what was allocated before the block is not reported
+        alive += int(event["args"]["Bytes"])
+        found.bytes = max(found.bytes, alive)

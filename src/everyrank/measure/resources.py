@@ -1,0 +1,146 @@
+"""CPU, memory, GPU use and GPU memory while a benchmark runs, sampled each half second by a process of its own.
+
+A thread of a rank would take that rank's time; a process takes a core's for about a millisecond each half second. It
+watches the ranks of this host: their common parent with all its descendants, but for itself. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from everyrank.record import Resources
+
+__all__ = ["Sampler", "sampling"]
+
+INTERVAL_SECONDS = 0.5
+
+
+class Sampler:
+    """Samples between `sampling`'s begin and end; who was running when is told by `now_running`."""
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.turns: list[tuple[float, str]] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def now_running(self, name: str) -> None:
+        """From now on samples belong to `name`."""
+        self.turns.append((time.time(), name))
+
+    def of(self, name: str) -> Resources | None:
+        """The samples that belong to `name`; None without one."""
+        ends = [begin for begin, _ in self.turns[1:]] + [float("inf")]
+        spans = [(begin, end) for (begin, who), end in zip(self.turns, ends, strict=True) if who == name]
+        rows = [row for row in self.rows if any(begin <= row["time"] < end for begin, end in spans)]
+        if not rows:
+            return None
+        has_gpu = all(row["gpu_percent"] is not None for row in rows)
+        return Resources(
+            interval_seconds=INTERVAL_SECONDS,
+            seconds=[round(row["time"] - self.started, 2) for row in rows],
+            cpu_percent=[row["cpu_percent"] for row in rows],
+            memory_bytes=[row["memory_bytes"] for row in rows],
+            gpu_percent=[row["gpu_percent"] for row in rows] if has_gpu else [],
+            gpu_memory_bytes=[row["gpu_memory_bytes"] for row in rows] if has_gpu else [],
+        )
+
+
+@contextlib.contextmanager
+def sampling(started: float, active: bool) -> Generator[Sampler]:
+    """Sample while the block runs, where `active`; `started` is what the times count from (seconds since 1970)."""
+    sampler = Sampler(started)
+    if not active:
+        yield sampler
+        return
+    with tempfile.TemporaryDirectory(prefix="everyrank-") as folder:
+        path = Path(folder) / "samples.jsonl"
+        command = [sys.executable, "-m", "everyrank.measure.resources", str(path)]
+        # it ends when this pipe closes, however this process ends
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603
+        try:
+            yield sampler
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            if path.exists():
+                sampler.rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write one line of JSON each half second until standard input ends."""
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
+    gpu = _Gpu()
+    own = psutil.Process()
+    rank = own.parent()
+    root = rank.parent() if rank is not None else None
+    seen: dict[int, psutil.Process] = {}
+    with Path(arguments[0]).open("w", encoding="utf-8") as file:
+        while not ended.wait(INTERVAL_SECONDS):
+            percent, memory = 0.0, 0
+            for process in root.children(recursive=True) if root is not None else []:
+                if process.pid == own.pid:
+                    continue
+                process = seen.setdefault(process.pid, process)  # it remembers the CPU time of the last look
+                with contextlib.suppress(psutil.Error):
+                    percent += process.cpu_percent()
+                    memory += process.memory_info().rss
+            gpu_percent, gpu_memory = gpu.read()
+            row = {"time": time.time(), "cpu_percent": round(percent, 1), "memory_bytes": memory}
+            row |= {"gpu_percent": gpu_percent, "gpu_memory_bytes": gpu_memory}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+    gpu.close()
+
+
+class _Gpu:
+    """What nvidia-smi says, where there is one: the sum over all cards."""
+
+    def __init__(self) -> None:
+        self.cards: dict[str, tuple[float, float]] = {}
+        self.process: subprocess.Popen[str] | None = None
+        program = shutil.which("nvidia-smi")
+        if program is not None:
+            query = ["--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+            every = ["-lms", str(int(INTERVAL_SECONDS * 1000))]
+            self.process = subprocess.Popen(  # noqa: S603
+                [program, *query, *every], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            threading.Thread(target=self._follow, args=(self.process,), daemon=True).start()
+
+    def _follow(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            cells = [cell.strip() for cell in line.split(",")]
+            with contextlib.suppress(ValueError, IndexError):  # "[N/A]" on cards that do not tell
+                self.cards[cells[0]] = (float(cells[1]), float(cells[2]))
+
+    def read(self) -> tuple[float | None, int | None]:
+        if not self.cards:
+            return None, None
+        values = list(self.cards.values())
+        return sum(use for use, _ in values), int(sum(mib for _, mib in values) * 2**20)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

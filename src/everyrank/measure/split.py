@@ -1,0 +1,157 @@
+"""A step taken apart: waiting for data, forward, backward, optimizer, and how much of them is exposed communication.
+
+`phases` reads a clock where one phase ends and the next begins: the parts add up to the whole, and cost a microsecond.
+On CUDA the clock is an event in the stream, so nothing waits.
+
+`exposed_shares` runs a few updates under torch.profiler: exposed is the time in which a collective is under way and
+this rank computes nothing. On CUDA the kernels say both. On CPU gloo's threads say when a collective is under way, and
+the rank's own thread computes nothing between two operators when that takes longer than Python ever does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from everyrank.measure.profiling import profiler
+from everyrank.strategies import observe_phases
+
+__all__ = ["PHASES", "exposed_shares", "marked_phases", "phases"]
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+_PAUSE_US = 30.0  # between two operators of one thread: longer than Python needs, shorter than any collective
+_MARK = "everyrank:"
+
+
+def phases(updates: Iterable[Any], device: torch.device) -> list[dict[str, float]]:
+    """Seconds of each phase in each update, while `updates` runs to its end."""
+    rows: list[list[tuple[str, Any]]] = []
+    read = _stream_event if device.type == "cuda" else time.perf_counter
+
+    def enter(phase: str) -> None:
+        rows[-1].append((phase, read()))
+
+    with observe_phases(enter):
+        iterator = iter(updates)
+        while True:
+            rows.append([("data", read())])
+            if next(iterator, None) is None:
+                break
+            rows[-1].append(("end", read()))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [_durations(row) for row in rows[:-1]]
+
+
+def _stream_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _durations(row: list[tuple[str, Any]]) -> dict[str, float]:
+    seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for (phase, begin), (_, end) in itertools.pairwise(row):
+        seconds[phase] += begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
+    return seconds
+
+
+def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> dict[str, float]:
+    """For each phase, the part of its time that was exposed communication, over the next `count` updates."""
+    with profiler(device) as finished:
+        for _ in range(count):
+            with marked_phases():
+                next(updates)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = list(finished.events() or [])
+    marks = [event for event in events if event.name.startswith(_MARK) and event.device_type.name == "CPU"]
+    kernels = [event for event in events if event.device_type.name == "CUDA" and not event.name.startswith(_MARK)]
+    under_way, computing = _on_cuda(kernels) if any("nccl" in k.name for k in kernels) else _on_cpu(events, marks)
+    exposed = _minus(_union(under_way), _union(computing))
+    total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    bare = dict(total)
+    for mark in marks:
+        phase, span = mark.name.removeprefix(_MARK), (mark.time_range.start, mark.time_range.end)
+        total[phase] += span[1] - span[0]
+        bare[phase] += sum(max(0.0, min(end, span[1]) - max(begin, span[0])) for begin, end in exposed)
+    return {phase: bare[phase] / total[phase] if total[phase] else 0.0 for phase in PHASES}
+
+
+@contextlib.contextmanager
+def marked_phases() -> Generator[None]:
+    """One update, each phase of it under a name that the profiler keeps."""
+    current: list[Any] = [record_function(_MARK + "data")]
+    current[0].__enter__()
+
+    def enter(phase: str) -> None:
+        current[0].__exit__(None, None, None)
+        current[0] = record_function(_MARK + phase)
+        current[0].__enter__()
+
+    with observe_phases(enter):
+        yield
+    current[0].__exit__(None, None, None)
+
+
+_Span = tuple[float, float]
+
+
+def _on_cuda(kernels: list[Any]) -> tuple[list[_Span], list[_Span]]:
+    def spans(choose: Callable[[Any], bool]) -> list[_Span]:
+        return [(kernel.time_range.start, kernel.time_range.end) for kernel in kernels if choose(kernel)]
+
+    return spans(lambda kernel: "nccl" in kernel.name), spans(lambda kernel: "nccl" not in kernel.name)
+
+
+def _on_cpu(events: list[Any], marks: list[Any]) -> tuple[list[_Span], list[_Span]]:
+    """When gloo was at work, and when this rank's own thread was."""
+    own = {mark.thread for mark in marks}
+    under_way = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith("gloo:")]
+    leaves = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.thread in own and not event.cpu_children and not event.name.startswith((_MARK, "c10d::"))
+    )
+    computing: list[_Span] = []
+    for begin, end in leaves:
+        if computing and begin - computing[-1][1] < _PAUSE_US:
+            computing[-1] = (computing[-1][0], max(end, computing[-1][1]))
+        else:
+            computing.append((begin, end))
+    return under_way, computing
+
+
+def _union(spans: list[_Span]) -> list[_Span]:
+    joined: list[_Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
+    """The parts of `spans` that lie in none of `taken`; both sorted and without overlap."""
+    left: list[_Span] = []
+    index = 0
+    for begin, end in spans:
+        while index < len(taken) and taken[index][1] <= begin:
+            index += 1
+        place, at = begin, index
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > place:
+                left.append((place, taken[at][0]))
+            place = max(place, taken[at][1])
+            at += 1
+        if place < end:
+            left.append((place, end))
+    return left

@@ -1,0 +1,83 @@
+"""One step of every rank under torch.profiler, merged into one trace for Perfetto (ui.perfetto.dev) or Chrome.
+
+Every rank is a process of the trace with its rank in its name; the phases of the step stand above its operators.
+Ranks of one host share a clock. Those of several are as far apart in the trace as the clocks of their hosts are.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from everyrank.collectives import gather
+from everyrank.measure.profiling import profiler, trace_of
+from everyrank.measure.split import marked_phases
+from everyrank.world import World
+
+__all__ = ["merge", "with_one_profiled"]
+
+T = TypeVar("T")
+
+
+def with_one_profiled(items: Iterator[T], index: int, world: World, path: Path) -> Iterator[T]:
+    """The same items; while number `index` is made, every rank profiles, and rank 0 writes the trace of all to `path`.
+
+    A collective at that item.
+    """
+    for number in range(index):
+        del number
+        yield next(items)
+    with profiler(world.device) as finished:
+        with marked_phases():
+            item = next(items)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+    own = {"host": platform.node(), "trace": trace_of(finished)}
+    packed = gzip.compress(json.dumps(own).encode(), compresslevel=1)
+    rows = gather(torch.frombuffer(bytearray(packed), dtype=torch.uint8), world)
+    if world.rank == 0:
+        parts = [json.loads(gzip.decompress(bytes(row.numpy()))) for row in rows]
+        _write(merge([part["trace"] for part in parts], [part["host"] for part in parts]), path)
+    yield item
+    yield from items
+
+
+def merge(traces: Sequence[dict[str, Any]], hosts: Sequence[str]) -> dict[str, Any]:
+    """One trace out of each rank's. Process and flow numbers of different ranks are kept apart."""
+    start = min(float(trace.get("baseTimeNanoseconds", 0)) for trace in traces)
+    merged: list[dict[str, Any]] = []
+    for rank, (trace, host) in enumerate(zip(traces, hosts, strict=True)):
+        shift = (float(trace.get("baseTimeNanoseconds", 0)) - start) / 1e3
+        for event in trace["traceEvents"]:
+            event = dict(event)
+            if "ts" in event:
+                event["ts"] = float(event["ts"]) + shift
+            if "id" in event:
+                event["id"] = f"rank {rank}: {event['id']}"
+            process = event.get("pid")
+            if isinstance(process, int):
+                event["pid"] = rank * 10_000_000 + process
+            elif process is not None:
+                event["pid"] = f"rank {rank}: {process}"
+            if event.get("name") == "process_name" and event.get("ph") == "M":
+                label = event["args"]["name"]
+                event["args"] = {"name": f"rank {rank} on {host} ({label})"}
+            if event.get("name") == "process_sort_index" and event.get("ph") == "M":
+                event["args"] = {"sort_index": rank}
+            merged.append(event)
+    return {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": merged}
+
+
+def _write(trace: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(trace, allow_nan=False)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text, encoding="utf-8")
