@@ -1,7 +1,7 @@
 """The loops that everyrank is measured against, as a person writes them: plain PyTorch, nothing of everyrank.
 
 same_arithmetic    what everyrank's `ddp` computes: global count, batch norm over all ranks, every sample once
-conventional       what most scripts do: DistributedSampler, mean over the rank's own slice, batch norm of each rank alone
+conventional       what most scripts do: DistributedSampler, mean over the rank's own slice, batch norm of each rank
 
 Both are generators: one update, then they wait to be asked for the next.
 """

@@ -6,7 +6,7 @@ Needs `pip install -e '.[benchmarks]'`. The same DDP training runs in every arm,
 thread each (`one`: a model of one parameter, in one process). The arms take turns: in each round each does a few
 updates, in an order drawn anew; what is quoted is the median over rounds of the time divided by the hand-written
 loop's in the same round, with its 95% bootstrap interval. The slower rank's time counts. Nothing is printed or logged
-inside. `loss` says how far the first losses are from the hand-written loop's: a tool that trains something else says so.
+inside. `loss` says how far the first losses are from the hand-written loop's: who trains something else is seen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same training by everyrank and by other tools, each as its own documentation writes it. Generators, as in handwritten.py."""
+"""The same training by everyrank and by other tools, each as its own documentation writes it; generators, too."""
 
 from __future__ import annotations
 

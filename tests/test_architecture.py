@@ -36,10 +36,11 @@ ORDER = [
     "audit",
     "verify",
     "bench",
+    "doctor",
     "report",
     "recipes",
     "session",
-    "arguments",
+    "commands",
     "cli",
 ]
 INSIDE = {
@@ -47,6 +48,19 @@ INSIDE = {
     "data": ["slicing", "order", "loader"],
     "parallel": ["batch_norm", "build", "replicate", "partition", "shard"],
     "parity": ["trace", "compare", "diagnose", "check"],
+    "measure": [
+        "clock",
+        "provenance",
+        "profiling",
+        "memory",
+        "traffic",
+        "split",
+        "timeline",
+        "resources",
+        "inside",
+    ],
+    "doctor": ["findings", "machine", "network", "software", "selftest", "examine"],
+    "commands": ["shared", "train", "verify", "bench", "report", "doctor", "new"],
     "report": ["table", "terminal", "markdown", "page"],
 }
 # The face of the package, and who starts it.
@@ -61,7 +75,7 @@ TORCH_FREE = {
     "launch",
     "report",
     "session",
-    "arguments",
+    "commands",
     "cli",
     "__init__",
 }

@@ -33,8 +33,8 @@ def run(
     """Train `workload` under `layout` on the ranks that `launch` starts; a list of one Record.
 
     `epochs` or `steps` replace the workload's own length; `out` is a folder for log.jsonl; `profile` a file for the
-    trace of one step of all ranks, JSON for Perfetto or Chrome (a name that ends in .gz is compressed). Where this process is
-    itself a rank that torchrun started, only rank 0 gets the Record, the others [].
+    trace of one step of all ranks, JSON for Perfetto or Chrome (a name that ends in .gz is compressed).
+    Where this process is itself a rank that torchrun started, only rank 0 gets the Record, the others [].
     Raises an `EveryrankError`: `UsageError` for a wrong call or workload, `RankFailedError` when a rank fails.
     """
     _at_least_1(epochs=epochs, steps=steps)

@@ -8,6 +8,6 @@ page.py       HTML that needs no network
 
 from everyrank.report.markdown import markdown
 from everyrank.report.table import Table, bench_table, groups, notes, verify_table
-from everyrank.report.terminal import print_table
+from everyrank.report.terminal import print_findings, print_table
 
-__all__ = ["Table", "bench_table", "groups", "markdown", "notes", "print_table", "verify_table"]
+__all__ = ["Table", "bench_table", "groups", "markdown", "notes", "print_findings", "print_table", "verify_table"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from everyrank.doctor.findings import Finding
 from everyrank.report.table import Table
 
-__all__ = ["print_table"]
+__all__ = ["print_findings", "print_table"]
 
 _STYLES = {"equal": "green", "DIFFERENT": "bold red"}
 
@@ -31,6 +32,26 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
     console.print(shown)
     for note in notes:
         console.print(Text(_printable(note), style="dim"))
+
+
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", "bold red"), "absent": ("·", "dim")}
+
+
+def print_findings(sections: Mapping[str, Sequence[Finding]]) -> None:
+    """What `doctor` found: a sign, what was looked at, what was found, and the fix below it."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    for name, findings in sections.items():
+        shown = RichTable(title=Text(name), title_justify="left", title_style="bold", box=None, show_header=False)
+        for finding in findings:
+            sign, style = _SIGNS[finding.status]
+            text = Text(_printable(finding.text), style="dim" if finding.status == "absent" else "")
+            if finding.fix:
+                text.append(f"\n→ {_printable(finding.fix)}", style=style)
+            shown.add_row(Text(sign, style=style), Text(_printable(finding.what)), text)
+        console.print(shown)
+        console.print()
 
 
 def _printable(text: str) -> str:

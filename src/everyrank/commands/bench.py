@@ -1,0 +1,58 @@
+"""everyrank bench"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from everyrank.commands.shared import (
+    add_common,
+    add_layouts,
+    add_outputs,
+    check_html,
+    check_writable,
+    launch_of,
+    layouts_of,
+    show,
+    status_of,
+)
+from everyrank.errors import UsageError
+from everyrank.launch import facts_from_environment
+from everyrank.workload import Source, parse_settings
+
+HELP = "check layouts, then time those that are equal"
+
+
+__all__ = ["add", "run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its words."""
+    add_common(parser, several_sizes=True)
+    add_layouts(parser)
+    parser.add_argument("--trials", type=int, default=5, metavar="T", help="timed runs of each layout (default 5)")
+    parser.add_argument("--steps", type=int, metavar="K", help="updates of each run (default: at most 60)")
+    add_outputs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status."""
+    from everyrank import session
+
+    processes: list[int] = args.processes or []
+    if len(processes) > 1 and facts_from_environment(os.environ) is not None:
+        raise UsageError(f"--processes {' '.join(map(str, processes))}: the ranks are started already; leave it out")
+    args.processes = max(processes, default=None)
+    layouts, launch = layouts_of(args), launch_of(args, default_processes=2)
+    for path in (args.json, args.html, args.markdown):
+        check_writable(path)
+    check_html(args)
+    source = Source(args.workload, parse_settings(args.set))
+    if len(processes) > 1:
+        records = session.bench_scaling(source, layouts, launch, processes, trials=args.trials, steps=args.steps)
+    else:
+        records = session.bench(source, layouts, launch, trials=args.trials, steps=args.steps)
+    if not records:
+        return 0
+    show(records, args)
+    return status_of(records, args)

@@ -1,0 +1,44 @@
+"""everyrank doctor"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from everyrank.commands.shared import check_writable
+from everyrank.errors import CHECK_FAILED
+
+HELP = "what this machine can run, why not the rest, and what to do"
+
+
+__all__ = ["add", "run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its words."""
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="longest wait of a self-test, in seconds"
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status."""
+    from everyrank.doctor import examine, paste
+    from everyrank.progress import progress
+    from everyrank.report import print_findings
+
+    check_writable(args.json)
+    with progress(5, show=True) as begin:
+        examination = examine(args.timeout, begin)
+    if args.json is not None:
+        args.json.write_text(json.dumps(examination.as_json(), indent=1) + "\n", encoding="utf-8")
+    print_findings(examination.sections)
+    print("\nTo paste into an issue:\n" + paste(examination) + "\n", flush=True)
+    for problem in examination.problems:
+        print(f"everyrank: {problem.line}", file=sys.stderr)
+    if not examination.problems:
+        print("no problem found")
+    return CHECK_FAILED if examination.problems else 0

@@ -1,0 +1,166 @@
+"""Words that several commands take, and what they do with what comes back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from everyrank.errors import CHECK_FAILED, CannotRunError, UsageError
+from everyrank.launch import LAUNCHERS, Launch, facts_from_environment, num_accelerators
+from everyrank.layout import STRATEGIES, Layout, parse_layout
+from everyrank.record import Record, write_records
+
+__all__ = [
+    "add_common",
+    "add_layouts",
+    "add_outputs",
+    "check_html",
+    "check_writable",
+    "close_output",
+    "launch_of",
+    "layouts_of",
+    "show",
+    "status_of",
+]
+
+
+def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False) -> None:
+    """WORKLOAD, and how its ranks start."""
+    parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
+    ranks = "ranks in all; default: the visible accelerators"
+    if several_sizes:
+        parser.add_argument(
+            "--processes", type=int, nargs="+", metavar="N", help=f"{ranks}. Several (1 2 4): how each layout scales"
+        )
+    else:
+        parser.add_argument("--processes", type=int, metavar="N", help=ranks)
+    parser.add_argument("--launcher", metavar="X", help=f"{' or '.join(LAUNCHERS)} (default: spawn)")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
+    )
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
+    parser.add_argument("--json", type=Path, metavar="F", help="write Records")
+
+
+def add_layouts(parser: argparse.ArgumentParser) -> None:
+    """--layout, once or several times, with one or several values."""
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        action="extend",
+        metavar="L",
+        help=f"one or more; default: {' '.join(STRATEGIES)}",
+    )
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """--html and --markdown."""
+    parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page")
+    parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
+
+
+def launch_of(args: argparse.Namespace, default_processes: int, logs: Path | None = None) -> Launch:
+    """How to start, from the words and from who started this process. Raises `UsageError` where the two disagree."""
+    facts = facts_from_environment(os.environ)
+    if facts is not None:
+        if args.launcher is not None:
+            raise UsageError(
+                f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out"
+            )
+        if args.processes not in (None, facts.size):
+            raise UsageError(f"--processes {args.processes}: {facts.started_by} started {facts.size}; leave it out")
+    processes = facts.size if facts is not None else args.processes
+    if processes is None:
+        processes = (0 if args.device == "cpu" else num_accelerators()) or default_processes
+    return Launch(
+        launcher=args.launcher or "spawn",
+        processes=processes,
+        device=args.device,
+        backend=args.backend,
+        loader_workers=args.workers,
+        timeout_seconds=args.timeout,
+        logs=logs,
+    )
+
+
+def layouts_of(args: argparse.Namespace) -> list[Layout]:
+    """The layouts that were asked for; all where none was."""
+    return [parse_layout(text) for text in args.layout or STRATEGIES]
+
+
+def show(records: list[Record], args: argparse.Namespace, lines: Sequence[str] = ()) -> None:
+    """Write the files that were asked for, then print the table of each workload: a closed pipe loses no result."""
+    from everyrank.report import bench_table, groups, markdown, notes, print_table, verify_table
+    from everyrank.report.table import title
+
+    shown: list[tuple[str, Any, list[str]]] = []
+    for rows in groups(records):
+        is_timed = any(record.throughput_samples_per_second for record in rows)
+        shown.append((title(rows[0]), bench_table(rows) if is_timed else verify_table(rows), [*lines, *notes(rows)]))
+    written = [path for path in (args.json, args.markdown, args.html) if path is not None]
+    if args.json is not None:
+        write_records(records, args.json)
+    if args.markdown is not None:
+        args.markdown.write_text("\n".join(markdown(*parts) for parts in shown), encoding="utf-8")
+    if args.html is not None:
+        from everyrank.report.page import page
+
+        args.html.write_text(page(records), encoding="utf-8")
+    try:
+        for parts in shown:
+            print_table(*parts)
+        for path in written:
+            print(f"wrote {path}")
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+        close_output()
+
+
+def close_output() -> None:
+    """Send what is still to come nowhere: whoever read our output has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def status_of(records: list[Record], args: argparse.Namespace) -> int:
+    """1 when a layout differs, 3 when one that was asked for by name could not be verified, else 0."""
+    for record in records:
+        if record.parity.status == "different":
+            print(f"everyrank: {record.layout} is not the same training as single", file=sys.stderr)
+            return CHECK_FAILED
+    for record in records:
+        if record.parity.status == "not_verified" and args.layout:
+            print(f"everyrank: {record.layout}: not verified here: {record.parity.reason}", file=sys.stderr)
+            return CannotRunError.exit_status
+    return 0
+
+
+def check_html(args: argparse.Namespace) -> None:
+    """Find out before the work whether --html can be made. Raises `CannotRunError`."""
+    if args.html is not None:
+        from everyrank.report.page import require_libraries
+
+        require_libraries()
+
+
+def check_writable(path: Path | None) -> None:
+    """Find out before the work, not after it. Raises `UsageError`."""
+    if path is None or os.environ.get("RANK", "0") != "0":  # rank 0 alone writes
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error

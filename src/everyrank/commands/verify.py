@@ -1,0 +1,37 @@
+"""everyrank verify"""
+
+from __future__ import annotations
+
+import argparse
+
+from everyrank.commands.shared import add_common, add_layouts, check_writable, launch_of, layouts_of, show, status_of
+from everyrank.workload import Source, parse_settings
+
+HELP = "check that layouts equal one device"
+
+
+__all__ = ["add", "run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its words."""
+    add_common(parser)
+    add_layouts(parser)
+    parser.add_argument("--steps", type=int, default=20, metavar="K", help="updates to compare (default 20)")
+    parser.add_argument("--samples", action="store_true", help="audit that each sample is read once and evaluated once")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status."""
+    from everyrank import session
+
+    layouts, launch = layouts_of(args), launch_of(args, default_processes=2)
+    check_writable(args.json)
+    source = Source(args.workload, parse_settings(args.set))
+    records = session.verify(source, layouts, launch, steps=args.steps, samples=args.samples)
+    if not records:
+        return 0
+    audited = [record for record in records if args.samples and record.parity.status != "not_verified"]
+    args.html = args.markdown = None
+    show(records, args, [f"{record.layout}: {record.parity.checks[-1]}" for record in audited])
+    return status_of(records, args)

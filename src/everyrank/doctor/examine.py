@@ -1,0 +1,149 @@
+"""All checks in order, and their results as text to paste into an issue."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everyrank import __version__
+from everyrank.doctor.findings import PROBLEM, Finding, absent, ok, problem
+from everyrank.doctor.machine import check_machine
+from everyrank.doctor.network import check_network
+from everyrank.doctor.software import check_optional, check_software, installed_versions
+from everyrank.errors import EveryrankError
+from everyrank.launch import Launch, Named, run
+from everyrank.layout import STRATEGIES
+
+__all__ = ["Examination", "examine", "paste"]
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found, by section, and the versions it was found with."""
+
+    sections: dict[str, list[Finding]]
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def problems(self) -> list[Finding]:
+        """What breaks runs here."""
+        return [finding for findings in self.sections.values() for finding in findings if finding.status == PROBLEM]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "schema": 1,
+            "everyrank": __version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "versions": self.versions,
+            "sections": {name: [asdict(finding) for finding in findings] for name, findings in self.sections.items()},
+        }
+
+
+def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda _: None) -> Examination:
+    """Look at everything; `begin` is told the name of each part. Starts two ranks for each backend it tests."""
+    environment = dict(os.environ)
+    versions = installed_versions()
+    has_driver = any(Path(path).exists() for path in _DRIVERS)
+    sections: dict[str, list[Finding]] = {}
+    begin("software")
+    sections["software"] = check_software(versions, has_driver)
+    begin("machine")
+    sections["machine"] = check_machine(environment)
+    begin("network")
+    sections["network"] = check_network(environment)
+    begin("backends")
+    sections["backends"], torch_facts = _backends(sections["network"], versions, timeout_seconds)
+    num_cuda = len(torch_facts["devices"]) if torch_facts else 0
+    begin("layouts")
+    sections["layouts"] = layouts_here(num_cuda, runs=torch_facts is not None)
+    sections["optional"] = check_optional(versions)
+    return Examination(sections, versions)
+
+
+def _backends(
+    network: Sequence[Finding], versions: Mapping[str, str], timeout_seconds: float
+) -> tuple[list[Finding], dict[str, Any] | None]:
+    """Self-tests of gloo and nccl, and what torch sees; None where no rank came up."""
+    if "torch" not in versions:
+        return [absent("gloo", "not tested: torch is not installed")], None
+    bad = next((f for f in network if f.status == PROBLEM and f.what == "GLOO_SOCKET_IFNAME"), None)
+    if bad is not None:
+        return [problem("gloo", f"not tested: {bad.what}={bad.text}", bad.fix or "")], None
+    results, finding = _selftest("gloo", 2, "cpu", timeout_seconds)
+    if results is None:
+        return [finding], None
+    facts: dict[str, Any] = results[0]["torch"]
+    found = [_devices(facts), finding]
+    num_cuda = len(facts["devices"])
+    if not facts["backends"]["nccl"]:
+        found.append(absent("nccl", "this build of torch has none; it carries tensors between CUDA devices"))
+    elif num_cuda == 0:
+        found.append(absent("nccl", "not verified here: torch sees no CUDA device"))
+    else:
+        found.append(_selftest("nccl", min(2, num_cuda), "cuda", timeout_seconds)[1])
+    missing = [name for name in ("mpi", "ucc") if not facts["backends"][name]]
+    found += [absent(name, "this build of torch has none; everyrank does not need it") for name in missing]
+    return found, facts
+
+
+def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[list[dict[str, Any]] | None, Finding]:
+    launch = Launch(processes=ranks, device=device, backend=backend, timeout_seconds=timeout)
+    try:
+        answers = run(launch, Named("everyrank.doctor.selftest:selftest_rank"), launch)
+    except EveryrankError as error:
+        fix = "see the line before; everyrank doctor names what else is wrong here"
+        return None, problem(backend, f"{ranks} ranks could not talk: {error}", fix)
+    results = [answers[rank] for rank in sorted(answers)]
+    wrong = [text for result in results for text in result["wrong"]]
+    if wrong:
+        return results, problem(backend, f"wrong answer: {wrong[0]}", "pip install 'torch>=2.11', or another backend")
+    what = "sum, average and maximum, all-gather and broadcast come to the right answers"
+    return results, ok(backend, f"{ranks} rank{'s' * (ranks > 1)} on {device}: {what}")
+
+
+def _devices(facts: dict[str, Any]) -> Finding:
+    """The CUDA devices, or why there are none."""
+    if facts["devices"]:
+        names = [f"{device['name']} ({device['memory_bytes'] / 2**30:.0f} GiB)" for device in facts["devices"]]
+        return ok("devices", "CPU, " + ", ".join(names))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and facts["cuda"]:
+        return absent("devices", f"CPU alone: CUDA_VISIBLE_DEVICES={hidden!r} hides the rest", "unset it")
+    why = "this torch is built without CUDA" if not facts["cuda"] else "no driver, or no card"
+    return absent("devices", f"CPU alone: {why}")
+
+
+def layouts_here(num_cuda: int, runs: bool) -> list[Finding]:
+    """Which layouts can run here."""
+    found: list[Finding] = []
+    for name in STRATEGIES:
+        if not runs:
+            found.append(absent(name, "not verified here: no rank came up"))
+        elif name == "dataparallel" and num_cuda < 2:
+            found.append(absent(name, "not verified here: needs 2 CUDA devices"))
+        else:
+            where = f"{num_cuda} CUDA device{'s' * (num_cuda > 1)}" if num_cuda else "CPU"
+            found.append(ok(name, f"runs on {where}"))
+    return found
+
+
+def paste(examination: Examination) -> str:
+    """What to paste into an issue: Markdown that folds away. No host name, no address, no path of the person's own."""
+    private = ("host name", "interfaces", "temporary files")
+    lines = ["<details><summary>everyrank doctor</summary>", "", "```"]
+    lines.append(f"everyrank {__version__} · Python {platform.python_version()} · {platform.platform()}")
+    lines.append(" ".join(f"{name}={version}" for name, version in examination.versions.items()))
+    for section, findings in examination.sections.items():
+        for finding in findings:
+            shown = "(left out)" if finding.what in private else finding.text
+            if section != "optional":
+                lines.append(f"{finding.status:8}{finding.what}: {shown}")
+    return "\n".join([*lines, "```", "</details>"])

@@ -1,0 +1,128 @@
+"""Cores and threads, memory, shared memory, open files, temporary files."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from everyrank.doctor.findings import Finding, absent, ok, problem, warning
+
+__all__ = ["check_cores", "check_files", "check_machine", "check_shared_memory", "check_space", "check_threads"]
+
+_MIB = 2**20
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def check_machine(environment: Mapping[str, str]) -> list[Finding]:
+    """All checks of this file, on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    memory = psutil.virtual_memory()
+    found = [
+        check_cores(cores, os.cpu_count() or 1, cgroup_quota(Path("/sys/fs/cgroup"))),
+        check_threads(environment, cores),
+        ok("memory", f"{_size(memory.total)}, {_size(memory.available)} of it free"),
+    ]
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        usage = shutil.disk_usage(shared)
+        found.append(check_shared_memory(usage.total, usage.free, os.access(shared, os.W_OK)))
+    elif sys.platform == "linux":
+        found.append(absent("shared memory", "/dev/shm is not there, which loader workers (--workers) need"))
+    found.append(check_files(soft, hard))
+    folder = Path(tempfile.gettempdir())
+    found.append(check_space(folder, shutil.disk_usage(folder).free, os.access(folder, os.W_OK)))
+    return found
+
+
+def cgroup_quota(folder: Path) -> float | None:
+    """Cores that the container may use on average; None without a limit, or where it cannot be read."""
+    try:
+        text = (folder / "cpu.max").read_text().split()
+        return None if text[0] == "max" else int(text[0]) / int(text[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def check_cores(usable: int, present: int, quota: float | None) -> Finding:
+    """Cores this process may use; a container may be allowed less than it sees."""
+    text = f"{usable} of {present}" if usable != present else str(usable)
+    if quota is not None and quota < usable:
+        return warning(
+            "cores",
+            f"{text} are visible, but the container may use {quota:g} on average: threads will be held up",
+            f"limit the cores instead (taskset -c 0-{max(0, math.ceil(quota) - 1)} ..., docker --cpuset-cpus)",
+        )
+    return ok("cores", text)
+
+
+def check_threads(environment: Mapping[str, str], cores: int) -> Finding:
+    """The variables that set the number of threads, against the cores. everyrank itself gives a rank cores // ranks."""
+    for name in _THREAD_VARIABLES:
+        text = environment.get(name)
+        if text is None:
+            continue
+        number = int(text) if text.isdecimal() else 0
+        if number < 1:
+            return problem("threads", f"{name}={text} is no number of threads", f"unset {name}")
+        if number > cores:
+            return problem(
+                "threads",
+                f"{name}={text}, but there are {cores} cores: threads would wait for each other",
+                f"unset {name}, or {name}={max(1, cores // 2)} for two ranks here; "
+                "everyrank gives each rank its cores // ranks",
+            )
+    return ok("threads", f"each rank gets {cores} cores // ranks on this host")
+
+
+def check_shared_memory(total: int, free: int, writable: bool = True) -> Finding:
+    """/dev/shm, through which loader workers hand over batches."""
+    text = f"/dev/shm has {_size(free)} free of {_size(total)}"
+    if not writable:
+        return problem("shared memory", "/dev/shm cannot be written", "chmod 1777 /dev/shm")
+    if free < 16 * _MIB and free < total / 2:
+        return problem(
+            "shared memory",
+            f"{text}: loader workers (--workers) would die of a bus error",
+            "remove what is left in it (ls -la /dev/shm), or make it larger (docker --shm-size=8g)",
+        )
+    if free < 128 * _MIB:
+        return warning(
+            "shared memory",
+            f"{text}: too little for loader workers with large batches",
+            "make it larger (docker --shm-size=8g; mount -o remount,size=8g /dev/shm)",
+        )
+    return ok("shared memory", text)
+
+
+def check_files(soft: int, hard: int) -> Finding:
+    """Open files: each rank and each loader worker takes some."""
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        return problem(
+            "open files",
+            f"at most {soft}: many ranks or loader workers fail with 'Too many open files'",
+            f"ulimit -n {min(4096, hard) if hard != resource.RLIM_INFINITY else 4096} (at most {most} here)",
+        )
+    return ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+
+
+def check_space(folder: Path, free: int, writable: bool = True) -> Finding:
+    """Where ranks meet over a file and logs are kept."""
+    if not writable:
+        return problem("temporary files", f"{folder} cannot be written", "set TMPDIR to a folder that can")
+    if free < 64 * _MIB:
+        return problem("temporary files", f"{folder} has {_size(free)} free", "free some, or set TMPDIR elsewhere")
+    return ok("temporary files", f"{folder}, {_size(free)} free")
+
+
+def _size(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / _MIB:.0f} MiB"

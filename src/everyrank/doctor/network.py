@@ -1,0 +1,135 @@
+"""Interfaces, host name, ports, and what launchers left in the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from everyrank.doctor.findings import Finding, ok, problem, warning
+from everyrank.errors import UsageError
+from everyrank.launch import facts_from_environment
+
+__all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_port", "usable_interfaces"]
+
+_DEFAULT_PORT = 29500  # torchrun's
+
+
+def check_network(environment: Mapping[str, str]) -> list[Finding]:
+    """All checks of this file, on this machine."""
+    interfaces = usable_interfaces()
+    name = socket.gethostname()
+    found = [check_host_name(name, _addresses_of(name), interfaces)]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        finding = check_interface(variable, environment.get(variable), list(interfaces))
+        found += [finding] if finding is not None else []
+    names = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
+    found.append(ok("interfaces", names) if names else problem("interfaces", "none is up", "ip link set lo up"))
+    found.append(check_port("127.0.0.1", 0))
+    found.append(check_port("127.0.0.1", _DEFAULT_PORT))
+    found.append(check_launcher(environment))
+    return found
+
+
+def usable_interfaces() -> dict[str, str]:
+    """Network interfaces that are up, each with an address."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
+        if name in up and own:
+            found[name] = own[0].partition("%")[0]
+    return found
+
+
+def _addresses_of(name: str) -> list[str]:
+    try:
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> Finding:
+    """Ranks of other hosts come to the address that this host's name stands for."""
+    outside = [interface for interface, address in interfaces.items() if not ipaddress.ip_address(address).is_loopback]
+    choose = f"GLOO_SOCKET_IFNAME={outside[0]}" if outside else "GLOO_SOCKET_IFNAME to the interface between the hosts"
+    if not addresses:
+        return warning(
+            "host name",
+            f"{name} has no address: ranks of several hosts would not find this one",
+            f"add it to /etc/hosts, or set {choose} and name the rendezvous by its address",
+        )
+    text = f"{name} is {', '.join(addresses)}"
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+        return warning(
+            "host name",
+            f"{text}, which is loopback: fine on one host, but ranks of other hosts would never reach this one",
+            f"give its own address in /etc/hosts, or set {choose} on every host",
+        )
+    return ok("host name", text)
+
+
+def check_interface(variable: str, value: str | None, interfaces: Sequence[str]) -> Finding | None:
+    """Whether `variable` names an interface of this machine; None where it is not set."""
+    if not value:
+        return None
+    there = ", ".join(interfaces)
+    if variable == "NCCL_SOCKET_IFNAME":
+        # prefixes; ^ leaves out, = is exact
+        names = [name for name in value.lstrip("^=").split(",") if name]
+        known = [name for name in names if any(interface.startswith(name) for interface in interfaces)]
+        if value.startswith("^") or known:
+            return ok(variable, value)
+        return problem(variable, f"{value}: no interface has that name; there are {there}", f"unset {variable}")
+    if value.startswith(("^", "=")):
+        return problem(
+            variable,
+            f"{value}: the sign {value[0]} is NCCL's; gloo wants the name of an interface",
+            f"{variable}={_first_outside(interfaces)}",
+        )
+    missing = [name for name in value.split(",") if name not in interfaces]
+    if missing:
+        return problem(
+            variable,
+            f"{value}: there is no interface {missing[0]}; there are {there}",
+            f"unset {variable} on one host, or {variable}={_first_outside(interfaces)}",
+        )
+    return ok(variable, value)
+
+
+def _first_outside(interfaces: Sequence[str]) -> str:
+    return next((name for name in interfaces if not name.startswith("lo")), "lo0" if sys.platform == "darwin" else "lo")
+
+
+def check_port(address: str, port: int) -> Finding:
+    """Whether a rendezvous can be opened; port 0 is any free one."""
+    what = "ports" if port == 0 else f"port {port}"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            if port == 0:
+                return problem(what, f"none can be opened on {address}: {reason}", "allow loopback in the sandbox")
+            return warning(
+                what,
+                f"taken on {address} ({reason}): torchrun without --standalone would fail",
+                "torchrun --standalone, or --master-port 0",
+            )
+        return ok(what, f"free on {address}" + (" (torchrun's default)" if port else ""))
+
+
+def check_launcher(environment: Mapping[str, str]) -> Finding:
+    """Variables of a launcher: none, or one full set."""
+    try:
+        facts = facts_from_environment(environment)
+    except UsageError as error:
+        return problem("launcher", str(error), "or unset all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT")
+    if facts is None:
+        return ok("launcher", "nothing left in the environment; everyrank starts its ranks itself")
+    return ok("launcher", f"rank {facts.rank} of {facts.size}, started by {facts.started_by}")

@@ -1,0 +1,72 @@
+"""In ranks of its own: what torch sees, and whether each backend's collectives come to the answers they must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everyrank.launch import Launch, RankFacts
+from everyrank.world import World, open_world
+
+__all__ = ["selftest_rank"]
+
+_LENGTHS = (3, 262_144)  # a handful, and a MiB
+
+
+def selftest_rank(facts: RankFacts, launch: Launch) -> dict[str, Any]:
+    """What this rank saw: `torch` (what it can do) and `wrong` (collectives with another answer than the right one)."""
+    with open_world(facts, launch) as world:
+        wrong = [text for length in _LENGTHS for text in _wrong_answers(world, length)]
+        return {"backend": world.backend, "device": str(world.device), "torch": _torch_facts(), "wrong": wrong}
+
+
+def _wrong_answers(world: World, length: int) -> list[str]:
+    """Each rank r hands in (r + 1) * [0, 1, 2, ...]; all numbers are small whole ones, so the answers are exact."""
+    ramp = torch.arange(length, device=world.device, dtype=torch.float32) % 1024
+    own = ramp * (world.rank + 1)
+    total = world.size * (world.size + 1) / 2
+    wrong: list[str] = []
+    for name, operation, factor in (
+        ("sum", dist.ReduceOp.SUM, total),
+        # on gloo some versions of torch summed where an average was asked for (pytorch#162338)
+        ("average", dist.ReduceOp.AVG, total / world.size),
+        ("maximum", dist.ReduceOp.MAX, world.size),
+    ):
+        result = own.clone()
+        dist.all_reduce(result, op=operation, group=world.group)
+        if not torch.equal(result, ramp * factor):
+            at = int((result != ramp * factor).nonzero()[0])
+            wrong.append(
+                f"all-reduce {name} of {length} numbers: element {at} is {float(result[at]):g}, "
+                f"not {float(ramp[at] * factor):g}"
+            )
+    rows = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(rows, own, group=world.group)
+    if not all(torch.equal(row, ramp * (rank + 1)) for rank, row in enumerate(rows)):
+        wrong.append(f"all-gather of {length} numbers")
+    sent = own.clone()
+    dist.broadcast(sent, src=0, group=world.group)
+    if not torch.equal(sent, ramp):
+        wrong.append(f"broadcast of {length} numbers")
+    return wrong
+
+
+def _torch_facts() -> dict[str, Any]:
+    """What this build of torch has, and the devices it sees."""
+    devices: list[dict[str, Any]] = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append({"name": properties.name, "memory_bytes": properties.total_memory})
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "backends": {
+            "gloo": dist.is_gloo_available(),
+            "nccl": dist.is_nccl_available(),
+            "mpi": dist.is_mpi_available(),
+            "ucc": dist.is_ucc_available(),
+        },
+    }

@@ -1,0 +1,111 @@
+"""Versions, combinations known to be bad, and optional frameworks with how to get each. Nothing is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from everyrank import __version__
+from everyrank.doctor.findings import Finding, absent, ok, problem, warning
+
+__all__ = ["check_combinations", "check_optional", "check_software", "installed_versions"]
+
+_PACKAGES = (
+    "torch numpy torchvision accelerate lightning transformers datasets horovod ray mpi4py "
+    "jinja2 matplotlib tensorboard wandb deepspeed"
+)
+
+# what is optional: name -> (what it is for, how to get it)
+_OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
+    "jinja2": ("HTML reports", "pip install 'everyrank[html]'"),
+    "matplotlib": ("HTML reports", "pip install 'everyrank[html]'"),
+    "accelerate": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
+    "lightning": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
+    "transformers": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
+}
+_OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
+    "gcc": ("--layout ...:compile on CPU", "apt install gcc"),
+    "nvidia-smi": ("GPU use in reports", "it comes with the NVIDIA driver"),
+}
+
+
+def installed_versions() -> dict[str, str]:
+    """Package -> version, of those that matter here."""
+    found: dict[str, str] = {}
+    for name in _PACKAGES.split():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_software(versions: Mapping[str, str], has_driver: bool) -> list[Finding]:
+    """All checks of this file."""
+    found = [ok("everyrank", f"{__version__} on Python {platform.python_version()} ({platform.platform()})")]
+    found += check_combinations(versions, has_driver)
+    return found
+
+
+def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Finding]:
+    """torch, and what is known not to work with it."""
+    text = versions.get("torch")
+    if text is None:
+        return [problem("torch", "not installed", "pip install torch")]
+    torch = _numbers(text)
+    is_cpu_build = "+cpu" in text
+    found: list[Finding] = []
+    if torch < (2, 11):
+        found.append(problem("torch", f"{text}: everyrank needs 2.11 or newer", "pip install 'torch>=2.11'"))
+    elif torch >= (2, 14):
+        found.append(warning("torch", f"{text} is newer than what everyrank was tested with (2.11 to 2.13)", "tell us"))
+    else:
+        found.append(ok("torch", text))
+    if has_driver and is_cpu_build:
+        found.append(
+            problem(
+                "torch",
+                f"{text} is the build for CPU, but this machine has an NVIDIA driver",
+                "pip install --force-reinstall torch from the index that pytorch.org names for your CUDA",
+            )
+        )
+    if is_cpu_build and "torchvision" in versions and "+cpu" not in versions["torchvision"]:
+        found.append(
+            problem(
+                "torchvision",
+                f"{versions['torchvision']} beside {text}: it fails on import (operator torchvision::nms does not "
+                "exist), and so do accelerate and lightning",
+                "pip uninstall torchvision, or take both from https://download.pytorch.org/whl/cpu",
+            )
+        )
+    if "numpy" not in versions:
+        found.append(problem("numpy", "not installed; torch does not ask for it", "pip install numpy"))
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(int(part) for part in match.groups()) if match else (0, 0)
+
+
+def check_optional(
+    versions: Mapping[str, str], find_program: Callable[[str], str | None] = shutil.which
+) -> list[Finding]:
+    """Optional packages and programs: the version, or what it would be for and how to get it."""
+    found: list[Finding] = []
+    for name, (purpose, how) in _OPTIONAL_PACKAGES.items():
+        if name in versions:
+            found.append(ok(name, f"{versions[name]}, for {purpose}"))
+        else:
+            found.append(absent(name, f"not installed; it is for {purpose}", how))
+    for name, (purpose, how) in _OPTIONAL_PROGRAMS.items():
+        path = find_program(name)
+        if path is not None:
+            found.append(ok(name, f"{Path(path)}, for {purpose}"))
+        else:
+            found.append(absent(name, f"not found; it is for {purpose}", how))
+    return found
