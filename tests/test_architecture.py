@@ -61,7 +61,7 @@ INSIDE = {
     ],
     "doctor": ["findings", "machine", "network", "software", "selftest", "examine"],
     "commands": ["shared", "train", "verify", "bench", "report", "doctor", "new"],
-    "report": ["table", "terminal", "markdown", "page"],
+    "report": ["table", "beside", "terminal", "markdown", "charts", "page"],
 }
 # The face of the package, and who starts it.
 FACES = {"__init__", "__main__"}

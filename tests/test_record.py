@@ -15,6 +15,8 @@ from everyrank.record import (
     Interval,
     Parity,
     Record,
+    Resources,
+    Scaling,
     read_records,
     write_records,
 )
@@ -48,11 +50,13 @@ def full() -> Record:
         throughput_samples_per_second=Interval(1 / 3, 0.1, 0.7, trials=5),
         step_seconds=Interval(0.1, 0.05, 0.2, trials=5),
         epoch_seconds=math.pi,
-        breakdown_seconds=Breakdown(0.1, 0.2, 0.3, 0.4, 0.5),
+        breakdown_seconds=Breakdown(0.1, 0.2, 0.3, 0.4, 0.5, error=0.6),
         peak_memory_bytes=2**40 + 1,
         collectives=[Collective("all_reduce", "world", 3, 2**33), Collective("all_gather", "shard", 1, 4)],
         startup_seconds=1e-3,
         first_step_seconds=1e-9,
+        scaling=Scaling("weak", Interval(0.9, 0.8, 1.1, trials=3)),
+        resources=Resources(0.5, [0.1], [99.9], [2**40], [50.0], [2**41]),
         loss=list(AWKWARD),
         metrics={"top1": 2 / 3, "eval_loss": 1e-300},
         provenance={"torch": "2.13.0", "cores": 2, "settings": {"lr": 0.1}, "command": ["a", "b"], "commit": None},
@@ -103,6 +107,7 @@ def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
         *("schema", "workload", "layout", "launcher", "backend", "device", "world_size", "parity"),
         *("throughput_samples_per_second", "step_seconds", "epoch_seconds", "breakdown_seconds"),
         *("peak_memory_bytes", "collectives", "startup_seconds", "first_step_seconds", "loss", "metrics"),
+        *("scaling", "resources"),
         "provenance",
     }
     assert set(row["parity"]) >= {

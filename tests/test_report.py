@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from everyrank.cli import main
-from everyrank.record import Interval, Parity, Record, read_records, write_records
+from everyrank.record import (
+    Breakdown,
+    Collective,
+    Interval,
+    Parity,
+    Record,
+    Resources,
+    Scaling,
+    read_records,
+    write_records,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 EQUAL = Parity("equal", bitwise=True, max_relative_difference=0.0, tolerance=1e-10)
@@ -42,6 +52,12 @@ def timed(layout: str, parity: Parity, digits: int = 7, workload: str = "mine", 
         step_seconds=Interval(step, step, step, trials=5),
         epoch_seconds=float(f"{digits}" * 5),
         metrics={"top1": float(f"0.{digits}{digits}{digits}{digits}"), "eval_loss": float(f"{digits}" * 4)},
+        breakdown_seconds=Breakdown(step, 2 * step, 3 * step, 4 * step, 5 * step, error=step),
+        peak_memory_bytes=int(f"{digits}" * 4) * 2**20,
+        collectives=[Collective("all_reduce", "replicate", digits, int(f"{digits}" * 4) * 2**10)],
+        startup_seconds=float(f"{digits}" * 3),
+        first_step_seconds=step,
+        resources=Resources(0.5, [1.0, 1.5], [99.0, 98.0], [2**30, 2**30]),
         loss=[2.0 / (i + 1) for i in range(20)],
         provenance={"torch": "2.13.0", "global_batch": 64, "cores": 2, "method": "medians", "command": ["x"]},
     )
@@ -101,9 +117,12 @@ class Page(html.parser.HTMLParser):
         self.comments += data
 
 
-def svgs(text: str) -> list[ET.Element]:
-    """The drawings in a page; they have to be well-formed."""
-    return [ET.fromstring(found) for found in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+def svgs(text: str, kind: str = "losses") -> list[ET.Element]:
+    """The drawings of one kind in a page; all of them have to be well-formed."""
+    for found in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ET.fromstring(found)
+    figures = re.findall(rf'<figure class="{kind}">.*?(<svg.*?</svg>)', text, re.DOTALL)
+    return [ET.fromstring(found) for found in figures]
 
 
 def curves(svg: ET.Element) -> list[ET.Element]:
@@ -114,8 +133,8 @@ def curves(svg: ET.Element) -> list[ET.Element]:
 
 
 def table_rows(text: str) -> list[list[str]]:
-    """The cells of each row of the one table in a Markdown text, split as GitHub splits them."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    """The cells of each row of the first table in a Markdown text, split as GitHub splits them."""
+    lines = [line for line in text.partition("\n\n")[2].partition("\n\n")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
@@ -130,7 +149,70 @@ def test_equal_rows_have_their_numbers(report: Callable[..., Report]) -> None:
         assert "7777.0000" in text  # eval loss
         assert "1.40" in text  # x single
         assert "equal" in text
+        assert "7,777.0" in text  # KiB an update
+        assert "7777.0" in text  # MiB
+        assert "7 all-reduce" in text
+        assert "388.85" in text  # ms of exposed communication, five steps' worth
     assert len(table_rows(shown.markdown)) == 4
+    kinds = ("throughput", "split", "memory", "traffic", "losses", "resources")
+    assert all(len(svgs(shown.html, kind)) == 1 for kind in kinds)
+
+
+def scaled(layout: str, size: int, kind: str, efficiency: float, **values: object) -> Record:
+    """A Record of scaling."""
+    spread = Interval(efficiency, efficiency / 2, efficiency * 2, trials=5)
+    return timed(layout, EQUAL, 3, world_size=size, scaling=Scaling(kind, spread), **values)
+
+
+def test_scaling_has_its_table_and_drawing(report: Callable[..., Report]) -> None:
+    """Strong and weak stand beside each other, and weak Records, whose batch is larger, stay with their base."""
+    weak = {**timed("ddp", EQUAL).provenance, "global_batch": 128}
+    records = [
+        timed("ddp", EQUAL, 5, world_size=1),
+        scaled("ddp", 2, "strong", 0.61),
+        scaled("ddp", 2, "weak", 0.83, provenance=weak),
+    ]
+    shown = report(records)
+    assert len(svgs(shown.html, "scaling")) == 1
+    for text in shown:
+        assert "0.61" in text
+        assert "0.83" in text
+        assert "efficiency beside one rank" in text
+        assert text.count("global batch 64") == 1
+        assert "global batch 128" not in text
+    hidden = dataclasses.replace(records[1], parity=DIFFERENT)
+    assert all("0.61" not in text for text in report([records[0], hidden]))
+
+
+def test_two_sets_are_laid_beside_each_other(report: Callable[..., Report]) -> None:
+    """What both have, the ratio, whether the intervals overlap, and in what else the sets differ."""
+
+    def speed(median: float, low: float, high: float) -> dict[str, object]:
+        return {"throughput_samples_per_second": Interval(median, low, high, trials=5)}
+
+    other = {**timed("ddp", EQUAL).provenance, "commit": "bbbb"}
+    old = [
+        timed("single", EQUAL, 5, **speed(100, 90, 110)),
+        timed("ddp", EQUAL, 7, **speed(100, 99, 101)),
+        timed("zero1", EQUAL, 7, **speed(100, 99, 101)),
+        timed("fsdp", EQUAL, 7, **speed(100, 99, 101)),
+    ]
+    new = [
+        timed("single", EQUAL, 5, provenance=other, **speed(105, 95, 115)),
+        timed("ddp", EQUAL, 7, provenance=other, loss=[3.0] * 20, **speed(200, 199, 201)),
+        timed("zero1", DIFFERENT, 7, provenance=other, **speed(200, 199, 201)),
+    ]
+    shown = report(old, new)
+    rows = {row[0]: row for row in table_rows(shown.markdown)[2:]}
+    assert set(rows) == {"mine · single · 2 ranks", "mine · ddp · 2 ranks"}  # fsdp is in one, zero1 checked in one
+    assert rows["mine · single · 2 ranks"][3:] == ["1.050", "overlap", "0.0e+00"]
+    assert rows["mine · ddp · 2 ranks"][3:5] == ["2.000", "apart: faster"]
+    assert rows["mine · ddp · 2 ranks"][5] == "2.9e+01"  # 3.0 against 0.1 at the end
+    for text in shown:
+        assert "1.json has bbbb" in text
+    assert len(re.findall('<figure id="beside">.*?<svg', shown.html, re.DOTALL)) == 1
+    slower = report(new[:2], old[:2])
+    assert table_rows(slower.markdown)[3][3:5] == ["0.500", "apart: slower"]
 
 
 @pytest.mark.parametrize("parity", [DIFFERENT, NOT_VERIFIED])
@@ -226,7 +308,7 @@ def test_html_is_inert(hostile: Report) -> None:
 
 def test_html_has_one_cell_for_each_column(hostile: Report) -> None:
     """Markup in a Record would move the cells of its row."""
-    table = re.search(r"<table>.*?</table>", hostile.html, re.DOTALL)
+    table = re.search(r'<table class="main">.*?</table>', hostile.html, re.DOTALL)
     assert table is not None
     columns = table[0].count("<th>")
     assert table[0].count("<td") == 4 * columns
@@ -295,7 +377,7 @@ def test_the_drawing_is_well_formed_whatever_the_layout_is_called(hostile: Repor
     assert len(curves(svg)) == 4
     labels = [text.text for text in svg.iter(f"{SVG}text")]
     assert EVIL in labels
-    assert EVIL_LAYOUT in labels
+    assert EVIL_LAYOUT[:29] + "…" in labels  # a longer name would leave no room for the drawing
 
 
 def test_every_workload_has_its_own_drawing(report: Callable[..., Report]) -> None:

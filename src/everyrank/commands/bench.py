@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
         records = session.bench(source, layouts, launch, trials=args.trials, steps=args.steps)
     if not records:
         return 0
-    show(records, args)
+    show({"": records}, args)
     return status_of(records, args)

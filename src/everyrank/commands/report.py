@@ -26,9 +26,13 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.html, args.markdown):
         check_writable(path)
     check_html(args)
-    records = [record for path in args.records for record in read_records(path)]
-    if not records:
-        raise UsageError(f"{args.records[0]}: it holds no Records")
+    # a file's own name is enough to tell it from the others, unless two have the same
+    names = [path.name for path in args.records]
+    names = [str(path) if names.count(path.name) > 1 else path.name for path in args.records]
+    sets = {name: read_records(path) for name, path in zip(names, args.records, strict=True)}
+    for path, records in zip(args.records, sets.values(), strict=False):
+        if not records:
+            raise UsageError(f"{path}: it holds no Records")
     args.json = None
-    show(records, args)
+    show(sets, args)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,24 +97,31 @@ def layouts_of(args: argparse.Namespace) -> list[Layout]:
     return [parse_layout(text) for text in args.layout or STRATEGIES]
 
 
-def show(records: list[Record], args: argparse.Namespace, lines: Sequence[str] = ()) -> None:
-    """Write the files that were asked for, then print the table of each workload: a closed pipe loses no result."""
-    from everyrank.report import bench_table, groups, markdown, notes, print_table, verify_table
-    from everyrank.report.table import title
+def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequence[str] = ()) -> None:
+    """Write the files that were asked for, then print the tables: a closed pipe loses no result.
+
+    `sets` are Records by where they are from; several are laid beside each other.
+    """
+    from everyrank.report import beside_notes, beside_table, groups, markdown, notes, print_table, tables, title
 
     shown: list[tuple[str, Any, list[str]]] = []
-    for rows in groups(records):
-        is_timed = any(record.throughput_samples_per_second for record in rows)
-        shown.append((title(rows[0]), bench_table(rows) if is_timed else verify_table(rows), [*lines, *notes(rows)]))
+    beside = beside_table(sets) if len(sets) > 1 else None
+    if beside is not None:
+        shown.append((" beside ".join(sets), beside, beside_notes(sets)))
+    for rows in [rows for records in sets.values() for rows in groups(records)]:
+        found = tables(rows)
+        for place, (heading, table) in enumerate(found):
+            is_last = place == len(found) - 1
+            shown.append((heading or title(rows[0]), table, [*lines, *notes(rows)] if is_last else []))
     written = [path for path in (args.json, args.markdown, args.html) if path is not None]
     if args.json is not None:
-        write_records(records, args.json)
+        write_records([record for records in sets.values() for record in records], args.json)
     if args.markdown is not None:
         args.markdown.write_text("\n".join(markdown(*parts) for parts in shown), encoding="utf-8")
     if args.html is not None:
         from everyrank.report.page import page
 
-        args.html.write_text(page(records), encoding="utf-8")
+        args.html.write_text(page(sets), encoding="utf-8")
     try:
         for parts in shown:
             print_table(*parts)

@@ -33,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
     audited = [record for record in records if args.samples and record.parity.status != "not_verified"]
     args.html = args.markdown = None
-    show(records, args, [f"{record.layout}: {record.parity.checks[-1]}" for record in audited])
+    show({"": records}, args, [f"{record.layout}: {record.parity.checks[-1]}" for record in audited])
     return status_of(records, args)

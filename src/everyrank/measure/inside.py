@@ -26,7 +26,7 @@ __all__ = ["Inside", "look_inside"]
 _WARM_UP = (
     3  # DistributedDataParallel rebuilds its buckets in the second update, optimizers make their state in the first
 )
-_PROFILED = 3
+_PROFILED = 10
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ def look_inside(workload: Workload, dataset: Any, layout: Layout, world: World) 
         shares = run_updates(workload, dataset, layout, world, prepared, updates)
         for _ in range(min(_WARM_UP, planned)):
             next(shares)
-    if planned < _WARM_UP + 1 + _PROFILED:
+    left = planned - _WARM_UP - 1
+    if left < 1:
         return Inside(memory.bytes)
     name = getattr(world.group, "group_name", "")
     with Traffic({name: layout.axis or ""}) as traffic:
         next(shares)
-    exposed = exposed_shares(shares, _PROFILED, world.device)
+    exposed = exposed_shares(shares, min(_PROFILED, left), world.device)
     del prepared, shares
     gc.collect()
     return Inside(memory.bytes, traffic.collectives(), [exposed[phase] for phase in PHASES])

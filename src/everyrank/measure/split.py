@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from everyrank.measure.profiling import profiler
+from everyrank.measure.profiling import profiler, trace_of
 from everyrank.strategies import observe_phases
 
 __all__ = ["PHASES", "exposed_shares", "marked_phases", "phases"]
@@ -28,6 +28,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 _PAUSE_US = 30.0  # between two operators of one thread: longer than Python needs, shorter than any collective
 _MARK = "everyrank:"
+_ON_CUDA = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def phases(updates: Iterable[Any], device: torch.device) -> list[dict[str, float]]:
@@ -71,15 +72,15 @@ def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> 
                 next(updates)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    events = list(finished.events() or [])
-    marks = [event for event in events if event.name.startswith(_MARK) and event.device_type.name == "CPU"]
-    kernels = [event for event in events if event.device_type.name == "CUDA" and not event.name.startswith(_MARK)]
-    under_way, computing = _on_cuda(kernels) if any("nccl" in k.name for k in kernels) else _on_cpu(events, marks)
+    events: list[dict[str, Any]] = [event for event in trace_of(finished)["traceEvents"] if event.get("ph") == "X"]
+    marks = [event for event in events if event["name"].startswith(_MARK) and event.get("cat") == "user_annotation"]
+    kernels = [event for event in events if event.get("cat") in _ON_CUDA]
+    under_way, computing = _on_cuda(kernels) if any(_is_nccl(k) for k in kernels) else _on_cpu(events, marks)
     exposed = _minus(_union(under_way), _union(computing))
     total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     bare = dict(total)
     for mark in marks:
-        phase, span = mark.name.removeprefix(_MARK), (mark.time_range.start, mark.time_range.end)
+        phase, span = mark["name"].removeprefix(_MARK), _span(mark)
         total[phase] += span[1] - span[0]
         bare[phase] += sum(max(0.0, min(end, span[1]) - max(begin, span[0])) for begin, end in exposed)
     return {phase: bare[phase] / total[phase] if total[phase] else 0.0 for phase in PHASES}
@@ -104,29 +105,42 @@ def marked_phases() -> Generator[None]:
 _Span = tuple[float, float]
 
 
-def _on_cuda(kernels: list[Any]) -> tuple[list[_Span], list[_Span]]:
-    def spans(choose: Callable[[Any], bool]) -> list[_Span]:
-        return [(kernel.time_range.start, kernel.time_range.end) for kernel in kernels if choose(kernel)]
-
-    return spans(lambda kernel: "nccl" in kernel.name), spans(lambda kernel: "nccl" not in kernel.name)
+def _span(event: dict[str, Any]) -> _Span:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def _on_cpu(events: list[Any], marks: list[Any]) -> tuple[list[_Span], list[_Span]]:
+def _is_nccl(kernel: dict[str, Any]) -> bool:
+    return "nccl" in kernel["name"]
+
+
+def _on_cuda(kernels: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
+    """When nccl's kernels ran, and when all others did."""
+    nccl = [_span(kernel) for kernel in kernels if _is_nccl(kernel)]
+    return nccl, [_span(kernel) for kernel in kernels if not _is_nccl(kernel)]
+
+
+def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
     """When gloo was at work, and when this rank's own thread was."""
-    own = {mark.thread for mark in marks}
-    under_way = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith("gloo:")]
-    leaves = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.thread in own and not event.cpu_children and not event.name.startswith((_MARK, "c10d::"))
-    )
+    own = {mark["tid"] for mark in marks}
+    under_way = [_span(event) for event in events if event["name"].startswith("gloo:")]
+    operators = [_span(e) for e in events if e["tid"] in own and not e["name"].startswith((_MARK, "c10d::"))]
     computing: list[_Span] = []
-    for begin, end in leaves:
+    for begin, end in _leaves(operators):
         if computing and begin - computing[-1][1] < _PAUSE_US:
             computing[-1] = (computing[-1][0], max(end, computing[-1][1]))
         else:
             computing.append((begin, end))
     return under_way, computing
+
+
+def _leaves(spans: list[_Span]) -> list[_Span]:
+    """Of spans that lie beside or inside each other, those with none inside."""
+    ordered = sorted(spans, key=lambda span: (span[0], -span[1]))
+    return [
+        span
+        for span, following in itertools.zip_longest(ordered, ordered[1:])
+        if following is None or following[0] >= span[1]
+    ]
 
 
 def _union(spans: list[_Span]) -> list[_Span]:

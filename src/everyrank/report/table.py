@@ -1,13 +1,34 @@
-"""What the columns are and what stands in them. Plain text: each kind of output does its own escaping."""
+"""What the columns are and what stands in them. Plain text: each kind of output does its own escaping.
+
+A row whose parity did not pass has no number in any table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everyrank.record import Interval, Parity, Record
+from everyrank.record import Breakdown, Interval, Parity, Record
 
-__all__ = ["Table", "bench_table", "groups", "notes", "parity_text", "title", "verify_table"]
+__all__ = [
+    "PARTS",
+    "Table",
+    "bench_table",
+    "cost_table",
+    "groups",
+    "is_checked",
+    "label",
+    "notes",
+    "parity_text",
+    "scaling_table",
+    "split_table",
+    "tables",
+    "title",
+    "verify_table",
+]
+
+# the parts of a step, in the order in which they happen; the last one happens inside the others
+PARTS = ("data", "forward", "backward", "optimizer", "exposed_communication")
 
 
 @dataclass(frozen=True)
@@ -23,9 +44,18 @@ def groups(records: Sequence[Record]) -> list[list[Record]]:
     found: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         source = record.provenance
-        key = (title(record), str(source.get("command")), str(source.get("processor")))
+        batch = None if record.scaling is not None else source.get("global_batch")
+        place = str(source.get("command")), str(source.get("processor")), str(source.get("torch"))
+        key = (record.workload, record.device, *place, str(batch))
+        if record.scaling is not None:  # weak scaling changes the batch: it belongs to the one it is measured against
+            key = next((other for other in found if other[:-1] == key[:-1]), key)
         found.setdefault(key, []).append(record)
     return list(found.values())
+
+
+def is_checked(record: Record) -> bool:
+    """Whether its numbers may be shown."""
+    return record.parity.status == "equal"
 
 
 def parity_text(parity: Parity) -> str:
@@ -42,6 +72,13 @@ def title(record: Record) -> str:
     parts += [f"{cores} cores"] if cores and record.device == "cpu" else []
     parts += [f"torch {record.provenance.get('torch', '?')}"]
     return " · ".join(parts)
+
+
+def label(record: Record) -> str:
+    """A layout with what tells its Records apart where it was measured on several numbers of ranks."""
+    if record.scaling is None:
+        return record.layout
+    return f"{record.layout} · {record.world_size} ranks, {record.scaling.kind}"
 
 
 def verify_table(records: Sequence[Record]) -> Table:
@@ -76,13 +113,13 @@ def bench_table(records: Sequence[Record]) -> Table:
         *metrics,
         "eval loss",
     ]
-    checked = [record for record in records if record.parity.status == "equal"]
+    checked = [record for record in records if is_checked(record)]
     single = next((r.throughput_samples_per_second for r in checked if r.layout == "single"), None)
     rows: list[list[str]] = []
     for record in records:
-        row = [record.layout, str(record.world_size), parity_text(record.parity)]
+        row = [label(record), str(record.world_size), parity_text(record.parity)]
         throughput, step = record.throughput_samples_per_second, record.step_seconds
-        if record.parity.status == "equal" and throughput is not None and step is not None:
+        if is_checked(record) and throughput is not None and step is not None:
             row += [
                 _spread(throughput),
                 f"{throughput.median / single.median:.2f}" if single else "",
@@ -93,6 +130,82 @@ def bench_table(records: Sequence[Record]) -> Table:
             ]
         rows.append(row + [""] * (len(header) - len(row)))
     return Table(header, rows)
+
+
+def split_table(records: Sequence[Record]) -> Table | None:
+    """Where a step goes; None where no step was taken apart."""
+    shown = [record for record in records if is_checked(record) and record.breakdown_seconds]
+    if not shown:
+        return None
+    header = ["layout", *(f"{part.replace('_', ' ')} ms" for part in PARTS), "sum ms", "± ms", "exposed"]
+    return Table(header, [[label(record), *_parts(record.breakdown_seconds)] for record in shown])
+
+
+def cost_table(records: Sequence[Record]) -> Table | None:
+    """What a layout holds, what it sends and how it starts; None where nothing of that was measured."""
+    shown = [record for record in records if is_checked(record) and record.peak_memory_bytes is not None]
+    if not shown:
+        return None
+    header = ["layout", "memory MiB", "sent KiB an update", "in how many collectives", "start s", "first step ms"]
+    rows: list[list[str]] = []
+    for record in shown:
+        memory, start, first = record.peak_memory_bytes, record.startup_seconds, record.first_step_seconds
+        sent = sum(collective.bytes for collective in record.collectives)
+        counts = [f"{collective.count} {collective.op.replace('_', '-')}" for collective in record.collectives]
+        rows.append(
+            [
+                label(record),
+                f"{memory / 2**20:.1f}" if memory is not None else "",
+                f"{sent / 2**10:,.1f}" if sent else "0",
+                ", ".join(counts) or "none",
+                f"{start:.1f}" if start is not None else "",
+                f"{first * 1e3:.0f}" if first is not None else "",
+            ]
+        )
+    return Table(header, rows)
+
+
+def _parts(breakdown: Breakdown | None) -> list[str]:
+    if breakdown is None:
+        return [""] * (len(PARTS) + 3)
+    parts = [getattr(breakdown, part) for part in PARTS]
+    error = f"{breakdown.error * 1e3:.2f}" if breakdown.error is not None else ""
+    share = f"{breakdown.exposed_communication / sum(parts):.0%}" if sum(parts) else ""
+    return [*(f"{part * 1e3:.2f}" for part in parts), f"{sum(parts) * 1e3:.2f}", error, share]
+
+
+def scaling_table(records: Sequence[Record]) -> Table | None:
+    """Efficiency beside one rank: a row for each layout and number of ranks; None where nothing was scaled."""
+    found: dict[tuple[str, int], dict[str, Interval]] = {}
+    for record in records:
+        if record.scaling is not None and is_checked(record):
+            found.setdefault((record.layout, record.world_size), {})[record.scaling.kind] = record.scaling.efficiency
+    if not found:
+        return None
+    rows = [
+        [layout, str(size), *(_efficiency(kinds.get(kind)) for kind in ("strong", "weak"))]
+        for (layout, size), kinds in found.items()
+    ]
+    return Table(["layout", "ranks", "strong: same global batch", "weak: same batch a rank"], rows)
+
+
+def _efficiency(value: Interval | None) -> str:
+    return f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})" if value else ""
+
+
+def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
+    """(heading, table) of a group of Records: first the one to read, under no heading of its own."""
+    if not any(record.throughput_samples_per_second for record in records):
+        return [("", verify_table(records))]
+    found = [("", bench_table(records))]
+    for heading, table in (
+        ("Scaling: efficiency beside one rank", scaling_table(records)),
+        ("Where a step goes, on the rank that waits least", split_table(records)),
+        ("What it holds and sends: tensors of the fullest rank, what a rank hands to collectives", cost_table(records)),
+    ):
+        if table is not None:
+            found.append((heading, table))
+    return found
 
 
 def _spread(value: Interval) -> str:
@@ -110,6 +223,11 @@ def notes(records: Sequence[Record]) -> list[str]:
             found.append(
                 f"All ranks share the {cores} cores of one machine: this checks layouts, it does not rank them."
             )
+    if any(record.scaling is not None and is_checked(record) for record in records):
+        found.append(
+            "Efficiency is throughput / ranks / throughput of the same layout on one rank. Each number of ranks was a "
+            "launch of its own; the interval is the widest that both intervals allow."
+        )
     for record in records:
         if record.parity.status == "different":
             found.append(f"{record.layout} differs from single. First: {record.parity.first_divergence}.")

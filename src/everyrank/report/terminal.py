@@ -24,7 +24,7 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
         console = Console(highlight=False, width=200)
     shown = RichTable(title=Text(_printable(heading)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for index, name in enumerate(table.header):
-        shown.add_column(Text(name), justify="left" if index in (0, 2) else "right", overflow="fold")
+        shown.add_column(Text(name), justify="left" if index == 0 or name == "parity" else "right", overflow="fold")
     for row in table.rows:
         shown.add_row(
             *[Text(_printable(cell), style=_STYLES.get(cell, "dim" if "not verified" in cell else "")) for cell in row]

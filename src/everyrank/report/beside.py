@@ -1,0 +1,83 @@
+"""Several sets of Records laid beside each other: the same layouts measured twice, on two commits or two machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from everyrank.record import Interval, Record
+from everyrank.report.table import Table, is_checked
+
+__all__ = ["Sets", "beside_notes", "beside_table", "matching"]
+
+Sets = Mapping[str, Sequence[Record]]
+"""The name of each set (its file) and its Records, in the order in which they were given."""
+
+_SOURCES = ("commit", "everyrank", "torch", "python", "processor", "cores", "accelerator", "command", "settings")
+
+
+def matching(sets: Sets) -> list[tuple[str, list[Record | None]]]:
+    """(what it is, its Record in each set) for everything with a checked throughput in at least two sets."""
+    found: dict[tuple[object, ...], list[Record | None]] = {}
+    for place, records in enumerate(sets.values()):
+        for record in records:
+            if is_checked(record) and record.throughput_samples_per_second is not None:
+                batch = str(record.provenance.get("global_batch"))
+                key = (record.workload, record.layout, record.world_size, batch)
+                row = found.setdefault(key, [None] * len(sets))
+                row[place] = row[place] or record
+    return [
+        (f"{workload} · {text} · {size} rank{'s' * (size != 1)}", row)
+        for (workload, text, size, _), row in found.items()
+        if sum(record is not None for record in row) > 1
+    ]
+
+
+def beside_table(sets: Sets) -> Table | None:
+    """Throughput of each, the ratio of the last to the first, and how far their losses are apart; None without two."""
+    pairs = matching(sets)
+    if not pairs:
+        return None
+    rows: list[list[str]] = []
+    for what, row in pairs:
+        there = [record for record in row if record is not None]
+        first, last = there[0], there[-1]
+        ratio, verdict = _ratio(first, last)
+        cells = [_text(record.throughput_samples_per_second) if record is not None else "" for record in row]
+        rows.append([what, *cells, ratio, verdict, _loss_gap(first, last)])
+    speeds = [f"{name}: samples/s" for name in sets]
+    return Table(["workload · layout · ranks", *speeds, "ratio", "95% intervals", "losses apart"], rows)
+
+
+def _ratio(first: Record, last: Record) -> tuple[str, str]:
+    one, other = first.throughput_samples_per_second, last.throughput_samples_per_second
+    assert one is not None
+    assert other is not None
+    ratio = f"{other.median / one.median:.3f}"
+    if other.low > one.high:
+        return ratio, "apart: faster"
+    if other.high < one.low:
+        return ratio, "apart: slower"
+    return ratio, "overlap"
+
+
+def _text(value: Interval | None) -> str:
+    return f"{value.median:,.0f} ({value.low:,.0f} to {value.high:,.0f})" if value else ""
+
+
+def _loss_gap(first: Record, last: Record) -> str:
+    """The largest relative difference over the updates that both have."""
+    pairs = list(zip(first.loss, last.loss, strict=False))
+    if not pairs:
+        return ""
+    gap = max(abs(a - b) / abs(a) if a else abs(b) for a, b in pairs)
+    return f"{gap:.1e}" if gap == gap else "?"
+
+
+def beside_notes(sets: Sets) -> list[str]:
+    """In what the sets differ besides their numbers."""
+    found: list[str] = []
+    for key in _SOURCES:
+        values = {name: str(records[0].provenance.get(key)) for name, records in sets.items() if records}
+        if len(set(values.values())) > 1:
+            found.append(f"{key}: " + "; ".join(f"{name} has {value}" for name, value in values.items()))
+    return found

@@ -1,0 +1,289 @@
+"""Drawings for the page: inline SVG that takes the page's own text colour, light or dark.
+
+Each is narrow enough to be read on a phone; the page puts two beside each other where there is room. A layout has one
+colour in all of them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from everyrank.record import Record
+from everyrank.report.beside import Sets, matching
+from everyrank.report.table import PARTS, is_checked, label
+
+__all__ = ["CHARTS", "beside", "curves", "memory", "resources", "scaling", "split", "throughput", "traffic"]
+
+_TEXT = "#010203"  # stands for the page's own text colour
+_WIDTH = 5.0  # inches
+_LONGEST_NAME = 30
+
+# Okabe and Ito 2008: told apart by most colour-blind people, and on light and dark
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#a6811c", "#7a7a7a")
+_PARTS = dict(zip(PARTS, ("#7a7a7a", "#56b4e9", "#0072b2", "#009e73", "#d55e00"), strict=True))
+
+
+def _draw(height: float, paint: Callable[[Any], None]) -> str:
+    """A figure painted by `paint`, as SVG."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    settings: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor"), _TEXT
+    )
+    settings |= {"svg.fonttype": "none", "svg.hashsalt": "everyrank", "text.parse_math": False, "font.size": 10}
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        paint(figure)
+        for axes in figure.axes:
+            axes.patch.set_alpha(0)
+            axes.spines[["top", "right"]].set_visible(False)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :].replace(_TEXT, "currentColor")
+
+
+def _short(text: str) -> str:
+    """A name that leaves room for the drawing; the tables have it in full."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 1] + "…"
+
+
+def _columns(names: Sequence[str]) -> int:
+    """How many columns a legend of these names has room for."""
+    return max(1, min(3, 54 // (max(map(len, names), default=1) + 6)))
+
+
+def _legend_above(axes: Any, names: Sequence[str]) -> None:
+    axes.legend(frameon=False, ncols=_columns(names), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+
+
+def _legend_height(names: Sequence[str]) -> float:
+    """Inches."""
+    return 0.2 * -(-len(names) // _columns(names))
+
+
+def _bars(
+    records: Sequence[Record],
+    heading: str,
+    paint: Callable[[Any, int, Record], None],
+    legend: Sequence[str] = (),
+) -> str:
+    """A horizontal bar for each Record, from top to bottom."""
+
+    def all_bars(figure: Any) -> None:
+        axes = figure.subplots()
+        for place, record in enumerate(records):
+            paint(axes, place, record)
+        axes.set_yticks(range(len(records)), [_short(label(record)) for record in records])
+        axes.invert_yaxis()
+        axes.set_xlabel(heading)
+        if legend:
+            _legend_above(axes, legend)
+
+    return _draw(0.9 + 0.42 * len(records) + _legend_height(legend), all_bars) if records else ""
+
+
+def throughput(records: Sequence[Record]) -> str:
+    """Samples a second with their 95% intervals."""
+    shown = [record for record in records if is_checked(record) and record.throughput_samples_per_second]
+
+    def paint(axes: Any, place: int, record: Record) -> None:
+        value = record.throughput_samples_per_second
+        assert value is not None
+        spread = [[max(0.0, value.median - value.low)], [max(0.0, value.high - value.median)]]
+        axes.barh(place, value.median, color=_COLOURS[place % len(_COLOURS)], alpha=0.85)
+        axes.errorbar(value.median, place, xerr=spread, color=_TEXT, capsize=3, linewidth=1)
+
+    return _bars(shown, "samples/s, median and 95% interval", paint)
+
+
+def split(records: Sequence[Record]) -> str:
+    """The parts of a step on each other; the line is the timed step."""
+    shown = [record for record in records if is_checked(record) and record.breakdown_seconds]
+
+    def paint(axes: Any, place: int, record: Record) -> None:
+        left = 0.0
+        for part, colour in _PARTS.items():
+            value = getattr(record.breakdown_seconds, part) * 1e3
+            axes.barh(place, value, left=left, color=colour, label=part.replace("_", " ") if place == 0 else None)
+            left += value
+        if record.step_seconds is not None:
+            step = record.step_seconds.median * 1e3
+            axes.plot([step, step], [place - 0.4, place + 0.4], color=_TEXT, linewidth=1.5)
+
+    return _bars(shown, "ms of a step; the line is the timed step", paint, [part.replace("_", " ") for part in PARTS])
+
+
+def memory(records: Sequence[Record]) -> str:
+    """Peak memory of tensors on one rank."""
+    shown = [record for record in records if is_checked(record) and record.peak_memory_bytes is not None]
+
+    def paint(axes: Any, place: int, record: Record) -> None:
+        axes.barh(place, (record.peak_memory_bytes or 0) / 2**20, color=_COLOURS[place % len(_COLOURS)], alpha=0.85)
+
+    return _bars(shown, "MiB of tensors alive at once, the fullest rank", paint)
+
+
+def traffic(records: Sequence[Record]) -> str:
+    """Bytes that one rank hands to each kind of collective in an update."""
+    shown = [record for record in records if is_checked(record) and record.collectives]
+    operations = list(dict.fromkeys(collective.op for record in shown for collective in record.collectives))
+    seen: set[str] = set()
+
+    def paint(axes: Any, place: int, record: Record) -> None:
+        left = 0.0
+        for index, operation in enumerate(operations):
+            value = sum(c.bytes for c in record.collectives if c.op == operation) / 2**10
+            name = operation.replace("_", "-") if value and operation not in seen else None
+            seen.update([operation] if value else [])
+            axes.barh(place, value, left=left, color=_COLOURS[index % len(_COLOURS)], label=name)
+            left += value
+
+    return _bars(shown, "KiB handed to collectives by a rank in an update", paint, operations)
+
+
+def curves(records: Sequence[Record]) -> str:
+    """Losses of all layouts on each other, and below how far each is from single."""
+    shown = [record for record in records if len(record.loss) > 1]
+    if not shown:
+        return ""
+
+    def paint(figure: Any) -> None:
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        single = next((record for record in shown if record.layout == "single"), None)
+        for index, record in enumerate(shown):
+            # each line thinner than the one below it: equal curves stay visible as nested bands
+            width = 1.2 + 1.6 * (len(shown) - 1 - index)
+            colour = _COLOURS[index % len(_COLOURS)]
+            upper.plot(record.loss, linewidth=width, color=colour, label=_short(label(record)))
+            if single is not None and record is not single and _same_batch(record, single):
+                pairs = zip(single.loss, record.loss, strict=False)
+                gaps = [abs(a - b) / abs(a) if a and a != b else math.nan for a, b in pairs]  # no gap, no point
+                lower.plot(gaps, marker=".", markersize=3, linewidth=width / 2, color=colour)
+        upper.set_ylabel("loss")
+        upper.legend(frameon=False)
+        lower.set_yscale("log")
+        lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+        lower.set_ylabel("relative distance\nfrom single")
+        lower.set_xlabel("update")
+
+    return _draw(4.4, paint)
+
+
+def _same_batch(one: Record, other: Record) -> bool:
+    return one.provenance.get("global_batch") == other.provenance.get("global_batch")
+
+
+def scaling(records: Sequence[Record]) -> str:
+    """Efficiency over the number of ranks: full lines strong, broken lines weak."""
+    shown = [record for record in records if is_checked(record) and record.scaling is not None]
+    if not shown:
+        return ""
+    layouts = list(dict.fromkeys(record.layout for record in shown))
+
+    def paint(figure: Any) -> None:
+        axes = figure.subplots()
+        for index, layout in enumerate(layouts):
+            for kind, style in (("strong", "-"), ("weak", "--")):
+                points = [(1, 1.0, 1.0, 1.0)]
+                for record in shown:
+                    if record.layout == layout and record.scaling is not None and record.scaling.kind == kind:
+                        value = record.scaling.efficiency
+                        points.append((record.world_size, value.median, value.low, value.high))
+                sizes, middle, low, high = zip(*sorted(points), strict=True)
+                spread = [[m - a for m, a in zip(middle, low, strict=True)]]
+                spread += [[b - m for m, b in zip(middle, high, strict=True)]]
+                colour = _COLOURS[index % len(_COLOURS)]
+                axes.errorbar(
+                    sizes,
+                    middle,
+                    yerr=spread,
+                    fmt="o" + style,
+                    color=colour,
+                    capsize=3,
+                    label=_short(f"{layout}, {kind}"),
+                )
+        axes.set_xticks(sorted({1, *(record.world_size for record in shown)}))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("efficiency beside one rank")
+        axes.legend(frameon=False, fontsize=9)
+
+    return _draw(3.2, paint)
+
+
+def resources(records: Sequence[Record]) -> str:
+    """What the ranks used while each layout ran, over the time of the whole call."""
+    shown = [record for record in records if record.resources is not None and record.resources.seconds]
+    if not shown:
+        return ""
+    names = [_short(label(record)) for record in shown]
+    rows: list[tuple[str, Callable[[Any], Sequence[float]], float]] = [
+        ("CPU, % of a core", lambda used: used.cpu_percent, 1.0),
+        ("memory, GiB", lambda used: used.memory_bytes, 2.0**30),
+    ]
+    if any(record.resources is not None and record.resources.gpu_percent for record in shown):
+        rows.append(("GPU, %", lambda used: used.gpu_percent, 1.0))
+        rows.append(("GPU memory, GiB", lambda used: used.gpu_memory_bytes, 2.0**30))
+
+    def paint(figure: Any) -> None:
+        all_axes = figure.subplots(len(rows), 1, sharex=True)
+        for axes, (heading, values_of, unit) in zip(all_axes, rows, strict=True):
+            for index, record in enumerate(shown):
+                used = record.resources
+                assert used is not None
+                values = [value / unit for value in values_of(used)]
+                if values:
+                    name = _short(label(record)) if axes is all_axes[0] else None
+                    colour = _COLOURS[index % len(_COLOURS)]
+                    axes.plot(used.seconds, values, ".", markersize=4, color=colour, label=name)
+            axes.set_ylim(bottom=0)
+            axes.set_ylabel(heading)
+        all_axes[-1].set_xlabel("seconds since the call; each layout in its turns")
+        _legend_above(all_axes[0], names)
+
+    return _draw(0.6 + 1.4 * len(rows) + _legend_height(names), paint)
+
+
+def beside(sets: Sets) -> str:
+    """Throughput in each set, bar under bar."""
+    pairs = matching(sets)
+    if not pairs:
+        return ""
+    height = 0.8 / len(sets)
+    names = [_short(name) for name in sets]
+
+    def paint(figure: Any) -> None:
+        axes = figure.subplots()
+        for place, (_, row) in enumerate(pairs):
+            for index, (name, record) in enumerate(zip(sets, row, strict=True)):
+                value = record.throughput_samples_per_second if record is not None else None
+                if value is not None:
+                    at = place + (index - (len(sets) - 1) / 2) * height
+                    spread = [[max(0.0, value.median - value.low)], [max(0.0, value.high - value.median)]]
+                    colour = _COLOURS[index % len(_COLOURS)]
+                    axes.barh(at, value.median, height * 0.9, color=colour, label=_short(name) if place == 0 else None)
+                    axes.errorbar(value.median, at, xerr=spread, color=_TEXT, capsize=2, linewidth=1)
+        axes.set_yticks(range(len(pairs)), [_short(what) for what, _ in pairs])
+        axes.invert_yaxis()
+        axes.set_xlabel("samples/s, median and 95% interval")
+        _legend_above(axes, names)
+
+    return _draw(0.9 + 0.5 * len(pairs) + _legend_height(names), paint)
+
+
+CHARTS: tuple[tuple[str, str, Callable[[Sequence[Record]], str]], ...] = (
+    ("throughput", "Throughput", throughput),
+    ("split", "Where a step goes", split),
+    ("memory", "Memory", memory),
+    ("traffic", "What travels", traffic),
+    ("scaling", "Scaling", scaling),
+    ("losses", "Losses, all layouts on each other", curves),
+    ("resources", "What the ranks used", resources),
+)
+"""(name, heading, drawing) in the order of the page; a drawing is empty where nothing of it was measured."""
