@@ -46,7 +46,7 @@ ORDER = [
 INSIDE = {
     "launch": ["facts", "job", "spawn", "torchrun", "ranks", "processes", "worker"],
     "data": ["slicing", "order", "loader"],
-    "parallel": ["batch_norm", "build", "replicate", "partition", "shard"],
+    "parallel": ["phases", "batch_norm", "build", "replicate", "partition", "shard"],
     "parity": ["trace", "compare", "diagnose", "check"],
     "measure": [
         "clock",
@@ -59,7 +59,7 @@ INSIDE = {
         "resources",
         "inside",
     ],
-    "doctor": ["findings", "machine", "network", "software", "selftest", "examine"],
+    "doctor": ["findings", "machine", "network", "software", "selftest", "examination"],
     "commands": ["shared", "train", "verify", "bench", "report", "doctor", "new"],
     "report": ["table", "beside", "terminal", "markdown", "charts", "page"],
 }

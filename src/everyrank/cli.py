@@ -7,6 +7,7 @@ here; 4 the run failed; 130 and 143 for Ctrl-C and SIGTERM. The last line on the
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -27,6 +28,9 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
     try:
         parsed = _parser().parse_args(arguments)
         status = parsed.run(parsed)

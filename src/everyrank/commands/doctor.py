@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from everyrank.commands.shared import check_writable
+from everyrank.commands.shared import check_writable, close_output
 from everyrank.errors import CHECK_FAILED
+from everyrank.launch import Launch
 
 HELP = "what this machine can run, why not the rest, and what to do"
 
@@ -30,15 +31,19 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.progress import progress
     from everyrank.report import print_findings
 
+    Launch(timeout_seconds=args.timeout)  # it refuses what is no time
     check_writable(args.json)
     with progress(5, show=True) as begin:
         examination = examine(args.timeout, begin)
     if args.json is not None:
         args.json.write_text(json.dumps(examination.as_json(), indent=1) + "\n", encoding="utf-8")
-    print_findings(examination.sections)
-    print("\nTo paste into an issue:\n" + paste(examination) + "\n", flush=True)
+    try:
+        print_findings(examination.sections)
+        print("\nTo paste into an issue:\n" + paste(examination) + "\n", flush=True)
+        if not examination.problems:
+            print("no problem found", flush=True)
+    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+        close_output()
     for problem in examination.problems:
         print(f"everyrank: {problem.line}", file=sys.stderr)
-    if not examination.problems:
-        print("no problem found")
     return CHECK_FAILED if examination.problems else 0

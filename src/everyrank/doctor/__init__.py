@@ -1,16 +1,16 @@
 """Doctor: what this machine can run, why not the rest, and what to do about it. Imports no torch.
 
-findings.py   what one look at something came to
-machine.py    cores, threads, memory, files, shared memory
-network.py    interfaces, host name, ports, the environment of launchers
-software.py   versions, known-bad combinations, optional frameworks
-selftest.py   in ranks of its own, with torch: devices, backends, and collectives with known answers
-examine.py    all of it in order
+findings.py       what one look at something came to
+machine.py        cores, threads, memory, files, shared memory
+network.py        interfaces, host name, ports, the environment of launchers
+software.py       versions, known-bad combinations, optional frameworks
+selftest.py       in ranks of its own, with torch: devices, backends, and collectives with known answers
+examination.py    all of it in order
 
 Each check is a plain function of what it looks at, so that a machine that is ill can be made up in a test.
 """
 
-from everyrank.doctor.examine import Examination, examine, paste
+from everyrank.doctor.examination import Examination, examine, paste
 from everyrank.doctor.findings import Finding
 
 __all__ = ["Examination", "Finding", "examine", "paste"]

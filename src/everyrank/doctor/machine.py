@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
@@ -38,18 +39,23 @@ def check_machine(environment: Mapping[str, str]) -> list[Finding]:
     elif sys.platform == "linux":
         found.append(absent("shared memory", "/dev/shm is not there, which loader workers (--workers) need"))
     found.append(check_files(soft, hard))
-    folder = Path(tempfile.gettempdir())
-    found.append(check_space(folder, shutil.disk_usage(folder).free, os.access(folder, os.W_OK)))
+    try:
+        folder = Path(tempfile.gettempdir())  # it has tried to write there
+        found.append(check_space(folder, shutil.disk_usage(folder).free))
+    except OSError as error:
+        found.append(problem("temporary files", str(error), "set TMPDIR to a folder that can be written", private=True))
     return found
 
 
 def cgroup_quota(folder: Path) -> float | None:
-    """Cores that the container may use on average; None without a limit, or where it cannot be read."""
-    try:
+    """Cores that the container may use on average (cgroup 2, then 1); None without a limit, or where none is read."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
         text = (folder / "cpu.max").read_text().split()
         return None if text[0] == "max" else int(text[0]) / int(text[1])
-    except (OSError, ValueError, IndexError):
-        return None
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota = int((folder / "cpu" / "cpu.cfs_quota_us").read_text())
+        return quota / int((folder / "cpu" / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+    return None
 
 
 def check_cores(usable: int, present: int, quota: float | None) -> Finding:
@@ -70,10 +76,11 @@ def check_threads(environment: Mapping[str, str], cores: int) -> Finding:
         text = environment.get(name)
         if text is None:
             continue
-        number = int(text) if text.isdecimal() else 0
-        if number < 1:
-            return problem("threads", f"{name}={text} is no number of threads", f"unset {name}")
-        if number > cores:
+        levels = text.split(",")  # OpenMP takes a number for each level of nesting; the first is that of a rank
+        numbers = [int(level) if level.strip().isdecimal() and len(level) < 10 else 0 for level in levels]
+        if min(numbers) < 1:
+            return problem("threads", f"{name}={text[:40]} is no number of threads", f"unset {name}")
+        if numbers[0] > cores:
             return problem(
                 "threads",
                 f"{name}={text}, but there are {cores} cores: threads would wait for each other",
@@ -88,7 +95,9 @@ def check_shared_memory(total: int, free: int, writable: bool = True) -> Finding
     text = f"/dev/shm has {_size(free)} free of {_size(total)}"
     if not writable:
         return problem("shared memory", "/dev/shm cannot be written", "chmod 1777 /dev/shm")
-    if free < 16 * _MIB and free < total / 2:
+    if total == 0:
+        return ok("shared memory", "/dev/shm without a limit of its own")
+    if free < 16 * _MIB:
         return problem(
             "shared memory",
             f"{text}: loader workers (--workers) would die of a bus error",
@@ -107,10 +116,11 @@ def check_files(soft: int, hard: int) -> Finding:
     """Open files: each rank and each loader worker takes some."""
     if soft != resource.RLIM_INFINITY and soft < 1024:
         most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        fix = f"ulimit -n {4096 if hard == resource.RLIM_INFINITY else min(4096, hard)} (at most {most} here)"
+        if hard == soft:
+            fix = "raise the hard limit, too: docker --ulimit nofile=4096, or /etc/security/limits.conf"
         return problem(
-            "open files",
-            f"at most {soft}: many ranks or loader workers fail with 'Too many open files'",
-            f"ulimit -n {min(4096, hard) if hard != resource.RLIM_INFINITY else 4096} (at most {most} here)",
+            "open files", f"at most {soft}: many ranks or loader workers fail with 'Too many open files'", fix
         )
     return ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft}")
 
@@ -118,10 +128,12 @@ def check_files(soft: int, hard: int) -> Finding:
 def check_space(folder: Path, free: int, writable: bool = True) -> Finding:
     """Where ranks meet over a file and logs are kept."""
     if not writable:
-        return problem("temporary files", f"{folder} cannot be written", "set TMPDIR to a folder that can")
+        return problem("temporary files", f"{folder} cannot be written", "set TMPDIR to a folder that can", True)
     if free < 64 * _MIB:
-        return problem("temporary files", f"{folder} has {_size(free)} free", "free some, or set TMPDIR elsewhere")
-    return ok("temporary files", f"{folder}, {_size(free)} free")
+        return problem(
+            "temporary files", f"{folder} has {_size(free)} free", "free some, or set TMPDIR elsewhere", True
+        )
+    return ok("temporary files", f"{folder}, {_size(free)} free", private=True)
 
 
 def _size(number: float) -> str:

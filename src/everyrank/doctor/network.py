@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -17,6 +19,7 @@ from everyrank.launch import facts_from_environment
 __all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_port", "usable_interfaces"]
 
 _DEFAULT_PORT = 29500  # torchrun's
+_LOOK_UP_SECONDS = 5.0
 
 
 def check_network(environment: Mapping[str, str]) -> list[Finding]:
@@ -28,7 +31,7 @@ def check_network(environment: Mapping[str, str]) -> list[Finding]:
         finding = check_interface(variable, environment.get(variable), list(interfaces))
         found += [finding] if finding is not None else []
     names = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
-    found.append(ok("interfaces", names) if names else problem("interfaces", "none is up", "ip link set lo up"))
+    found.append(ok("interfaces", names, True) if names else problem("interfaces", "none is up", "ip link set lo up"))
     found.append(check_port("127.0.0.1", 0))
     found.append(check_port("127.0.0.1", _DEFAULT_PORT))
     found.append(check_launcher(environment))
@@ -47,10 +50,17 @@ def usable_interfaces() -> dict[str, str]:
 
 
 def _addresses_of(name: str) -> list[str]:
-    try:
-        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
-    except OSError:
-        return []
+    """What the name stands for; nothing where it is not known, or a name server takes too long to say so."""
+    found: list[str] = []
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(timeout=_LOOK_UP_SECONDS)
+    return list(found)
 
 
 def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> Finding:
@@ -62,6 +72,7 @@ def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str
             "host name",
             f"{name} has no address: ranks of several hosts would not find this one",
             f"add it to /etc/hosts, or set {choose} and name the rendezvous by its address",
+            private=True,
         )
     text = f"{name} is {', '.join(addresses)}"
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
@@ -69,8 +80,9 @@ def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str
             "host name",
             f"{text}, which is loopback: fine on one host, but ranks of other hosts would never reach this one",
             f"give its own address in /etc/hosts, or set {choose} on every host",
+            private=True,
         )
-    return ok("host name", text)
+    return ok("host name", text, private=True)
 
 
 def check_interface(variable: str, value: str | None, interfaces: Sequence[str]) -> Finding | None:
@@ -79,12 +91,16 @@ def check_interface(variable: str, value: str | None, interfaces: Sequence[str])
         return None
     there = ", ".join(interfaces)
     if variable == "NCCL_SOCKET_IFNAME":
-        # prefixes; ^ leaves out, = is exact
+        # how names begin; ^ leaves those out, = asks for the whole name, ^= leaves out the whole name
         names = [name for name in value.lstrip("^=").split(",") if name]
-        known = [name for name in names if any(interface.startswith(name) for interface in interfaces)]
-        if value.startswith("^") or known:
+        is_exact = "=" in value[:2]
+        meant = [i for i in interfaces if any(i == name if is_exact else i.startswith(name) for name in names)]
+        left = [i for i in interfaces if i not in meant] if value.startswith("^") else meant
+        if left:
             return ok(variable, value)
-        return problem(variable, f"{value}: no interface has that name; there are {there}", f"unset {variable}")
+        return problem(
+            variable, f"{value}: that leaves no interface; there are {there}", f"unset {variable}", private=True
+        )
     if value.startswith(("^", "=")):
         return problem(
             variable,
@@ -97,6 +113,7 @@ def check_interface(variable: str, value: str | None, interfaces: Sequence[str])
             variable,
             f"{value}: there is no interface {missing[0]}; there are {there}",
             f"unset {variable} on one host, or {variable}={_first_outside(interfaces)}",
+            private=True,
         )
     return ok(variable, value)
 
@@ -126,10 +143,20 @@ def check_port(address: str, port: int) -> Finding:
 
 def check_launcher(environment: Mapping[str, str]) -> Finding:
     """Variables of a launcher: none, or one full set."""
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     try:
         facts = facts_from_environment(environment)
     except UsageError as error:
-        return problem("launcher", str(error), "or unset all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT")
-    if facts is None:
-        return ok("launcher", "nothing left in the environment; everyrank starts its ranks itself")
-    return ok("launcher", f"rank {facts.rank} of {facts.size}, started by {facts.started_by}")
+        return problem("launcher", str(error), f"or unset {names}", private=True)
+    if facts is not None:
+        return problem(
+            "launcher",
+            f"the environment says that this is rank {facts.rank} of {facts.size} at {facts.rendezvous}: "
+            "every command would wait for the others there",
+            f"unset {names}, unless a launcher has just set them",
+            private=True,
+        )
+    left = [name for name in names.split() if environment.get(name)]
+    if left:
+        return ok("launcher", f"{', '.join(left)} alone mean nothing; everyrank starts its ranks itself")
+    return ok("launcher", "nothing left in the environment; everyrank starts its ranks itself")

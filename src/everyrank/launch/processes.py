@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from everyrank.errors import EveryrankError, RankFailedError, UsageError, describe
+from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, describe
 from everyrank.launch.facts import RankFacts, facts_from_environment
 from everyrank.launch.job import Job, Launch
 from everyrank.launch.ranks import Ranks
@@ -36,8 +36,8 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any) -> dict[i
     facts = facts_from_environment(os.environ)
     if facts is not None:
         return {facts.rank: _call_here(facts, function, arguments)}
-    directory = Path(tempfile.mkdtemp(prefix="everyrank-"))
-    logs = launch.logs or Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
+    directory = _temporary_folder("everyrank-")
+    logs = launch.logs or _temporary_folder("everyrank-logs-")
     keep_logs = launch.logs is not None
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -63,8 +63,17 @@ def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[
     except UsageError:
         raise
     except Exception as error:
-        logs = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
+        logs = _temporary_folder("everyrank-logs-")
         log = logs / f"rank{facts.rank}.log"
         log.write_text("".join(traceback.format_exception(error)))
         kind = type(error) if isinstance(error, EveryrankError) else RankFailedError
         raise kind(f"rank {facts.rank} of {facts.size}: {describe(error)}", log) from error
+
+
+def _temporary_folder(prefix: str) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise CannotRunError(
+            f"no folder for temporary files: {error}; set TMPDIR to one that can be written"
+        ) from error

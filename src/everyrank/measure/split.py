@@ -20,7 +20,7 @@ import torch
 from torch.profiler import record_function
 
 from everyrank.measure.profiling import profiler, trace_of
-from everyrank.strategies import observe_phases
+from everyrank.parallel.phases import observe_phases
 
 __all__ = ["PHASES", "exposed_shares", "marked_phases", "phases"]
 
@@ -37,7 +37,8 @@ def phases(updates: Iterable[Any], device: torch.device) -> list[dict[str, float
     read = _stream_event if device.type == "cuda" else time.perf_counter
 
     def enter(phase: str) -> None:
-        rows[-1].append((phase, read()))
+        if rows[-1][-1][0] != phase:
+            rows[-1].append((phase, read()))
 
     with observe_phases(enter):
         iterator = iter(updates)
@@ -93,9 +94,10 @@ def marked_phases() -> Generator[None]:
     current[0].__enter__()
 
     def enter(phase: str) -> None:
-        current[0].__exit__(None, None, None)
-        current[0] = record_function(_MARK + phase)
-        current[0].__enter__()
+        if current[0].name != _MARK + phase:
+            current[0].__exit__(None, None, None)
+            current[0] = record_function(_MARK + phase)
+            current[0].__enter__()
 
     with observe_phases(enter):
         yield

@@ -50,16 +50,16 @@ def with_one_profiled(items: Iterator[T], index: int, world: World, path: Path) 
 
 def merge(traces: Sequence[dict[str, Any]], hosts: Sequence[str]) -> dict[str, Any]:
     """One trace out of each rank's. Process and flow numbers of different ranks are kept apart."""
-    start = min(float(trace.get("baseTimeNanoseconds", 0)) for trace in traces)
+    bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
     merged: list[dict[str, Any]] = []
-    for rank, (trace, host) in enumerate(zip(traces, hosts, strict=True)):
-        shift = (float(trace.get("baseTimeNanoseconds", 0)) - start) / 1e3
+    for rank, (trace, host, base) in enumerate(zip(traces, hosts, bases, strict=True)):
+        shift = (base - min(bases)) / 1e3
         for event in trace["traceEvents"]:
             event = dict(event)
             if "ts" in event:
                 event["ts"] = float(event["ts"]) + shift
-            if "id" in event:
-                event["id"] = f"rank {rank}: {event['id']}"
+            if isinstance(event.get("id"), int):  # of a flow; readers want a number
+                event["id"] += rank * 2**32
             process = event.get("pid")
             if isinstance(process, int):
                 event["pid"] = rank * 10_000_000 + process

@@ -41,14 +41,14 @@ def print_findings(sections: Mapping[str, Sequence[Finding]]) -> None:
     """What `doctor` found: a sign, what was looked at, what was found, and the fix below it."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+        console = Console(highlight=False, width=400)
     for name, findings in sections.items():
         shown = RichTable(title=Text(name), title_justify="left", title_style="bold", box=None, show_header=False)
         for finding in findings:
             sign, style = _SIGNS[finding.status]
             text = Text(_printable(finding.text), style="dim" if finding.status == "absent" else "")
             if finding.fix:
-                text.append(f"\n→ {_printable(finding.fix)}", style=style)
+                text.append(f"; {_printable(finding.fix)}", style=style)
             shown.add_row(Text(sign, style=style), Text(_printable(finding.what)), text)
         console.print(shown)
         console.print()

@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everyrank.data import Batch, Slice
 from everyrank.layout import STRATEGIES, Layout
-from everyrank.strategies._update import LossScale, observe_phases
+from everyrank.strategies._update import LossScale
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["Prepared", "observe_phases", "prepare"]
+__all__ = ["Prepared", "prepare"]
 
 
 @dataclass(frozen=True)

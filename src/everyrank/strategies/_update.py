@@ -7,11 +7,10 @@ gradients are multiplied by global_batch / count, and by the number of ranks whe
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from everyrank.data import Batch
 from everyrank.errors import NotFiniteError, WorkloadError
 from everyrank.layout import Layout
+from everyrank.parallel.phases import enter_phase
 from everyrank.parallel.shard import local_tensors
 from everyrank.workload import Workload
 
@@ -35,11 +35,8 @@ __all__ = [
     "loss_of",
     "make_optimizer",
     "make_scale",
-    "observe_phases",
     "update",
 ]
-
-_observers: list[Callable[[str], None]] = []  # empty but for the runs that take a step apart
 
 
 @dataclass
@@ -79,20 +76,9 @@ def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRS
     return optimizer, workload.schedule(optimizer) if workload.schedule else None
 
 
-@contextlib.contextmanager
-def observe_phases(observer: Callable[[str], None]) -> Generator[None]:
-    """Call `observer` with forward, backward or optimizer when a step of this process enters that phase."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
 def begin(parameters: Sequence[nn.Parameter]) -> None:
     """Forget the last update's gradients."""
-    for observer in _observers:
-        observer("forward")
+    enter_phase("forward")
     for parameter in parameters:
         parameter.grad = None
 
@@ -114,14 +100,12 @@ def loss_of(workload: Workload, output: Any, batch: Batch) -> tuple[Tensor, Tens
 
 def backward(workload: Workload, scale: LossScale | None, loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
     """Backward from loss * scale / global_batch, and from `others`: (tensor, its gradient)."""
-    for observer in _observers:
-        observer("backward")
+    enter_phase("backward")
     # A gradient to start from is what multiplying the loss would come to, without the two operators.
     first = _constant((scale.scale if scale else 1.0) / workload.global_batch, loss.dtype, loss.device)
     tensors, gradients = zip((loss, first), *others, strict=True)
     torch.autograd.backward(tensors, gradients)
-    for observer in _observers:
-        observer("forward")  # of the next micro-batch
+    enter_phase("optimizer")  # or the forward pass of another micro-batch
 
 
 def _pair(value: Any, what: str) -> tuple[Any, Any]:
@@ -160,8 +144,6 @@ def update(
     Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
     changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
     """
-    for observer in _observers:
-        observer("optimizer")
     constant = averaged * workload.global_batch / (scale.scale if scale else 1.0)
     if total.device.type == "cpu":
         loss_sum, count = total.tolist()

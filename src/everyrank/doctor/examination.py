@@ -20,7 +20,8 @@ from everyrank.layout import STRATEGIES
 
 __all__ = ["Examination", "examine", "paste"]
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # Linux, WSL
+_PRIVATE = ("host name", "interfaces", "temporary files")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda
     begin("network")
     sections["network"] = check_network(environment)
     begin("backends")
-    sections["backends"], torch_facts = _backends(sections["network"], versions, timeout_seconds)
+    sections["backends"], torch_facts = _backends(
+        [*sections["machine"], *sections["network"]], versions, timeout_seconds
+    )
     num_cuda = len(torch_facts["devices"]) if torch_facts else 0
     begin("layouts")
     sections["layouts"] = layouts_here(num_cuda, runs=torch_facts is not None)
@@ -69,14 +72,15 @@ def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda
 
 
 def _backends(
-    network: Sequence[Finding], versions: Mapping[str, str], timeout_seconds: float
+    known: Sequence[Finding], versions: Mapping[str, str], timeout_seconds: float
 ) -> tuple[list[Finding], dict[str, Any] | None]:
     """Self-tests of gloo and nccl, and what torch sees; None where no rank came up."""
     if "torch" not in versions:
         return [absent("gloo", "not tested: torch is not installed")], None
-    bad = next((f for f in network if f.status == PROBLEM and f.what == "GLOO_SOCKET_IFNAME"), None)
+    causes = ("GLOO_SOCKET_IFNAME", "launcher", "temporary files")
+    bad = next((f for f in known if f.status == PROBLEM and f.what in causes), None)
     if bad is not None:
-        return [problem("gloo", f"not tested: {bad.what}={bad.text}", bad.fix or "")], None
+        return [absent("gloo", f"not tested, because of the problem with {bad.what}")], None
     results, finding = _selftest("gloo", 2, "cpu", timeout_seconds)
     if results is None:
         return [finding], None
@@ -99,13 +103,15 @@ def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[li
     try:
         answers = run(launch, Named("everyrank.doctor.selftest:selftest_rank"), launch)
     except EveryrankError as error:
-        fix = "see the line before; everyrank doctor names what else is wrong here"
-        return None, problem(backend, f"{ranks} ranks could not talk: {error}", fix)
+        fix = f"the whole traceback is in {error.log}" if error.log else "paste this into an issue"
+        return None, problem(backend, f"{ranks} ranks could not talk: {error}", fix, private=True)
     results = [answers[rank] for rank in sorted(answers)]
     wrong = [text for result in results for text in result["wrong"]]
     if wrong:
         return results, problem(backend, f"wrong answer: {wrong[0]}", "pip install 'torch>=2.11', or another backend")
     what = "sum, average and maximum, all-gather and broadcast come to the right answers"
+    if ranks == 1:
+        what += "; between several not verified here: needs 2 CUDA devices"
     return results, ok(backend, f"{ranks} rank{'s' * (ranks > 1)} on {device}: {what}")
 
 
@@ -137,13 +143,12 @@ def layouts_here(num_cuda: int, runs: bool) -> list[Finding]:
 
 def paste(examination: Examination) -> str:
     """What to paste into an issue: Markdown that folds away. No host name, no address, no path of the person's own."""
-    private = ("host name", "interfaces", "temporary files")
     lines = ["<details><summary>everyrank doctor</summary>", "", "```"]
     lines.append(f"everyrank {__version__} · Python {platform.python_version()} · {platform.platform()}")
     lines.append(" ".join(f"{name}={version}" for name, version in examination.versions.items()))
     for section, findings in examination.sections.items():
         for finding in findings:
-            shown = "(left out)" if finding.what in private else finding.text
+            shown = "(left out)" if finding.private or finding.what in _PRIVATE else finding.text
             if section != "optional":
                 lines.append(f"{finding.status:8}{finding.what}: {shown}")
     return "\n".join([*lines, "```", "</details>"])
