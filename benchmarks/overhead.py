@@ -40,8 +40,8 @@ from everyrank.measure.provenance import provenance
 from everyrank.record import Interval, Record, write_records
 from everyrank.world import World, open_world
 
-# updates of a turn, and rounds: about two minutes a workload on two cores
-ROUNDS = {"digits": (10, 80), "text": (3, 50), "one": (200, 80)}
+# updates of a turn, and rounds: about five minutes in all on two cores
+ROUNDS = {"digits": (10, 240), "text": (3, 60), "one": (200, 80)}
 
 
 @dataclass
@@ -125,7 +125,6 @@ def make_arms(name: str, job: Any, world: World) -> list[Arm]:
     else:
         loops += [("hand-written", handwritten.same_arithmetic), ("conventional", handwritten.conventional)]
     loops += [("everyrank", lambda job, losses: tools.everyrank_loop(job, losses, world))]
-    loops += [("everyrank again", lambda job, losses: tools.everyrank_loop(job, losses, world))] if False else []
     loops += [("accelerate", tools.accelerate_loop), ("fabric", tools.fabric_loop), ("trainer", tools.trainer_loop)]
     arms: list[Arm] = []
     for arm_name, loop in loops:

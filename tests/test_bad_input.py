@@ -170,6 +170,9 @@ CALLS = [
     ("train digits --processes 0", ["--processes 0", "at least 1"]),
     ("train digits --layout ddp --processes 0", ["--processes 0", "at least 1"]),
     ("verify digits --processes 0", ["--processes 0", "at least 1"]),
+    ("bench digits --processes 2 4", ["--processes 2 4", "give 1 first"]),
+    ("bench digits --processes 1 4 2", ["--processes 1 4 2", "give 1 first"]),
+    ("bench digits --processes 1 0", ["--processes 1 0"]),
     ("bench digits --processes -2", ["--processes -2", "at least 1"]),
     ("train digits --processes two", ["--processes", "'two'"]),
     ("train digits --steps 0", ["--steps 0", "at least 1"]),
@@ -229,7 +232,14 @@ def test_an_out_that_cannot_be_written(refused: Callable[..., str], tmp_path: Pa
 @pytest.mark.parametrize(
     "words",
     [
-        *("train digits --json", "verify digits --json", "bench digits --json", "bench digits --html"),
+        *(
+            "train digits --json",
+            "train digits --profile",
+            "doctor --json",
+            "verify digits --json",
+            "bench digits --json",
+            "bench digits --html",
+        ),
         *("bench digits --markdown", "report records.json --html", "report records.json --markdown", "new single"),
     ],
 )

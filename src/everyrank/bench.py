@@ -16,8 +16,8 @@ import gc
 import math
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from dataclasses import dataclass, field, fields, replace
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -257,7 +257,9 @@ def _breakdown(arm: _Arm, bench: _Bench) -> Breakdown | None:
         _without_exposed(dict(zip(PHASES, row, strict=True)), inside.exposed_shares)
         for row, inside in zip(arm.splits[middle], arm.inside, strict=True)
     ]
-    return replace(min(ranks, key=lambda rank: rank.exposed_communication), error=max(-bound.low, bound.high))
+    chosen = min(ranks, key=lambda rank: rank.exposed_communication)
+    gap = abs(sum(getattr(chosen, part.name) or 0.0 for part in fields(chosen)) - median(timed))
+    return replace(chosen, error=max(-bound.low, bound.high, gap))
 
 
 def _without_exposed(seconds: dict[str, float], shares: list[float]) -> Breakdown:

@@ -36,8 +36,13 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
         yield found
     events: list[dict[str, Any]] = trace_of(finished)["traceEvents"]
     changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
-    alive = 0
+    alive: dict[int, int] = {}  # address -> bytes, of what was allocated inside the block
+    total = 0
     for event in sorted(changes, key=lambda event: event["ts"]):
-        # freeing what was allocated before the block is not reported
-        alive += int(event["args"]["Bytes"])
-        found.bytes = max(found.bytes, alive)
+        address, change = int(event["args"]["Addr"]), int(event["args"]["Bytes"])
+        if change > 0:
+            alive[address] = change
+            total += change
+            found.bytes = max(found.bytes, total)
+        else:
+            total -= alive.pop(address, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,22 @@ from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["profiler", "trace_of"]
 
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
-def profiler(device: torch.device, memory: bool = False) -> profile:
+
+@contextlib.contextmanager
+def profiler(device: torch.device, memory: bool = False) -> Generator[profile]:
     """The profiler for the CPU and this rank's device; `memory` records allocations as well."""
-    # its own log would stand between our lines; it looks at this when it first starts
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    return profile(activities=activities, profile_memory=memory)
+    is_loud = _LOG_LEVEL not in os.environ  # its own log would stand between our lines
+    if is_loud:
+        os.environ[_LOG_LEVEL] = "99"
+    try:
+        with profile(activities=activities, profile_memory=memory) as running:
+            yield running
+    finally:
+        if is_loud:
+            del os.environ[_LOG_LEVEL]
 
 
 def trace_of(finished: profile) -> dict[str, Any]:

@@ -1,0 +1,318 @@
+"""The instruments: bytes equal theory, what takes time is found where it is, memory is what tensors take."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import zoo
+from everyrank import Workload, find_workload, parse_layout
+from everyrank.data import all_updates
+from everyrank.loop import open_data, run_updates
+from everyrank.measure.inside import Inside, look_inside
+from everyrank.measure.memory import peak_memory
+from everyrank.measure.split import PHASES, exposed_shares, phases
+from everyrank.measure.traffic import Traffic
+from everyrank.parallel.build import find_blocks
+from everyrank.strategies import prepare
+from everyrank.workload import load
+from everyrank.world import World, alone
+
+# --- bytes
+
+
+def inside(world: World, name: str, layout: str) -> Inside:
+    source: Any = find_workload(name) if name == "text" else zoo.workload(name)
+    workload = load(source)
+    train_data, _ = open_data(workload, world.size)
+    return look_inside(workload, train_data, parse_layout(layout), world)
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[int, str], list[Inside]]:
+    """Looking into `text` takes seconds: once for each layout and number of ranks."""
+    return {}
+
+
+def inside_text(ranks: Any, seen: dict[tuple[int, str], list[Inside]], count: int, layout: str) -> list[Inside]:
+    if (count, layout) not in seen:
+        seen[count, layout] = ranks(count, inside, "text", layout)
+    return seen[count, layout]
+
+
+def sent(found: Inside) -> dict[str, tuple[int, int]]:
+    """Operation -> (how often, bytes)."""
+    return {collective.op: (collective.count, collective.bytes) for collective in found.collectives}
+
+
+def parameters_of_text() -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Those of each block, and the rest."""
+    workload = load(find_workload("text"))
+    model = workload.model()
+    blocks = [list(block.parameters()) for block in find_blocks(workload, model)]
+    inside_blocks = {parameter for block in blocks for parameter in block}
+    return blocks, [parameter for parameter in model.parameters() if parameter not in inside_blocks]
+
+
+def elements(parameters: list[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def test_single_sends_nothing(ranks: Any) -> None:
+    [found] = ranks(1, inside, "frozen", "single")
+    assert found.collectives == []
+
+
+def test_bytes_of_ddp_equal_theory(ranks: Any, seen: Any) -> None:
+    """Every gradient once, and the sum and count of the loss, in float32."""
+    blocks, rest = parameters_of_text()
+    total = sum(map(elements, blocks)) + elements(rest)
+    for found in inside_text(ranks, seen, 2, "ddp"):
+        assert {op: sum_ for op, (_, sum_) in sent(found).items()} == {"all_reduce": 4 * (total + 2)}
+        assert {collective.group for collective in found.collectives} == {"replicate"}
+
+
+def test_bytes_of_zero1_equal_theory(ranks: Any, seen: Any) -> None:
+    """As ddp, and every parameter once from its owner."""
+    blocks, rest = parameters_of_text()
+    total = sum(map(elements, blocks)) + elements(rest)
+    for found in inside_text(ranks, seen, 2, "zero1"):
+        assert sent(found)["all_reduce"][1] == 4 * (total + 2)
+        assert sent(found)["broadcast"] == (2, 4 * total)
+        assert len(found.collectives) == 2
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_bytes_of_fsdp_equal_theory(ranks: Any, seen: Any, count: int) -> None:
+    """Own parts of blocks gathered in forward and backward, of the rest once; all gradients scattered.
+
+    A dimension that the ranks do not divide is padded. The count of the loss is two float64, the norm to clip by one.
+    """
+
+    def padded(parameters: list[Tensor]) -> int:
+        return sum(-(-len(p) // count) * count * (p.numel() // len(p)) for p in parameters)
+
+    blocks, rest = parameters_of_text()
+    in_blocks, outside = sum(map(padded, blocks)), padded(rest)
+    for found in inside_text(ranks, seen, count, "fsdp"):
+        assert sent(found) == {
+            "all_gather": (2 * len(blocks) + 1, 4 * (2 * in_blocks + outside) // count),
+            "reduce_scatter": (len(blocks) + 1, 4 * (in_blocks + outside)),
+            "all_reduce": (2, 2 * 8 + 8),
+        }
+        assert {collective.group for collective in found.collectives} == {"shard"}
+
+
+def counted(world: World, extra: bool) -> list[Any]:
+    """The traffic of a step of ddp, into which somebody may have put an all-reduce too many."""
+    workload = zoo.workload("frozen")
+    train_data, _ = open_data(workload, world.size)
+    layout = parse_layout("ddp")
+    prepared = prepare(workload, layout, world)
+    updates = run_updates(workload, train_data, layout, world, prepared, all_updates(6, 4))
+    for _ in range(4):
+        next(updates)
+    with Traffic({}) as traffic:
+        next(updates)
+        if extra:
+            dist.all_reduce(torch.zeros(5, dtype=torch.float64))
+            dist.send(torch.zeros(3), (world.rank + 1) % 2) if world.rank == 0 else dist.recv(torch.zeros(3), 0)
+    return traffic.collectives()
+
+
+def test_what_is_too_much_is_counted(ranks: Any) -> None:
+    """The mutation of the tests above: one all-reduce more, and a message that CommDebugMode would miss."""
+    for rank, (right, wrong) in enumerate(zip(ranks(2, counted, False), ranks(2, counted, True), strict=True)):
+        [one], [more, message] = right, wrong
+        assert (more.count, more.bytes) == (one.count + 1, one.bytes + 5 * 8)
+        assert (message.op, message.count, message.bytes) == (("send", "recv")[rank], 1, 12)
+
+
+# --- time
+
+
+class Sleepy(nn.Module):
+    """A linear layer; on one rank its forward pass takes a nap."""
+
+    def __init__(self, naps_on: int | None, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+        self.naps_on = naps_on
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.naps_on is not None and dist.get_rank() == self.naps_on:
+            time.sleep(NAP_SECONDS)
+        return self.layer(value).sum(1)
+
+
+class Slow(Dataset[tuple[Tensor, Tensor]]):
+    """Points, of which each second one may take a nap to read."""
+
+    deterministic = True
+
+    def __init__(self, naps: bool) -> None:
+        self.naps = naps
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.naps:
+            time.sleep(NAP_SECONDS / 4)
+        return torch.full((4,), float(index % 7)), torch.tensor(1.0)
+
+
+NAP_SECONDS = 0.02
+
+
+def sleepy(what: str) -> Workload:
+    return Workload(
+        name=what,
+        model=lambda: Sleepy(1 if what == "forward" else None, 5_000_000 if what == "gradient" else 3),
+        train_data=lambda: Slow(what == "data"),
+        loss=lambda output, target: ((output * 1e-6 - target).square().sum(), len(target)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+        global_batch=8,
+        epochs=2,
+    )
+
+
+def taken_apart(world: World, what: str) -> tuple[dict[str, float], dict[str, float]]:
+    """This rank's median seconds of each phase, and the share of exposed communication in each."""
+    workload, layout = sleepy(what), parse_layout("ddp")
+    data, _ = open_data(workload, world.size)
+    prepared = prepare(workload, layout, world)
+    updates = run_updates(workload, data, layout, world, prepared, all_updates(14, 10))
+    for _ in range(3):
+        next(updates)
+    shares = exposed_shares(updates, 5, world.device)
+    rows = phases(updates, world.device)
+    assert len(rows) == 6
+    return {phase: sorted(row[phase] for row in rows)[3] for phase in PHASES}, shares
+
+
+def test_a_nap_in_the_dataset_is_data(ranks: Any) -> None:
+    """Four samples a rank, a quarter of a nap each."""
+    for seconds, shares in ranks(2, taken_apart, "data"):
+        assert seconds["data"] >= NAP_SECONDS
+        assert seconds["data"] == max(seconds.values())
+        assert shares["data"] < 0.01
+
+
+def test_a_nap_in_forward_on_one_rank_is_forward_there_and_waiting_on_the_other(ranks: Any) -> None:
+    (waits, waits_shares), (naps, naps_shares) = ranks(2, taken_apart, "forward")
+    assert naps["forward"] >= NAP_SECONDS
+    assert naps_shares["forward"] < 0.01
+    assert waits["forward"] < NAP_SECONDS
+    exposed = waits["backward"] * waits_shares["backward"]
+    assert exposed > NAP_SECONDS / 2
+    assert naps["backward"] * naps_shares["backward"] < exposed
+
+
+def test_a_large_gradient_is_exposed_communication(ranks: Any) -> None:
+    """A hundred megabytes for a handful of arithmetic: backward waits for them."""
+    for seconds, shares in ranks(2, taken_apart, "gradient"):
+        assert seconds["backward"] > seconds["forward"]
+        assert shares["backward"] > 0.2
+
+
+def test_the_parts_are_the_whole(ranks: Any) -> None:
+    """What lies between two readings of the clock belongs to one phase: nothing is lost."""
+
+    def run(world: World) -> tuple[float, float]:
+        workload, layout = sleepy("none"), parse_layout("single")
+        data, _ = open_data(workload, 1)
+        prepared = prepare(workload, layout, alone(world))
+        updates = run_updates(workload, data, layout, alone(world), prepared, all_updates(20, 10))
+        begin = time.perf_counter()
+        rows = phases(updates, world.device)
+        return time.perf_counter() - begin, sum(sum(row.values()) for row in rows)
+
+    [(whole, parts)] = ranks(1, run)
+    assert parts <= whole
+    assert parts > 0.5 * whole
+
+
+def test_no_phase_is_told_twice(ranks: Any) -> None:
+    """Accumulating, the forward pass of each micro-batch is forward, and normalising at the end is optimizer."""
+
+    def run(world: World, accumulate: int) -> list[str]:
+        workload, layout = sleepy("none"), parse_layout(f"single:accumulate={accumulate}")
+        data, _ = open_data(workload, 1)
+        prepared = prepare(workload, layout, alone(world))
+        seen: list[str] = []
+
+        def watch(self: Any, phase: str) -> None:
+            seen.append(phase)
+
+        updates = run_updates(workload, data, layout, alone(world), prepared, all_updates(1, 10))
+        with mock.patch("everyrank.measure.split.observe_phases") as observe:
+            observe.side_effect = lambda observer: _recording(observer, seen)
+            phases(updates, world.device)
+        return [phase for index, phase in enumerate(seen) if index == 0 or seen[index - 1] != phase]
+
+    one, two = ["forward", "backward", "optimizer"], ["forward", "backward", "optimizer"] * 2
+    assert ranks(1, run, 1) == [one]
+    assert ranks(1, run, 2) == [two]
+
+
+def _recording(observer: Any, seen: list[str]) -> Any:
+    from everyrank.parallel.phases import observe_phases
+
+    def both(phase: str) -> None:
+        seen.append(phase)
+        observer(phase)
+
+    return observe_phases(both)
+
+
+# --- memory
+
+
+def test_peak_memory_is_what_was_alive_at_once() -> None:
+    kept: list[Tensor] = []
+    with peak_memory(torch.device("cpu")) as found:
+        kept.append(torch.zeros(1 << 18))  # a MiB
+        for _ in range(3):
+            torch.zeros(1 << 19)  # two MiB, one after the other
+        kept.append(torch.zeros(1 << 18))
+    assert found.bytes == 3 << 20
+    with peak_memory(torch.device("cpu")) as found:
+        kept.clear()  # freeing what was there before is no less than nothing
+        torch.zeros(1 << 18)
+    assert found.bytes == 1 << 20
+
+
+def test_an_optimizer_with_state_takes_more(ranks: Any) -> None:
+    """Adam keeps two numbers for each parameter, momentum one; both are counted."""
+
+    def run(world: World, name: str) -> int:
+        workload = dataclasses.replace(
+            sleepy("none"),
+            model=lambda: Sleepy(None, 100_000),
+            optimizer=(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3))
+            if name == "sgd"
+            else (lambda model: torch.optim.Adam(model.parameters(), foreach=False)),
+        )
+        data, _ = open_data(workload, 1)
+        return look_inside(workload, data, parse_layout("single"), alone(world)).peak_memory_bytes
+
+    [sgd], [adam] = ranks(1, run, "sgd"), ranks(1, run, "adam")
+    parameters = 500_000 * 4
+    assert sgd >= 2 * parameters  # with their gradients
+    assert adam >= sgd + parameters
+
+
+def test_a_sharded_model_takes_less(ranks: Any, seen: Any) -> None:
+    """fsdp holds a part of what ddp holds whole."""
+    ddp = [found.peak_memory_bytes for found in inside_text(ranks, seen, 2, "ddp")]
+    fsdp = [found.peak_memory_bytes for found in inside_text(ranks, seen, 2, "fsdp")]
+    assert max(fsdp) < min(ddp)
