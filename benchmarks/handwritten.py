@@ -8,7 +8,8 @@ Both are generators: one update, then they wait to be asked for the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+
+# the name since torch 2.13, which warns of the old one
+HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if HAS_NEW_NAME else "broadcast_buffers": False}
+
+KEPT = 20  # losses
 
 Job = Any  # an everyrank.Workload, of which only the mathematics is used here
 
@@ -55,7 +62,7 @@ def same_arithmetic(job: Job, losses: list[float]) -> Iterator[None]:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(job.seed)
     model = synchronised(job.model()).train()
-    ddp = DistributedDataParallel(Carrying(model), broadcast_buffers=False) if size > 1 else Carrying(model)
+    ddp = DistributedDataParallel(Carrying(model), **NO_BUFFER_SYNC) if size > 1 else Carrying(model)
     optimizer = job.optimizer(model)
     schedule = job.schedule(optimizer) if job.schedule else None
     parameters = list(model.parameters())
@@ -80,12 +87,9 @@ def same_arithmetic(job: Job, losses: list[float]) -> Iterator[None]:
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-            if len(losses) < losses_kept:
+            if len(losses) < KEPT:
                 losses.append(global_sum / global_count)
             yield
-
-
-losses_kept = 20
 
 
 def plain(job: Job, losses: list[float]) -> Iterator[None]:
@@ -109,7 +113,7 @@ def plain(job: Job, losses: list[float]) -> Iterator[None]:
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-            if len(losses) < losses_kept:
+            if len(losses) < KEPT:
                 losses.append(float(loss.detach()))
             yield
 
@@ -140,7 +144,7 @@ def conventional(job: Job, losses: list[float]) -> Iterator[None]:
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-            if len(losses) < losses_kept:
+            if len(losses) < KEPT:
                 losses.append(float(loss.detach()))
             yield
 
@@ -194,6 +198,3 @@ class _Normalise(torch.autograd.Function):
         shared = (shared / count).view(2, 1, -1, 1, 1)
         scale = (inverse * weight).view(1, -1, 1, 1)
         return (grad - shared[0] - normal * shared[1]) * scale, sums[1], sums[0], None
-
-
-Loop = Callable[[Job, list[float]], Iterator[None]]

@@ -19,6 +19,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from everyrank import find_workload
 from everyrank.launch import Launch, facts_from_environment
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
-from everyrank.record import Interval, Record, write_records
+from everyrank.record import Interval, Record, read_records, write_records
 from everyrank.world import World, open_world
 
 # updates of a turn, and rounds: about five minutes in all on two cores
@@ -65,17 +66,15 @@ def main() -> None:
         measure(args)
         return
     records: list[Record] = []
-    for name in args.workload:
-        count = 1 if name == "one" else 2
-        out = Path(f"/tmp/overhead-{os.getpid()}-{name}.json")
-        flags = ["--arms", *args.arms] if args.arms else []
-        flags += ["--rounds", str(args.rounds)] if args.rounds else []
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        subprocess.run([*command, __file__, name, "--json", str(out), *flags], check=True, env=environment())
-        from everyrank.record import read_records
-
-        records += read_records(out)
-        out.unlink()
+    flags = ["--arms", *args.arms] if args.arms else []
+    flags += ["--rounds", str(args.rounds)] if args.rounds else []
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "records.json"
+        for name in args.workload:
+            count = 1 if name == "one" else 2
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+            subprocess.run([*command, __file__, name, "--json", str(out), *flags], check=True, env=environment())
+            records += read_records(out)
     if args.json:
         write_records(records, args.json)
 
@@ -154,7 +153,7 @@ def record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
     ratio = interval([own / other for own, other in zip(arm.seconds, base.seconds, strict=True)])
     extra = interval([own - other for own, other in zip(arm.seconds, base.seconds, strict=True)])
     gap = max(abs(a - b) / abs(b) for a, b in zip(arm.losses, base.losses, strict=False))
-    source = provenance(job, job.train_data(), world, ["python", *sys.argv])
+    source = provenance(job, job.train_data(), world, ["python", "benchmarks/overhead.py", job.name])
     version = importlib.metadata.version(tools.PACKAGES[arm.name]) if arm.name in tools.PACKAGES else None
     source["overhead"] = {
         "tool": arm.name,
