@@ -1,0 +1,48 @@
+"""The benchmarks run, and what they call the same arithmetic is the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everyrank import read_records
+from everyrank.record import Record
+
+
+def measured(repository: Path, tmp_path: Path, *words: str) -> list[Record]:
+    """The Records of a short run of benchmarks/overhead.py, of the arms that need no other tool."""
+    out = tmp_path / "records.json"
+    script = repository / "benchmarks" / "overhead.py"
+    done = subprocess.run(
+        [sys.executable, script, *words, "--arms", "everyrank", "--rounds", "2", "--json", out],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return read_records(out)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("digits", 2), ("one", 1)])
+def test_the_hand_written_loop_does_the_same(repository: Path, tmp_path: Path, name: str, ranks: int) -> None:
+    """A comparison of speeds between two trainings that differ would mean nothing."""
+    hand, own = measured(repository, tmp_path, name)
+    assert [hand.provenance["overhead"]["tool"], own.provenance["overhead"]["tool"]] == ["hand-written", "everyrank"]
+    assert hand.world_size == own.world_size == ranks
+    assert own.provenance["overhead"]["losses_compared"] == 20
+    assert own.loss == pytest.approx(hand.loss, rel=1e-5)
+    assert own.step_seconds is not None
+    assert own.step_seconds.trials == 2
+    assert own.provenance["overhead"]["ratio_to_hand_written"]["median"] > 0
+
+
+def test_committed_records_can_be_read(repository: Path) -> None:
+    """The numbers in README and docs come from these files."""
+    files = sorted((repository / "benchmarks" / "records").glob("*.json"))
+    assert files
+    for file in files:
+        assert read_records(file)
