@@ -3,10 +3,10 @@
     python benchmarks/tokens.py text-124m --json benchmarks/records/tokens-h200.json     on a GPU
     python benchmarks/tokens.py text                                                    anywhere, to see that it works
 
-Both compile the blocks, compute in bf16 under autocast, and step a fused AdamW. They take turns in one process. The matrix
-rate is what this device does in a bf16 multiplication of 8192 x 8192 (1024 x 1024 on CPU), measured here, before the turns; the
-share counts 6 floating-point operations a parameter and token, and 12 x blocks x width x length for attention (Chowdhery et al.
-2022, appendix B).
+Both compile the blocks, compute in bf16 under autocast, and step a fused AdamW. They take turns in one process. The
+matrix rate is what this device does in a bf16 multiplication of 8192 x 8192 (1024 x 1024 on CPU), measured here before
+the turns; the share counts 6 floating-point operations a parameter and token, and 12 x blocks x width x length for
+attention (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from everyrank import Launch, find_workload, parse_layout
-from everyrank.data import all_updates, epoch_order, updates_per_epoch
+from everyrank.data import all_updates, updates_per_epoch
+from everyrank.data.order import epoch_order
 from everyrank.launch import RankFacts, run
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def sampling(started: float, active: bool) -> Generator[Sampler]:
 
 def main(arguments: Sequence[str]) -> None:
     """Write one line of JSON each half second until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks; with them this ends, too
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
     gpu = _Gpu()
