@@ -137,6 +137,8 @@ def test_bench_and_report(tmp_path: Path) -> None:
             assert record.step_seconds is not None
             speed = record.throughput_samples_per_second.median * record.step_seconds.median
             assert speed == pytest.approx(64, rel=0.2)
+            assert record.ratio_to_single is not None
+            assert record.ratio_to_single.trials == 2
             assert record.breakdown_seconds is not None
             assert record.breakdown_seconds.error is not None
             parts = dataclasses.astuple(record.breakdown_seconds)[:5]

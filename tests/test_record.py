@@ -48,6 +48,7 @@ def full() -> Record:
             checks=["one", "two\nlines"],
         ),
         throughput_samples_per_second=Interval(1 / 3, 0.1, 0.7, trials=5),
+        ratio_to_single=Interval(0.5, 0.4, 0.6, trials=5),
         step_seconds=Interval(0.1, 0.05, 0.2, trials=5),
         epoch_seconds=math.pi,
         breakdown_seconds=Breakdown(0.1, 0.2, 0.3, 0.4, 0.5, error=0.6),
@@ -107,7 +108,7 @@ def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
         *("schema", "workload", "layout", "launcher", "backend", "device", "world_size", "parity"),
         *("throughput_samples_per_second", "step_seconds", "epoch_seconds", "breakdown_seconds"),
         *("peak_memory_bytes", "collectives", "startup_seconds", "first_step_seconds", "loss", "metrics"),
-        *("scaling", "resources"),
+        *("scaling", "resources", "ratio_to_single"),
         "provenance",
     }
     assert set(row["parity"]) >= {

@@ -164,6 +164,16 @@ def scaled(layout: str, size: int, kind: str, efficiency: float, **values: objec
     return timed(layout, EQUAL, 3, world_size=size, scaling=Scaling(kind, spread), **values)
 
 
+def test_the_ratio_of_paired_trials_is_quoted_with_its_interval(report: Callable[..., Report]) -> None:
+    """It is narrower than what the two intervals allow; without a checked single it is not shown."""
+    paired = Interval(1.41, 1.39, 1.43, trials=5)
+    records = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7, ratio_to_single=paired)]
+    for text in report(records):
+        assert "1.41 (1.39 to 1.43)" in text
+    for text in report([timed("single", DIFFERENT, 5), records[1]]):
+        assert "1.41" not in text
+
+
 def test_scaling_has_its_table_and_drawing(report: Callable[..., Report]) -> None:
     """Strong and weak stand beside each other, and weak Records, whose batch is larger, stay with their base."""
     weak = {**timed("ddp", EQUAL).provenance, "global_batch": 128}

@@ -37,7 +37,7 @@ from everyrank.measure.split import PHASES, phases
 from everyrank.options import BenchOptions
 from everyrank.parity import check_layout, subject_of
 from everyrank.progress import progress
-from everyrank.record import Breakdown, Parity, Record
+from everyrank.record import Breakdown, Interval, Parity, Record
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world, use_threads
@@ -130,7 +130,8 @@ def bench_rank(
             return None
         source = provenance(workload, train_data, world, options.command)
         source["method"] = _method(bench, options)
-        records = [_record(arm, bench, facts, world, source, startup_seconds) for arm in arms]
+        single = next((arm for arm in running if str(arm.layout) == "single"), None)
+        records = [_record(arm, bench, facts, world, source, startup_seconds, single) for arm in arms]
         used = {str(arm.layout): sampler.of(str(index)) for index, arm in enumerate(running)}
         return [replace(record, resources=used.get(record.layout)) for record in records]
 
@@ -218,7 +219,13 @@ def _method(bench: _Bench, options: BenchOptions) -> str:
 
 
 def _record(
-    arm: _Arm, bench: _Bench, facts: RankFacts, world: World, source: dict[str, Any], startup_seconds: float
+    arm: _Arm,
+    bench: _Bench,
+    facts: RankFacts,
+    world: World,
+    source: dict[str, Any],
+    startup_seconds: float,
+    single: _Arm | None,
 ) -> Record:
     samples = samples_before(bench.trial_updates, len(bench.train_data), bench.workload.global_batch)
     is_timed = bool(arm.trial_seconds)
@@ -232,6 +239,7 @@ def _record(
         world_size=1 if arm.is_alone else world.size,
         parity=arm.parity,
         throughput_samples_per_second=throughput,
+        ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
         step_seconds=interval([s / bench.trial_updates for s in arm.trial_seconds]) if is_timed else None,
         epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
         breakdown_seconds=_breakdown(arm, bench),
@@ -243,6 +251,11 @@ def _record(
         metrics=arm.metrics,
         provenance={**source, "threads_per_rank": arm.world.threads, "updates": bench.run_updates},
     )
+
+
+def _ratio(arm: _Arm, single: _Arm) -> Interval:
+    """How many times as fast, trial by trial: what slows the machine for a while slows both."""
+    return interval([one / own for one, own in zip(single.trial_seconds, arm.trial_seconds, strict=True)])
 
 
 def _breakdown(arm: _Arm, bench: _Bench) -> Breakdown | None:

@@ -134,6 +134,7 @@ class Record:
     schema: int = SCHEMA
     parity: Parity = field(default_factory=lambda: Parity("not_verified", reason="no check was asked for"))
     throughput_samples_per_second: Interval | None = None
+    ratio_to_single: Interval | None = None
     step_seconds: Interval | None = None
     epoch_seconds: float | None = None
     breakdown_seconds: Breakdown | None = None

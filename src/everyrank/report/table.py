@@ -122,7 +122,7 @@ def bench_table(records: Sequence[Record]) -> Table:
         if is_checked(record) and throughput is not None and step is not None:
             row += [
                 _spread(throughput),
-                f"{throughput.median / single.median:.2f}" if single else "",
+                _times(record.ratio_to_single, throughput, single),
                 f"{step.median * 1e3:.2f}",
                 f"{record.epoch_seconds:.2f}" if record.epoch_seconds is not None else "",
                 *[f"{record.metrics[name]:.4f}" if name in record.metrics else "" for name in metrics],
@@ -187,6 +187,15 @@ def scaling_table(records: Sequence[Record]) -> Table | None:
         for (layout, size), kinds in found.items()
     ]
     return Table(["layout", "ranks", "strong: same global batch", "weak: same batch a rank"], rows)
+
+
+def _times(paired: Interval | None, own: Interval, single: Interval | None) -> str:
+    """How many times as fast as single: over paired trials, or of the medians where there are none."""
+    if single is None:
+        return ""
+    if paired is None or paired.trials == 1:
+        return f"{own.median / single.median:.2f}"
+    return f"{paired.median:.2f} ({paired.low:.2f} to {paired.high:.2f})"
 
 
 def _efficiency(value: Interval | None) -> str:
