@@ -25,7 +25,7 @@ KEPT = 20  # losses
 
 
 def everyrank_loop(job: Any, losses: list[float], world: World) -> Iterator[None]:
-    """The loop that `everyrank train` runs, without its progress bar and log."""
+    """The loop that `everyrank train` runs, without its progress bar and its log, which adds up losses now and then."""
     dataset = job.train_data()
     layout = parse_layout("ddp" if world.size > 1 else "single")
     prepared = prepare(job, layout, world)
@@ -104,16 +104,20 @@ class WithLoss(nn.Module):
         return {"loss": total / count}
 
 
-def trainer_loop(job: Any, losses: list[float]) -> Iterator[None]:
-    """The Trainer keeps its loop to itself: it runs in a thread that is let go on for one turn at a time."""
+def trainer_loop(job: Any, losses: list[float], steps: int) -> Iterator[None]:
+    """The Trainer keeps its loop to itself: it runs in a thread that is let go on for `steps` updates at a time."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     ours, theirs = threading.Semaphore(0), threading.Semaphore(0)
 
     class Turns(TrainerCallback):
+        done = 0
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ours.release()
-            theirs.acquire()
+            self.done += 1
+            if self.done % steps == 0:
+                ours.release()
+                theirs.acquire()
 
     class Keeping(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:

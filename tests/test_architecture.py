@@ -191,8 +191,13 @@ def test_rooms_are_small() -> None:
 
 
 def test_no_environment_variable_as_a_message() -> None:
-    """No module of ours writes the environment: what travels between our modules are arguments."""
+    """No module of ours writes the environment: what travels between our modules are arguments.
+
+    One writes it for a while: torch's profiler can be asked for silence in no other way.
+    """
     for path in modules():
+        if path == PACKAGE / "measure" / "profiling.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assign | ast.AugAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -389,7 +389,8 @@ model = Model
 NOT_A_NUMBER = {
     # what the file changes, the update, what of the first bad tensor has to be named, on how many ranks it is tried
     "from a forward pass on": (MIDDLE.format(condition="Middle.calls >= 4", before=""), 3, "middle", 2),
-    "in one forward pass": (MIDDLE.format(condition="Middle.calls == 4", before=""), 3, "middle", HERE),
+    # nothing is kept in case it is needed: what does not come back when the pass runs again cannot be named
+    "in one forward pass": (MIDDLE.format(condition="Middle.calls == 4", before=""), 3, "run again", HERE),
     "on rank 1 alone": (
         # rank 0, where nothing is wrong, is also the first that could speak
         MIDDLE.format(

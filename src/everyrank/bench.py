@@ -16,8 +16,8 @@ import gc
 import math
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from statistics import fmean, median
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from everyrank.collectives import gather, sum_over_ranks
 from everyrank.data import all_updates, samples_before, updates_per_epoch
+from everyrank.errors import NotFiniteError
 from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, mean_metrics, open_data, planned_updates, restore, run_updates, snapshot
@@ -33,11 +34,11 @@ from everyrank.measure.clock import interval, now
 from everyrank.measure.inside import Inside, look_inside
 from everyrank.measure.provenance import provenance
 from everyrank.measure.resources import sampling
-from everyrank.measure.split import PHASES, phases
+from everyrank.measure.split import PHASES, breakdown, phases
 from everyrank.options import BenchOptions
 from everyrank.parity import check_layout, subject_of
 from everyrank.progress import progress
-from everyrank.record import Breakdown, Interval, Parity, Record
+from everyrank.record import Interval, Parity, Record
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world, use_threads
@@ -77,6 +78,7 @@ class _Bench:
     train_data: Any
     eval_data: Any
     run_updates: int
+    lead_updates: int  # of a trial, before the clock starts
     trial_updates: int
     split_updates: int
 
@@ -97,13 +99,16 @@ def bench_rank(
         workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world.size)
         planned = planned_updates(workload, len(train_data))
+        # what loader workers read ahead before the clock starts has to be used up by then
+        lead = min(2 * launch.loader_workers * world.size, planned // 2)
         bench = _Bench(
             workload,
             train_data,
             eval_data,
             run_updates=min(planned, options.steps or _MAX_UPDATES),
-            trial_updates=min(planned, options.steps or _TRIAL_UPDATES),
-            split_updates=min(planned, options.steps or _SPLIT_UPDATES),
+            lead_updates=lead,
+            trial_updates=min(planned - lead, options.steps or _TRIAL_UPDATES),
+            split_updates=min(planned - lead, options.steps or _SPLIT_UPDATES),
         )
         subject = subject_of(workload, train_data, eval_data, options.verify_steps)
         arms: list[_Arm] = []
@@ -132,8 +137,8 @@ def bench_rank(
         source["method"] = _method(bench, options)
         single = next((arm for arm in running if str(arm.layout) == "single"), None)
         records = [_record(arm, bench, facts, world, source, startup_seconds, single) for arm in arms]
-        used = {str(arm.layout): sampler.of(str(index)) for index, arm in enumerate(running)}
-        return [replace(record, resources=used.get(record.layout)) for record in records]
+        used = {id(arm): sampler.of(str(index)) for index, arm in enumerate(running)}
+        return [replace(record, resources=used.get(id(arm))) for record, arm in zip(records, arms, strict=True)]
 
 
 def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -> None:
@@ -166,6 +171,9 @@ def _train_once(arm: _Arm, bench: _Bench) -> None:
             arm.first_step_seconds = now(arm.world.device) - start
     totals = torch.stack(shares).cpu() if arm.is_alone else sum_over_ranks(torch.stack(shares), arm.world)
     arm.losses = [total / count if count else math.nan for total, count in totals.tolist()]
+    bad = next((step for step, value in enumerate(arm.losses) if not math.isfinite(value)), None)
+    if bad is not None:  # on CUDA nobody has looked before
+        raise NotFiniteError(f"layout {arm.layout}, update {bad}: the loss is {arm.losses[bad]}")
     if bench.eval_data is not None:
         arm.metrics = mean_metrics(evaluate(bench.workload, bench.eval_data, arm.layout, arm.world, arm.prepared))
 
@@ -174,8 +182,8 @@ def _time_once(arm: _Arm, bench: _Bench) -> None:
     """One trial from the initial state; the slowest rank's time is the trial's. Then one that takes steps apart."""
     with _from_the_start(arm, bench, bench.trial_updates) as updates:
         start = now(arm.world.device)
-        for _ in updates:
-            pass
+        for _ in range(bench.trial_updates):  # not to the end of the generator, which ends its loader workers
+            next(updates)
         seconds = now(arm.world.device) - start
     arm.trial_seconds.append(max(row[0] for row in _of_all_ranks([seconds], arm)))
     with _from_the_start(arm, bench, bench.split_updates) as updates:
@@ -188,10 +196,12 @@ def _from_the_start(arm: _Arm, bench: _Bench, count: int) -> Generator[Any]:
     """The updates of a trial: from the initial state, all ranks at once, no garbage collection."""
     assert arm.prepared is not None
     restore(arm.prepared, arm.saved)
-    updates = _updates(arm, bench, count)
+    updates = _updates(arm, bench, bench.lead_updates + count)
     gc.collect()
     gc.disable()
     try:
+        for _ in range(bench.lead_updates):
+            next(updates)
         if not arm.is_alone:
             dist.barrier(group=arm.world.group)
         yield updates
@@ -213,7 +223,9 @@ def _updates(arm: _Arm, bench: _Bench, count: int) -> Any:
 def _method(bench: _Bench, options: BenchOptions) -> str:
     return (
         f"{options.trials} interleaved trials of {bench.trial_updates} updates, each from the initial state, after one "
-        f"untimed run of {bench.run_updates} updates; medians with 95% bootstrap intervals; the slowest rank counts; "
+        f"untimed run of {bench.run_updates} updates"
+        + (f" and the first {bench.lead_updates} of each trial" if bench.lead_updates else "")
+        + "; medians with 95% bootstrap intervals; the slowest rank counts; "
         f"steps taken apart in {options.trials} runs of {bench.split_updates} updates of their own"
     )
 
@@ -227,7 +239,11 @@ def _record(
     startup_seconds: float,
     single: _Arm | None,
 ) -> Record:
-    samples = samples_before(bench.trial_updates, len(bench.train_data), bench.workload.global_batch)
+    sizes = len(bench.train_data), bench.workload.global_batch
+    samples = samples_before(bench.lead_updates + bench.trial_updates, *sizes) - samples_before(
+        bench.lead_updates, *sizes
+    )
+    steps = [seconds / bench.trial_updates for seconds in arm.trial_seconds]
     is_timed = bool(arm.trial_seconds)
     throughput = interval([samples / seconds for seconds in arm.trial_seconds]) if is_timed else None
     return Record(
@@ -240,9 +256,9 @@ def _record(
         parity=arm.parity,
         throughput_samples_per_second=throughput,
         ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
-        step_seconds=interval([s / bench.trial_updates for s in arm.trial_seconds]) if is_timed else None,
+        step_seconds=interval(steps) if is_timed else None,
         epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
-        breakdown_seconds=_breakdown(arm, bench),
+        breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
         peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),
         collectives=arm.inside[0].collectives if arm.inside else [],
         startup_seconds=startup_seconds if is_timed else None,
@@ -256,27 +272,3 @@ def _record(
 def _ratio(arm: _Arm, single: _Arm) -> Interval:
     """How many times as fast, trial by trial: what slows the machine for a while slows both."""
     return interval([one / own for one, own in zip(single.trial_seconds, arm.trial_seconds, strict=True)])
-
-
-def _breakdown(arm: _Arm, bench: _Bench) -> Breakdown | None:
-    """The parts of a step in the middle trial, on the rank that waits least: the one that the others wait for."""
-    if not arm.splits or math.isnan(arm.inside[0].exposed_shares[0]):
-        return None
-    totals = [max(sum(row) for row in split) for split in arm.splits]
-    timed = [seconds / bench.trial_updates for seconds in arm.trial_seconds]
-    bound = interval([total - step for total, step in zip(totals, timed, strict=True)])
-    middle = sorted(range(len(totals)), key=totals.__getitem__)[(len(totals) - 1) // 2]
-    ranks = [
-        _without_exposed(dict(zip(PHASES, row, strict=True)), inside.exposed_shares)
-        for row, inside in zip(arm.splits[middle], arm.inside, strict=True)
-    ]
-    chosen = min(ranks, key=lambda rank: rank.exposed_communication)
-    gap = abs(sum(getattr(chosen, part.name) or 0.0 for part in fields(chosen)) - median(timed))
-    return replace(chosen, error=max(-bound.low, bound.high, gap))
-
-
-def _without_exposed(seconds: dict[str, float], shares: list[float]) -> Breakdown:
-    """The phases of one rank with the exposed communication taken out of each and put together."""
-    exposed = {phase: seconds[phase] * share for phase, share in zip(PHASES, shares, strict=True)}
-    parts = {phase: seconds[phase] - exposed[phase] for phase in PHASES}
-    return Breakdown(exposed_communication=sum(exposed.values()), **parts)

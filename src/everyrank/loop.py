@@ -126,7 +126,8 @@ def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: 
         torch.cuda.manual_seed(seed)
 
 
-_NOTHING_BAD = "the loss itself; parameters, input and all outputs are finite"
+_THE_LOSS = "the loss itself; parameters, input and all outputs are finite"
+_NONE_AGAIN = "none now: the same forward pass, run again, is finite"
 
 
 def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch]) -> str:
@@ -136,6 +137,7 @@ def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch]) -> str:
     All ranks have to come here together.
     """
     bad_outputs: list[str] = []
+    losses: list[Tensor] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
@@ -145,17 +147,19 @@ def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch]) -> str:
         return hook
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in prepared.model.named_modules()]
-    with torch.no_grad():
+    try:
         for batch in batches:
-            prepared.evaluate(batch)
-    for hook in hooks:
-        hook.remove()
+            with torch.no_grad(), contextlib.suppress(Exception):  # a metric of the person's may not take such numbers
+                losses.append(prepared.evaluate(batch)[0])
+    finally:
+        for hook in hooks:
+            hook.remove()
     for name, parameter in prepared.model.named_parameters():
         if is_bad(local_tensors([parameter])[0]):
             return f"parameter {name}, made so by the update before; lower the learning rate or set clip_norm"
     if any(is_bad(batch.input) for batch in batches):
         return "the input itself"
-    return next(iter(bad_outputs), _NOTHING_BAD)
+    return next(iter(bad_outputs), _THE_LOSS if is_bad(losses) else _NONE_AGAIN)
 
 
 def _agreed(found: str, prepared: Prepared, world: World) -> str:
@@ -164,7 +168,7 @@ def _agreed(found: str, prepared: Prepared, world: World) -> str:
         return found
     rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), world)
     texts = [bytes(row.tolist()).decode() for row in rows]
-    return next((text for text in texts if text != _NOTHING_BAD), _NOTHING_BAD)
+    return min(texts, key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS))  # the first that says most
 
 
 def is_bad(value: Any) -> bool:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.errors import LayoutError, UsageError
+from everyrank.errors import EveryrankError, LayoutError, UsageError
 from everyrank.launch import Launch, Named
 from everyrank.launch import run as run_ranks
 from everyrank.layout import Layout
 from everyrank.options import BenchOptions, TrainOptions, VerifyOptions
-from everyrank.record import Interval, Record, Scaling
+from everyrank.record import Interval, Parity, Record, Scaling
 from everyrank.workload import Source, Workload, check_place
 
 __all__ = ["bench", "bench_scaling", "run", "verify"]
@@ -125,10 +125,22 @@ def bench_scaling(
             shown = layouts if size == 1 else distributed
             if not shown:
                 continue
-            made = bench(workload, shown, here, trials=trials, steps=steps, batch_factor=factor, show=show)
+            try:
+                made = bench(workload, shown, here, trials=trials, steps=steps, batch_factor=factor, show=show)
+            except EveryrankError as error:
+                if not records:
+                    raise
+                # what smaller sizes came to is not thrown away
+                made = [_not_verified(records[0], layout, size, str(error)) for layout in shown]
             base = base or {record.layout: record for record in made}
             records += [_with_efficiency(record, base[record.layout], kind) for record in made]
     return records
+
+
+def _not_verified(like: Record, layout: Layout, size: int, reason: str) -> Record:
+    parity = Parity("not_verified", reason=reason)
+    where = (like.launcher, like.backend, like.device, size)
+    return Record(like.workload, str(layout), *where, parity=parity, provenance=like.provenance)
 
 
 def _with_efficiency(record: Record, base: Record, kind: str) -> Record:

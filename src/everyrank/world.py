@@ -124,6 +124,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
         group=None,
     )
     use_threads(world.threads)
+    gc.collect()
     gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
     meet(world, "start")
     dist.init_process_group(
@@ -137,6 +138,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     )
     yield replace(world, group=dist.group.WORLD)
     # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
+    gc.unfreeze()
     gc.collect()
     meet(world, "end")
     dist.destroy_process_group()

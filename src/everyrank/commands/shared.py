@@ -117,11 +117,11 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
     if args.json is not None:
         write_records([record for records in sets.values() for record in records], args.json)
     if args.markdown is not None:
-        args.markdown.write_text("\n".join(markdown(*parts) for parts in shown), encoding="utf-8")
+        args.markdown.write_text("\n".join(markdown(*parts) for parts in shown), encoding="utf-8", errors="replace")
     if args.html is not None:
         from everyrank.report.page import page
 
-        args.html.write_text(page(sets), encoding="utf-8")
+        args.html.write_text(page(sets), encoding="utf-8", errors="replace")
     try:
         for parts in shown:
             print_table(*parts)

@@ -183,7 +183,9 @@ class _Once:
 
 def _is_tensors(dataset: Any) -> bool:
     """Whether a sample is nothing but a row of some tensors (a subclass may have something to add to that)."""
-    return isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__
+    if not isinstance(dataset, TensorDataset) or hasattr(type(dataset), "__getitems__"):
+        return False
+    return type(dataset).__getitem__ is TensorDataset.__getitem__
 
 
 class _Rows(Dataset[Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Generator
 from typing import Any
 
@@ -26,6 +27,7 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
     To count parameters, gradients, optimizer state and activations alike, build the model inside the block.
     """
     found = PeakMemory()
+    gc.collect()  # what is garbage already must not be freed inside the block
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -15,8 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
-from pathlib import Path
+from collections.abc import Generator
 from typing import Any
 
 import psutil
@@ -44,6 +43,8 @@ class Sampler:
         """The samples that belong to `name`; None without one."""
         ends = [begin for begin, _ in self.turns[1:]] + [float("inf")]
         spans = [(begin, end) for (begin, who), end in zip(self.turns, ends, strict=True) if who == name]
+        # a sample tells of the half second before it: all of that has to be this one's
+        spans = [(begin + INTERVAL_SECONDS, end) for begin, end in spans]
         rows = [row for row in self.rows if any(begin <= row["time"] < end for begin, end in spans)]
         if not rows:
             return None
@@ -65,11 +66,12 @@ def sampling(started: float, active: bool) -> Generator[Sampler]:
     if not active:
         yield sampler
         return
-    with tempfile.TemporaryDirectory(prefix="everyrank-") as folder:
-        path = Path(folder) / "samples.jsonl"
-        command = [sys.executable, "-m", "everyrank.measure.resources", str(path)]
+    command = [sys.executable, "-m", "everyrank.measure.resources"]
+    with tempfile.TemporaryFile() as file:  # it has no name: nothing is left however this process ends
         # it ends when this pipe closes, however this process ends
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603
+        process = subprocess.Popen(  # noqa: S603
+            command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL
+        )
         try:
             yield sampler
         finally:
@@ -79,12 +81,12 @@ def sampling(started: float, active: bool) -> Generator[Sampler]:
                 process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
-            if path.exists():
-                sampler.rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            file.seek(0)
+            sampler.rows = [json.loads(line) for line in file.read().decode().splitlines() if line.endswith("}")]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write one line of JSON each half second until standard input ends."""
+def main() -> None:
+    """Print one line of JSON each half second until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks; with them this ends, too
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str]) -> None:
     rank = own.parent()
     root = rank.parent() if rank is not None else None
     seen: dict[int, psutil.Process] = {}
-    with Path(arguments[0]).open("w", encoding="utf-8") as file:
+    try:
         while not ended.wait(INTERVAL_SECONDS):
             percent, memory = 0.0, 0
             for process in root.children(recursive=True) if root is not None else []:
@@ -106,9 +108,11 @@ def main(arguments: Sequence[str]) -> None:
             gpu_percent, gpu_memory = gpu.read()
             row = {"time": time.time(), "cpu_percent": round(percent, 1), "memory_bytes": memory}
             row |= {"gpu_percent": gpu_percent, "gpu_memory_bytes": gpu_memory}
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-    gpu.close()
+            print(json.dumps(row), flush=True)
+    except psutil.Error:
+        pass  # who started the ranks has gone, and so will they
+    finally:
+        gpu.close()
 
 
 class _Gpu:
@@ -145,4 +149,4 @@ class _Gpu:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

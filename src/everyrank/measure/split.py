@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from everyrank.measure.clock import interval
 from everyrank.measure.profiling import profiler, trace_of
 from everyrank.parallel.phases import observe_phases
+from everyrank.record import Breakdown
 
-__all__ = ["PHASES", "exposed_shares", "marked_phases", "phases"]
+__all__ = ["PHASES", "breakdown", "exposed_shares", "marked_phases", "phases"]
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -69,14 +74,12 @@ def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> 
     """For each phase, the part of its time that was exposed communication, over the next `count` updates."""
     with profiler(device) as finished:
         for _ in range(count):
-            with marked_phases():
+            with marked_phases(device):
                 next(updates)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
     events: list[dict[str, Any]] = [event for event in trace_of(finished)["traceEvents"] if event.get("ph") == "X"]
     marks = [event for event in events if event["name"].startswith(_MARK) and event.get("cat") == "user_annotation"]
     kernels = [event for event in events if event.get("cat") in _ON_CUDA]
-    under_way, computing = _on_cuda(kernels) if any(_is_nccl(k) for k in kernels) else _on_cpu(events, marks)
+    under_way, computing = _on_cuda(events, kernels) if device.type == "cuda" else _on_cpu(events, marks)
     exposed = _minus(_union(under_way), _union(computing))
     total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     bare = dict(total)
@@ -88,20 +91,31 @@ def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> 
 
 
 @contextlib.contextmanager
-def marked_phases() -> Generator[None]:
-    """One update, each phase of it under a name that the profiler keeps."""
+def marked_phases(device: torch.device) -> Generator[None]:
+    """One update, each phase of it under a name that the profiler keeps.
+
+    On CUDA each phase is waited for at its end: kernels run later than they are called, and would be under the name of
+    another phase.
+    """
     current: list[Any] = [record_function(_MARK + "data")]
     current[0].__enter__()
 
+    def leave() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        current[0].__exit__(None, None, None)
+
     def enter(phase: str) -> None:
         if current[0].name != _MARK + phase:
-            current[0].__exit__(None, None, None)
+            leave()
             current[0] = record_function(_MARK + phase)
             current[0].__enter__()
 
-    with observe_phases(enter):
-        yield
-    current[0].__exit__(None, None, None)
+    try:
+        with observe_phases(enter):
+            yield
+    finally:
+        leave()
 
 
 _Span = tuple[float, float]
@@ -115,10 +129,11 @@ def _is_nccl(kernel: dict[str, Any]) -> bool:
     return "nccl" in kernel["name"]
 
 
-def _on_cuda(kernels: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
-    """When nccl's kernels ran, and when all others did."""
-    nccl = [_span(kernel) for kernel in kernels if _is_nccl(kernel)]
-    return nccl, [_span(kernel) for kernel in kernels if not _is_nccl(kernel)]
+def _on_cuda(events: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
+    """When nccl's kernels ran or gloo was at work, and when all other kernels ran."""
+    gloo = [event for event in events if event["name"].startswith("gloo:")]
+    under_way = [_span(event) for event in [*gloo, *(kernel for kernel in kernels if _is_nccl(kernel))]]
+    return under_way, [_span(kernel) for kernel in kernels if not _is_nccl(kernel)]
 
 
 def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
@@ -171,3 +186,32 @@ def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
         if place < end:
             left.append((place, end))
     return left
+
+
+def breakdown(
+    splits: Sequence[Sequence[Sequence[float]]], shares: Sequence[Sequence[float]], timed: Sequence[float]
+) -> Breakdown | None:
+    """The parts of a step in the middle trial, on the rank that waits least: the one that the others wait for.
+
+    `splits` has for each trial and rank the mean seconds of each phase, `shares` for each rank the exposed part of each
+    phase, `timed` for each trial the seconds of a step without instruments. None without trials, or without shares.
+    """
+    if not splits or math.isnan(shares[0][0]):
+        return None
+    totals = [max(sum(row) for row in split) for split in splits]
+    bound = interval([total - step for total, step in zip(totals, timed, strict=True)])
+    middle = sorted(range(len(totals)), key=totals.__getitem__)[(len(totals) - 1) // 2]
+    ranks = [
+        _without_exposed(dict(zip(PHASES, row, strict=True)), dict(zip(PHASES, own, strict=True)))
+        for row, own in zip(splits[middle], shares, strict=True)
+    ]
+    chosen = min(ranks, key=lambda rank: rank.exposed_communication)
+    gap = abs(sum(getattr(chosen, part.name) or 0.0 for part in fields(chosen)) - median(timed))
+    return replace(chosen, error=max(-bound.low, bound.high, gap))
+
+
+def _without_exposed(seconds: dict[str, float], shares: dict[str, float]) -> Breakdown:
+    """The phases of one rank with the exposed communication taken out of each and put together."""
+    exposed = {phase: seconds[phase] * shares[phase] for phase in PHASES}
+    parts = {phase: seconds[phase] - exposed[phase] for phase in PHASES}
+    return Breakdown(exposed_communication=sum(exposed.values()), **parts)

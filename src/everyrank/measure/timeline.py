@@ -33,11 +33,8 @@ def with_one_profiled(items: Iterator[T], index: int, world: World, path: Path) 
     for number in range(index):
         del number
         yield next(items)
-    with profiler(world.device) as finished:
-        with marked_phases():
-            item = next(items)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+    with profiler(world.device) as finished, marked_phases(world.device):
+        item = next(items)
     own = {"host": platform.node(), "trace": trace_of(finished)}
     packed = gzip.compress(json.dumps(own).encode(), compresslevel=1)
     rows = gather(torch.frombuffer(bytearray(packed), dtype=torch.uint8), world)
@@ -76,7 +73,10 @@ def merge(traces: Sequence[dict[str, Any]], hosts: Sequence[str]) -> dict[str, A
 
 def _write(trace: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(trace, allow_nan=False)
+    for event in trace["traceEvents"]:
+        arguments = event.get("args", {})
+        event["args"] = {name: value for name, value in arguments.items() if value == value}  # NaN is no JSON
+    text = json.dumps(trace)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
     else:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from everyrank.errors import WorkloadError
 from everyrank.world import World
@@ -97,7 +98,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         assert running_variance is not None
         assert seen is not None
         seen.add_(1)
-        momentum = self.momentum if self.momentum is not None else 1.0 / seen.item()
+        momentum = self.momentum if self.momentum is not None else (1.0 / seen).to(running_mean.dtype)
         running_mean.lerp_(_in(running_mean.dtype, mean), momentum)
         running_variance.lerp_(_in(running_variance.dtype, unbiased), momentum)
 
@@ -130,17 +131,21 @@ class _Normalise(torch.autograd.Function):
             )
         inverse = (variance + eps).rsqrt()
         normal = (wide - mean.view(along)).mul_(inverse.view(along))
-        output = normal
-        if weight is not None and bias is not None:  # torch's batch norms have both, or neither
+        if weight is None or bias is None:  # torch's batch norms have both, or neither
+            output = normal.clone()  # somebody may change it in place, and backward needs it
+        else:
             output = torch.addcmul(_in(wide.dtype, bias).view(along), normal, _in(wide.dtype, weight).view(along))
         ctx.save_for_backward(normal, inverse, weight)
         ctx.world, ctx.over, ctx.along, ctx.total, ctx.borrowed = world, over, along, total, borrowed
-        unbiased = variance * (total / (total - 1))
+        # a total of one has no variance either, and is no error on CUDA
+        others = torch.clamp(total - 1, min=1) if isinstance(total, Tensor) else total - 1
+        unbiased = variance * (total / others)
         ctx.mark_non_differentiable(mean, unbiased)
         return _in(values.dtype, output), mean, unbiased
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # a gradient of this gradient would leave out what came from the other ranks
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         grad: Tensor = grads[0]
         normal, inverse, weight = ctx.saved_tensors
         wide = _in(normal.dtype, grad)

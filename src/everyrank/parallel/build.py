@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import ForwardState, find_batch_norms, synchronise_batch_norm
-from everyrank.parallel.phases import enter_phase
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -115,7 +114,6 @@ def call(model: nn.Module, value: Any) -> Any:
     A tensor is the only argument. A dict is passed by keyword when `forward` has those names, a tuple in order when
     `forward` takes that many; else each is the only argument.
     """
-    enter_phase("forward")
     if isinstance(value, dict):
         names, takes_any = _keywords(type(model).forward)
         if takes_any or names.issuperset(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from everyrank.record import Interval, Record
@@ -21,13 +22,13 @@ def matching(sets: Sets) -> list[tuple[str, list[Record | None]]]:
     for place, records in enumerate(sets.values()):
         for record in records:
             if is_checked(record) and record.throughput_samples_per_second is not None:
-                batch = str(record.provenance.get("global_batch"))
-                key = (record.workload, record.layout, record.world_size, batch)
+                made = str(record.provenance.get("global_batch")), str(record.provenance.get("settings"))
+                key = (record.workload, record.layout, record.world_size, record.device, made)
                 row = found.setdefault(key, [None] * len(sets))
                 row[place] = row[place] or record
     return [
         (f"{workload} · {text} · {size} rank{'s' * (size != 1)}", row)
-        for (workload, text, size, _), row in found.items()
+        for (workload, text, size, _, _), row in found.items()
         if sum(record is not None for record in row) > 1
     ]
 
@@ -52,6 +53,8 @@ def _ratio(first: Record, last: Record) -> tuple[str, str]:
     one, other = first.throughput_samples_per_second, last.throughput_samples_per_second
     assert one is not None
     assert other is not None
+    if not one.median or any(math.isnan(value) for value in (one.low, one.high, other.low, other.high)):
+        return "", "?"
     ratio = f"{other.median / one.median:.3f}"
     if other.low > one.high:
         return ratio, "apart: faster"
@@ -69,8 +72,8 @@ def _loss_gap(first: Record, last: Record) -> str:
     pairs = list(zip(first.loss, last.loss, strict=False))
     if not pairs:
         return ""
-    gap = max(abs(a - b) / abs(a) if a else abs(b) for a, b in pairs)
-    return f"{gap:.1e}" if gap == gap else "?"
+    gaps = [abs(a - b) / abs(a) if a else abs(b) for a, b in pairs]
+    return "?" if any(math.isnan(gap) for gap in gaps) else f"{max(gaps):.1e}"
 
 
 def beside_notes(sets: Sets) -> list[str]:

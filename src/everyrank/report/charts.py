@@ -158,7 +158,7 @@ def curves(records: Sequence[Record]) -> str:
         single = next((record for record in shown if record.layout == "single"), None)
         for index, record in enumerate(shown):
             # each line thinner than the one below it: equal curves stay visible as nested bands
-            width = 1.2 + 1.6 * (len(shown) - 1 - index)
+            width = 1.2 + min(1.6, 8.0 / len(shown)) * (len(shown) - 1 - index)
             colour = _COLOURS[index % len(_COLOURS)]
             upper.plot(record.loss, linewidth=width, color=colour, label=_short(label(record)))
             if single is not None and record is not single and _same_batch(record, single):
@@ -195,9 +195,11 @@ def scaling(records: Sequence[Record]) -> str:
                     if record.layout == layout and record.scaling is not None and record.scaling.kind == kind:
                         value = record.scaling.efficiency
                         points.append((record.world_size, value.median, value.low, value.high))
+                if len(points) == 1:
+                    continue
                 sizes, middle, low, high = zip(*sorted(points), strict=True)
-                spread = [[m - a for m, a in zip(middle, low, strict=True)]]
-                spread += [[b - m for m, b in zip(middle, high, strict=True)]]
+                spread = [[max(0.0, m - a) for m, a in zip(middle, low, strict=True)]]
+                spread += [[max(0.0, b - m) for m, b in zip(middle, high, strict=True)]]
                 colour = _COLOURS[index % len(_COLOURS)]
                 axes.errorbar(
                     sizes,
@@ -219,7 +221,7 @@ def scaling(records: Sequence[Record]) -> str:
 
 def resources(records: Sequence[Record]) -> str:
     """What the ranks used while each layout ran, over the time of the whole call."""
-    shown = [record for record in records if record.resources is not None and record.resources.seconds]
+    shown = [r for r in records if is_checked(r) and r.resources is not None and r.resources.seconds]
     if not shown:
         return ""
     names = [_short(label(record)) for record in shown]
@@ -238,7 +240,7 @@ def resources(records: Sequence[Record]) -> str:
                 used = record.resources
                 assert used is not None
                 values = [value / unit for value in values_of(used)]
-                if values:
+                if len(values) == len(used.seconds):
                     name = _short(label(record)) if axes is all_axes[0] else None
                     colour = _COLOURS[index % len(_COLOURS)]
                     axes.plot(used.seconds, values, ".", markersize=4, color=colour, label=name)
@@ -257,6 +259,7 @@ def beside(sets: Sets) -> str:
         return ""
     height = 0.8 / len(sets)
     names = [_short(name) for name in sets]
+    named: set[str] = set()
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
@@ -267,7 +270,10 @@ def beside(sets: Sets) -> str:
                     at = place + (index - (len(sets) - 1) / 2) * height
                     spread = [[max(0.0, value.median - value.low)], [max(0.0, value.high - value.median)]]
                     colour = _COLOURS[index % len(_COLOURS)]
-                    axes.barh(at, value.median, height * 0.9, color=colour, label=_short(name) if place == 0 else None)
+                    axes.barh(
+                        at, value.median, height * 0.9, color=colour, label=None if name in named else _short(name)
+                    )
+                    named.add(name)
                     axes.errorbar(value.median, at, xerr=spread, color=_TEXT, capsize=2, linewidth=1)
         axes.set_yticks(range(len(pairs)), [_short(what) for what, _ in pairs])
         axes.invert_yaxis()

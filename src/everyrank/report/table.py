@@ -122,7 +122,7 @@ def bench_table(records: Sequence[Record]) -> Table:
         if is_checked(record) and throughput is not None and step is not None:
             row += [
                 _spread(throughput),
-                _times(record.ratio_to_single, throughput, single),
+                _times(record, throughput, single),
                 f"{step.median * 1e3:.2f}",
                 f"{record.epoch_seconds:.2f}" if record.epoch_seconds is not None else "",
                 *[f"{record.metrics[name]:.4f}" if name in record.metrics else "" for name in metrics],
@@ -150,14 +150,15 @@ def cost_table(records: Sequence[Record]) -> Table | None:
     rows: list[list[str]] = []
     for record in shown:
         memory, start, first = record.peak_memory_bytes, record.startup_seconds, record.first_step_seconds
+        is_known = bool(record.collectives) or record.breakdown_seconds is not None  # measured in the same run
         sent = sum(collective.bytes for collective in record.collectives)
         counts = [f"{collective.count} {collective.op.replace('_', '-')}" for collective in record.collectives]
         rows.append(
             [
                 label(record),
                 f"{memory / 2**20:.1f}" if memory is not None else "",
-                f"{sent / 2**10:,.1f}" if sent else "0",
-                ", ".join(counts) or "none",
+                f"{sent / 2**10:,.1f}" if sent else ("0" if is_known else ""),
+                ", ".join(counts) or ("none" if is_known else ""),
                 f"{start:.1f}" if start is not None else "",
                 f"{first * 1e3:.0f}" if first is not None else "",
             ]
@@ -189,10 +190,11 @@ def scaling_table(records: Sequence[Record]) -> Table | None:
     return Table(["layout", "ranks", "strong: same global batch", "weak: same batch a rank"], rows)
 
 
-def _times(paired: Interval | None, own: Interval, single: Interval | None) -> str:
+def _times(record: Record, own: Interval, single: Interval | None) -> str:
     """How many times as fast as single: over paired trials, or of the medians where there are none."""
-    if single is None:
-        return ""
+    if single is None or not single.median or record.scaling is not None:
+        return ""  # beside another launch, and perhaps another batch, it would mean nothing
+    paired = record.ratio_to_single
     if paired is None or paired.trials == 1:
         return f"{own.median / single.median:.2f}"
     return f"{paired.median:.2f} ({paired.low:.2f} to {paired.high:.2f})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "loss_of",
     "make_optimizer",
     "make_scale",
+    "passes",
     "update",
 ]
 
@@ -81,6 +82,13 @@ def begin(parameters: Sequence[nn.Parameter]) -> None:
     enter_phase("forward")
     for parameter in parameters:
         parameter.grad = None
+
+
+def passes(batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
+    """(whether it is the last, micro-batch) for each micro-batch of an update."""
+    for index, batch in enumerate(batches):
+        enter_phase("forward")
+        yield index == len(batches) - 1, batch
 
 
 def loss_of(workload: Workload, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:

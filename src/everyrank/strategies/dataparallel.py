@@ -27,6 +27,7 @@ from everyrank.strategies._update import (
     loss_of,
     make_optimizer,
     make_scale,
+    passes,
     update,
 )
 from everyrank.workload import Workload
@@ -57,7 +58,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def step(batches: Sequence[Batch]) -> Tensor:
         begin(parameters)
         shares: list[Tensor] = []
-        for batch in batches:
+        for _, batch in passes(batches):
             with autocast(layout, world):
                 loss, share = loss_of(workload, parallel(batch.input), batch)
             backward(workload, scale, loss)

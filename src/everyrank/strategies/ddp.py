@@ -31,6 +31,7 @@ from everyrank.strategies._update import (
     loss_of,
     make_optimizer,
     make_scale,
+    passes,
     update,
 )
 from everyrank.workload import Workload
@@ -53,8 +54,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def step(batches: Sequence[Batch]) -> Tensor:
         begin(everything)
         shares: list[Tensor] = []
-        for index, batch in enumerate(batches):
-            is_last = index == len(batches) - 1
+        for is_last, batch in passes(batches):
             built.forward.is_borrowed = not batch.size
             # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
             with contextlib.nullcontext() if is_last else ddp.no_sync():
@@ -68,6 +68,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return sum(shares[1:], shares[0])
 
     def evaluate(batch: Batch) -> Tensor:
+        built.forward.is_borrowed = not batch.size
         with autocast(layout, world):
             output = call(model, batch.input)
         return evaluate_batch(workload, output, batch)

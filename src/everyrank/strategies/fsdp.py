@@ -35,6 +35,7 @@ from everyrank.strategies._update import (
     loss_of,
     make_optimizer,
     make_scale,
+    passes,
     update,
 )
 from everyrank.workload import Workload
@@ -59,11 +60,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         begin(parameters)
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
         total, counting = own, None
-        for index, batch in enumerate(batches):
+        for is_last, batch in passes(batches):
             built.forward.is_borrowed = not batch.size
             loss, share = loss_of(workload, call(model, batch.input), batch)
             own += share
-            if index == len(batches) - 1:
+            if is_last:
                 # The count travels while the last backward computes.
                 total = own.clone()
                 counting = dist.all_reduce(total, group=world.group, async_op=True)
@@ -80,6 +81,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return squares - (world.size - 1) * replicated
 
     def evaluate(batch: Batch) -> Tensor:
+        built.forward.is_borrowed = not batch.size
         shares = evaluate_batch(workload, call(model, batch.input), batch)
         reshard(model)  # no backward follows that would
         return shares
