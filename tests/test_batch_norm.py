@@ -80,3 +80,44 @@ def refuse(world: World) -> str:
     except WorkloadError as error:
         return str(error)
     return ""
+
+
+def followed_by_in_place(world: World, affine: bool) -> bool:
+    norm = nn.BatchNorm2d(3, affine=affine, momentum=None)
+    model = nn.Sequential(norm, nn.ReLU(inplace=True)).double()
+    reference = nn.Sequential(nn.BatchNorm2d(3, affine=affine, momentum=None), nn.ReLU(inplace=True)).double()
+    synchronise_batch_norm(model, ForwardState(), world)
+    values = torch.randn(6, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        own, whole = (values.clone().requires_grad_() for _ in range(2))
+        (model(own) * values).sum().backward()
+        (reference(whole) * values).sum().backward()
+        assert own.grad is not None
+        assert whole.grad is not None
+        torch.testing.assert_close(own.grad, whole.grad)
+    # on every rank the same values: as many of each kind as in one
+    torch.testing.assert_close(norm.running_mean, reference[0].running_mean)
+    return True
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_what_follows_may_work_in_place(ranks: Any, affine: bool) -> None:
+    """ReLU(inplace=True) writes over the output, which without weights is what backward needs. (momentum=None, too.)"""
+    assert ranks(1, followed_by_in_place, affine) == [True]
+
+
+def second_derivative(world: World) -> str:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    synchronise_batch_norm(model, ForwardState(), world)
+    own = torch.randn(4, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(own).square().sum(), own, create_graph=True)
+    try:
+        grad.square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_second_derivatives_are_refused(ranks: Any) -> None:
+    """They would leave out what came from the other ranks, without a word."""
+    assert "once_differentiable" in ranks(1, second_derivative)[0]

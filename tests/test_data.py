@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import zoo
 from everyrank.data import (
@@ -147,3 +148,61 @@ def test_map_tensors_keeps_structures() -> None:
     assert changed["c"] == [1]
     assert isinstance(changed["d"], pair)
     assert changed["d"].left.item() == 2
+
+
+class Noisy(TensorDataset):
+    """Rows, to which reading adds something: no plain TensorDataset."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        value, target = super().__getitem__(index)
+        return value + torch.rand(()), target
+
+
+class InBatches(TensorDataset):
+    """Rows that its own code reads, many at once, and says that it draws nothing at random."""
+
+    deterministic = True
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, ...]]:
+        return [(self.tensors[0][index] * 2, self.tensors[1][index]) for index in indices]
+
+
+def fetched(dataset: Any, workers: int, collate: Any = None) -> list[Any]:
+    """Input and target of each batch of an epoch."""
+    workload = dataclasses.replace(zoo.workload("frozen"), global_batch=4, collate=collate)
+    world = World(0, 1, 0, 1, torch.device("cpu"), "gloo", 1, workers, 60.0, None, None)  # type: ignore[arg-type]
+    updates = all_updates(3, 3)
+    batches = batches_for_updates(workload, dataset, updates, Slice(0, 1), 2, world, torch.float32)
+    return [(batch.input, batch.target) for parts in batches for batch in parts]
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Noisy, InBatches])
+def test_rows_at_once_are_rows_one_by_one(kind: type[TensorDataset]) -> None:
+    """With or without loader workers, plain rows or what a subclass makes of them: the same batches."""
+    dataset = kind(torch.arange(20.0).reshape(10, 2), torch.arange(10))
+    here, in_worker = fetched(dataset, 0), fetched(dataset, 1)
+    order = epoch_order(10, 0, 0)
+    for (value, target), (other, same) in zip(here, in_worker, strict=True):
+        assert torch.equal(value, other)
+        assert torch.equal(target, same)
+    assert torch.cat([target for _, target in here]).tolist() == order
+    for value, target in here:
+        rows = torch.stack([dataset.tensors[0][index] for index in target.tolist()])
+        if kind is TensorDataset:
+            assert torch.equal(value, rows)
+        elif kind is InBatches:
+            assert torch.equal(value, rows * 2)
+        else:
+            noise = value - rows
+            assert noise.min() > 0
+            assert len({float(row[0]) for row in noise}) == len(noise)  # each sample has its own
+
+
+def test_a_collate_of_ones_own_sees_samples() -> None:
+    """It gets a list of samples, also of a TensorDataset."""
+    dataset = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
+    found = fetched(
+        dataset, 0, lambda samples: (torch.stack([s[0] for s in samples]) + 1, [int(s[1]) for s in samples])
+    )
+    assert [index for _, targets in found for index in targets] == epoch_order(10, 0, 0)
+    assert torch.equal(found[0][0], dataset.tensors[0][found[0][1]] + 1)

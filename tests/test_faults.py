@@ -245,6 +245,22 @@ def test_a_person_who_stops_it_at_once(cli: Cli) -> None:
     assert cli.left() == {}
 
 
+def test_a_bench_that_is_stopped(cli: Cli) -> None:
+    """The process that samples what the ranks use goes with them."""
+    cli.start("bench", "digits", "--layout", "ddp", *TWO_RANKS)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not any("measure.resources" in line for line in cli.processes().values()):
+        time.sleep(0.05)
+    assert any("measure.resources" in line for line in cli.processes().values())
+    assert cli.process is not None
+    os.killpg(cli.process.pid, signal.SIGINT)
+    status, _, stderr = cli.end(timeout=20)
+    assert status == 130
+    the_line(stderr)
+    assert "Traceback" not in stderr
+    assert cli.left() == {}
+
+
 def test_torchrun_is_stopped_too(cli: Cli) -> None:
     """torchrun stands between us and the ranks, and has ended its ranks when it is gone."""
     path = write_workload(cli.folder)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from everyrank.data import all_updates
 from everyrank.loop import open_data, run_updates
 from everyrank.measure.inside import Inside, look_inside
 from everyrank.measure.memory import peak_memory
+from everyrank.measure.resources import Sampler, sampling
 from everyrank.measure.split import PHASES, exposed_shares, phases
 from everyrank.measure.traffic import Traffic
 from everyrank.parallel.build import find_blocks
@@ -316,3 +318,47 @@ def test_a_sharded_model_takes_less(ranks: Any, seen: Any) -> None:
     ddp = [found.peak_memory_bytes for found in inside_text(ranks, seen, 2, "ddp")]
     fsdp = [found.peak_memory_bytes for found in inside_text(ranks, seen, 2, "fsdp")]
     assert max(fsdp) < min(ddp)
+
+
+# --- resources
+
+
+def test_a_sample_belongs_to_who_ran_all_of_its_half_second() -> None:
+    sampler = Sampler(started=100.0)
+    sampler.turns = [(101.0, "check"), (102.0, "0"), (104.0, "1"), (104.2, "0"), (106.0, "end")]
+
+    def row(time: float, percent: float, gpu: float | None = None) -> dict[str, Any]:
+        return {
+            "time": time,
+            "cpu_percent": percent,
+            "memory_bytes": 7,
+            "gpu_percent": gpu,
+            "gpu_memory_bytes": None if gpu is None else 9,
+        }
+
+    sampler.rows = [row(101.6, 1), row(102.3, 2), row(102.6, 3), row(104.1, 4), row(104.4, 5), row(104.8, 6, 50.0)]
+    used = sampler.of("0")
+    assert used is not None
+    assert (used.seconds, used.cpu_percent, used.memory_bytes) == ([2.6, 4.8], [3, 6], [7, 7])
+    assert used.gpu_percent == []  # one of the two did not tell
+    assert sampler.of("1") is None
+    sampler.rows = [row(105.0, 1, 30.0)]
+    used = sampler.of("0")
+    assert used is not None
+    assert (used.gpu_percent, used.gpu_memory_bytes) == ([30.0], [9])
+
+
+def test_sampling_ends_with_its_block() -> None:
+    """The process that samples goes when asked to, and what it saw is there."""
+    with sampling(time.time(), active=True) as sampler:
+        sampler.now_running("us")
+        time.sleep(2.5)
+        children = psutil.Process().children()
+        assert any("everyrank.measure.resources" in " ".join(child.cmdline()) for child in children)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    used = sampler.of("us")
+    assert used is not None
+    assert len(used.seconds) >= 1
+    with sampling(time.time(), active=False) as sampler:
+        pass
+    assert sampler.rows == []

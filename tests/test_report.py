@@ -442,3 +442,41 @@ def test_the_report_can_be_made_without_files(tmp_path: Path, capsys: pytest.Cap
     assert path.read_bytes() == before
     assert read_records(path) == [timed("single", EQUAL, 5)]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"throughput_samples_per_second": Interval(0.0, 0.0, 0.0, trials=1)},
+        {"throughput_samples_per_second": Interval(5.0, math.nan, math.inf, trials=1)},
+        {"loss": [1.0] + [math.nan] * 19},
+        {"loss": [0.0] * 20},
+        {"scaling": Scaling("weak", Interval(0.5, 0.7, 0.1, trials=1))},
+        {"resources": Resources(0.5, [1.0, 2.0], [1.0], [1])},
+        {"breakdown_seconds": Breakdown(0.0, 0.0, 0.0, 0.0, 0.0)},
+        {"collectives": [], "peak_memory_bytes": 0, "breakdown_seconds": None},
+        {"layout": "ddp \ud800", "workload": "\ud800"},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_odd_records_can_be_shown(report: Callable[..., Report], values: dict[str, object]) -> None:
+    """A file from elsewhere may hold any number: a report is made of it, alone and beside another."""
+    odd = timed("ddp", EQUAL, 7, **values)
+    usual = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)]
+    for sets in ([[odd]], [[*usual, odd]], [usual, [odd]], [[odd], usual]):
+        shown = report(*sets)
+        assert "ddp" in shown.markdown
+        svgs(shown.html)
+
+
+def test_a_loss_that_was_nan_is_not_called_close(report: Callable[..., Report]) -> None:
+    """The largest of some numbers and a NaN is whichever stands first."""
+    one, other = timed("ddp", EQUAL, 7, loss=[1.0, 2.0]), timed("ddp", EQUAL, 7, loss=[1.0, math.nan])
+    assert table_rows(report([one], [other]).markdown)[2][5] == "?"
+
+
+def test_other_settings_are_not_the_same_thing(report: Callable[..., Report]) -> None:
+    """Twice the width is no slower layout."""
+    wide = {**timed("ddp", EQUAL).provenance, "settings": {"width": 32}}
+    shown = report([timed("ddp", EQUAL, 7)], [timed("ddp", EQUAL, 5, provenance=wide)])
+    assert " beside " not in shown.markdown
