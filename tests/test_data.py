@@ -201,8 +201,10 @@ def test_rows_at_once_are_rows_one_by_one(kind: type[TensorDataset]) -> None:
 def test_a_collate_of_ones_own_sees_samples() -> None:
     """It gets a list of samples, also of a TensorDataset."""
     dataset = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
-    found = fetched(
-        dataset, 0, lambda samples: (torch.stack([s[0] for s in samples]) + 1, [int(s[1]) for s in samples])
-    )
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([value for value, _ in samples]) + 1, [int(target) for _, target in samples]
+
+    found = fetched(dataset, 0, collate)
     assert [index for _, targets in found for index in targets] == epoch_order(10, 0, 0)
     assert torch.equal(found[0][0], dataset.tensors[0][found[0][1]] + 1)

@@ -461,7 +461,7 @@ def test_the_report_can_be_made_without_files(tmp_path: Path, capsys: pytest.Cap
 )
 def test_odd_records_can_be_shown(report: Callable[..., Report], values: dict[str, object]) -> None:
     """A file from elsewhere may hold any number: a report is made of it, alone and beside another."""
-    odd = timed("ddp", EQUAL, 7, **values)
+    odd = dataclasses.replace(timed("ddp", EQUAL, 7), **values)  # type: ignore[arg-type]
     usual = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)]
     for sets in ([[odd]], [[*usual, odd]], [usual, [odd]], [[odd], usual]):
         shown = report(*sets)

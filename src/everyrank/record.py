@@ -169,7 +169,10 @@ def _plain(value: Any) -> Any:
 def read_records(path: Path) -> list[Record]:
     """Read what `write_records` wrote. Raises `UsageError` for a file that is not a list of Records."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        rows = json.loads(text)
+        if "\\ud" in text.lower():  # half a character, which JSON may hold and no file or font can
+            rows = json.loads(json.dumps(rows, ensure_ascii=False).encode("utf-8", "replace"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -221,7 +221,15 @@ def scaling(records: Sequence[Record]) -> str:
 
 def resources(records: Sequence[Record]) -> str:
     """What the ranks used while each layout ran, over the time of the whole call."""
-    shown = [r for r in records if is_checked(r) and r.resources is not None and r.resources.seconds]
+    shown = [
+        record
+        for record in records
+        if is_checked(record)
+        and record.resources is not None
+        and len(record.resources.seconds) > 0
+        # a file from elsewhere may hold anything
+        and len(record.resources.cpu_percent) == len(record.resources.seconds) == len(record.resources.memory_bytes)
+    ]
     if not shown:
         return ""
     names = [_short(label(record)) for record in shown]
