@@ -98,7 +98,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         assert running_variance is not None
         assert seen is not None
         seen.add_(1)
-        momentum = self.momentum if self.momentum is not None else (1.0 / seen).to(running_mean.dtype)
+        momentum = self.momentum if self.momentum is not None else 1.0 / seen.to(running_mean.dtype)
         running_mean.lerp_(_in(running_mean.dtype, mean), momentum)
         running_variance.lerp_(_in(running_variance.dtype, unbiased), momentum)
 
