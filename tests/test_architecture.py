@@ -26,6 +26,7 @@ ORDER = [
     "collectives",
     "models",
     "data",
+    "sources",
     "workloads",
     "parallel",
     "strategies",
@@ -46,6 +47,8 @@ ORDER = [
 INSIDE = {
     "launch": ["facts", "job", "spawn", "torchrun", "ranks", "processes", "worker"],
     "data": ["slicing", "order", "loader"],
+    "sources": ["arrays", "transforms", "idx", "cifar", "folder"],
+    "workloads": ["schedules", "classify", "digits", "text", "mnist", "cifar", "imagenet"],
     "parallel": ["phases", "batch_norm", "build", "replicate", "partition", "shard"],
     "parity": ["trace", "compare", "diagnose", "check"],
     "measure": [

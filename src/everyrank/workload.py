@@ -33,6 +33,10 @@ BUILT_IN: dict[str, str] = {
     "text": "everyrank.workloads.text:text",
     "text-medium": "everyrank.workloads.text:text_medium",
     "text-124m": "everyrank.workloads.text:text_124m",
+    "mnist": "everyrank.workloads.mnist:workload",
+    "cifar10": "everyrank.workloads.cifar:cifar10",
+    "cifar100": "everyrank.workloads.cifar:cifar100",
+    "imagenet": "everyrank.workloads.imagenet:workload",
 }
 """Name on the command line -> module:function."""
 

@@ -14,11 +14,11 @@ from everyrank.commands.shared import (
     launch_of,
     layouts_of,
     show,
+    source_of,
     status_of,
 )
 from everyrank.errors import UsageError
 from everyrank.launch import facts_from_environment
-from everyrank.workload import Source, parse_settings
 
 HELP = "check layouts, then time those that are equal"
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html, args.markdown):
         check_writable(path)
     check_html(args)
-    source = Source(args.workload, parse_settings(args.set))
+    source = source_of(args)
     if len(processes) > 1:
         records = session.bench_scaling(source, layouts, launch, processes, trials=args.trials, steps=args.steps)
     else:

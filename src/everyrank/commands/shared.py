@@ -13,6 +13,7 @@ from everyrank.errors import CHECK_FAILED, CannotRunError, UsageError
 from everyrank.launch import LAUNCHERS, Launch, facts_from_environment, num_accelerators
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, write_records
+from everyrank.workload import Source, parse_settings
 
 __all__ = [
     "add_common",
@@ -24,6 +25,7 @@ __all__ = [
     "launch_of",
     "layouts_of",
     "show",
+    "source_of",
     "status_of",
 ]
 
@@ -47,6 +49,7 @@ def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False) -> 
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
     parser.add_argument("--json", type=Path, metavar="F", help="write Records")
 
@@ -90,6 +93,14 @@ def launch_of(args: argparse.Namespace, default_processes: int, logs: Path | Non
         timeout_seconds=args.timeout,
         logs=logs,
     )
+
+
+def source_of(args: argparse.Namespace) -> Source:
+    """The workload that was asked for, with its settings; `--data` is one of them."""
+    settings = parse_settings(args.set)
+    if args.data is not None:
+        settings["data"] = str(args.data.absolute())
+    return Source(args.workload, settings)
 
 
 def layouts_of(args: argparse.Namespace) -> list[Layout]:

@@ -9,12 +9,11 @@ import shutil
 import time
 from pathlib import Path
 
-from everyrank.commands.shared import add_common, check_writable, launch_of
+from everyrank.commands.shared import add_common, check_writable, launch_of, source_of
 from everyrank.errors import UsageError
 from everyrank.launch import facts_from_environment
 from everyrank.layout import parse_layout
 from everyrank.record import write_records
-from everyrank.workload import Source, parse_settings
 
 HELP = "train a workload under a layout"
 
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from everyrank import session
 
     layout = parse_layout(args.layout)
-    source = Source(args.workload, parse_settings(args.set))
+    source = source_of(args)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = f"{Path(args.workload.partition(':')[0]).stem}-{layout.strategy}-{stamp}-{os.getpid()}"
     out = args.out or Path("runs") / name

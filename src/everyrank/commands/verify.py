@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from everyrank.commands.shared import add_common, add_layouts, check_writable, launch_of, layouts_of, show, status_of
-from everyrank.workload import Source, parse_settings
+from everyrank.commands.shared import (
+    add_common,
+    add_layouts,
+    check_writable,
+    launch_of,
+    layouts_of,
+    show,
+    source_of,
+    status_of,
+)
 
 HELP = "check that layouts equal one device"
 
@@ -27,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     layouts, launch = layouts_of(args), launch_of(args, default_processes=2)
     check_writable(args.json)
-    source = Source(args.workload, parse_settings(args.set))
+    source = source_of(args)
     records = session.verify(source, layouts, launch, steps=args.steps, samples=args.samples)
     if not records:
         return 0

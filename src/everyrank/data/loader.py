@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from everyrank.data.order import Update, epoch_order, update_samples
 from everyrank.data.slicing import Slice, cut, micro_batches
-from everyrank.errors import WorkloadError
+from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -132,7 +132,7 @@ def _fetch(
         fetched: Iterator[Any] = (collate(read.__getitems__(some)) for some in keys())  # what a DataLoader would do
     else:
         # The loader's workers start here, not at the first batch, which may stand in a timed region.
-        fetched = iter(
+        fetched = _told_by_workers(
             DataLoader(
                 read,
                 batch_sampler=_Once(keys()),  # type: ignore[arg-type]
@@ -142,6 +142,20 @@ def _fetch(
             )
         )
     return _batches(fetched, asked, functools.partial(_move, device=world.device, dtype=dtype))
+
+
+def _told_by_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What the workers fetch; an error of ours arrives with a traceback in its text, of which the end is kept."""
+    fetched = iter(loader)  # here the workers start
+
+    def batches() -> Iterator[Any]:
+        try:
+            yield from fetched
+        except EveryrankError as error:
+            message = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
+            raise type(error)(message or str(error)) from None
+
+    return batches()
 
 
 def _batches(

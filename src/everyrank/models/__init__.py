@@ -2,5 +2,6 @@
 
 from everyrank.models.convnet import ConvNet
 from everyrank.models.decoder import Decoder, DecoderShape
+from everyrank.models.resnet import RESNET_DEPTHS, ResNet
 
-__all__ = ["ConvNet", "Decoder", "DecoderShape"]
+__all__ = ["RESNET_DEPTHS", "ConvNet", "Decoder", "DecoderShape", "ResNet"]

@@ -1,0 +1,42 @@
+"""Images that fit in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from everyrank.errors import WorkloadError
+
+__all__ = ["Images"]
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """(pixels changed by `transform`, label).
+
+    pixels      (N, C, H, W), uint8
+    labels      (N,), int64
+    transform   (C, H, W) uint8 -> what the model takes
+    random      whether `transform` draws numbers: then they become a function of (seed, epoch, sample)
+
+    Raises `WorkloadError` where there are not as many labels as images.
+    """
+
+    def __init__(
+        self, pixels: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor], random: bool = False
+    ) -> None:
+        if len(pixels) != len(labels):
+            raise WorkloadError(f"{len(pixels)} images, but {len(labels)} labels")
+        self.pixels, self.labels, self.transform = pixels, labels, transform
+        self.deterministic = not random
+        content = hashlib.sha256(pixels.numpy().tobytes())
+        content.update(labels.numpy().tobytes())
+        self.checksum = f"sha256:{content.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(self.pixels[index]), int(self.labels[index])

@@ -1,0 +1,464 @@
+"""Real files in the formats people have them in, written from the shipped digits: read right, or refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import zoo
+from everyrank import find_workload, read_records
+from everyrank.data import Slice, all_updates, batches_for_updates
+from everyrank.errors import UsageError, WorkloadError
+from everyrank.models import ResNet
+from everyrank.sources import ImageFolder, read_cifar, read_idx, read_mnist
+from everyrank.sources.transforms import (
+    crop_with_padding,
+    flip,
+    normalise,
+    random_resized_crop,
+    resize_and_centre_crop,
+    to_pixels,
+)
+from everyrank.workload import load
+from everyrank.workloads.digits import Digits
+from everyrank.workloads.schedules import make_schedule
+from everyrank.world import World
+
+
+def digits(count: int, size: int) -> tuple[Any, Any]:
+    """(N, size, size) uint8 and (N,): the first digits, enlarged."""
+    data = Digits(held_out=False)
+    images = [(image[0] * 255).byte().numpy() for image, _ in (data[index] for index in range(count))]
+    large = [np.array(Image.fromarray(image).resize((size, size))) for image in images]
+    return np.stack(large), np.array([int(data[index][1]) for index in range(count)])
+
+
+def idx(array: Any) -> bytes:
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mnist")
+    pixels, labels = digits(80, 28)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels[:60])))
+    (folder / "train-labels-idx1-ubyte").write_bytes(idx(labels[:60]))
+    (folder / "t10k-images-idx3-ubyte").write_bytes(idx(pixels[60:]))
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels[60:])))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All four archives, unpacked."""
+    folder = tmp_path_factory.mktemp("cifar")
+    pixels, labels = digits(60, 32)
+    rows = np.repeat(pixels.reshape(60, 1, 32 * 32), 3, axis=1).reshape(60, -1)
+    rows[:, :1024] //= 2  # red is not the others
+    parts = {f"data_batch_{index + 1}": slice(10 * index, 10 * index + 10) for index in range(5)}
+    parts["test_batch"] = slice(50, 60)
+    for name in ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-100-python", "cifar-100-binary"):
+        (folder / name).mkdir()
+    for name, part in parts.items():
+        write_pickle(folder / "cifar-10-batches-py" / name, {b"data": rows[part], b"labels": labels[part].tolist()})
+        content = np.concatenate([labels[part, None].astype(np.uint8), rows[part]], axis=1)
+        (folder / "cifar-10-batches-bin" / f"{name}.bin").write_bytes(content.tobytes())
+    for name, part in (("train", slice(0, 50)), ("test", slice(50, 60))):
+        fine = labels[part] * 9
+        write_pickle(folder / "cifar-100-python" / name, {b"data": rows[part], b"fine_labels": fine.tolist()})
+        both = np.stack([labels[part], fine], axis=1).astype(np.uint8)
+        (folder / "cifar-100-binary" / f"{name}.bin").write_bytes(np.concatenate([both, rows[part]], axis=1).tobytes())
+    return folder
+
+
+def write_pickle(path: Path, content: Any) -> None:
+    path.write_bytes(pickle.dumps(content, protocol=2))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train and val with folders of classes; JPEG, PNG and WebP, of several sizes."""
+    folder = tmp_path_factory.mktemp("images")
+    pixels, labels = digits(60, 40)
+    for index, (image, label) in enumerate(zip(pixels, labels, strict=True)):
+        place = folder / ("train" if index < 45 else "val") / f"digit {label}"
+        place.mkdir(parents=True, exist_ok=True)
+        suffix = ("jpg", "png", "webp", "JPEG")[index % 4]
+        Image.fromarray(image).resize((40 + index, 40)).convert("L" if index % 3 else "RGB").save(
+            place / f"{index}.{suffix}"
+        )
+    return folder
+
+
+# --- idx
+
+
+def test_mnist_is_read(mnist: Path) -> None:
+    """Plain and gzip, training and held out."""
+    pixels, labels = digits(80, 28)
+    for held_out, part in ((False, slice(0, 60)), (True, slice(60, 80))):
+        found, targets = read_mnist(mnist, held_out)
+        assert found.shape == (part.stop - part.start, 1, 28, 28)
+        assert np.array_equal(found[:, 0].numpy(), pixels[part])
+        assert np.array_equal(targets.numpy(), labels[part])
+
+
+def test_mnist_as_npz_is_read(tmp_path: Path) -> None:
+    pixels, labels = digits(20, 28)
+    path = tmp_path / "mnist.npz"
+    np.savez(path, x_train=pixels[:15], y_train=labels[:15], x_test=pixels[15:], y_test=labels[15:])
+    found, targets = read_mnist(path, held_out=True)
+    assert np.array_equal(found[:, 0].numpy(), pixels[15:])
+    assert targets.tolist() == labels[15:].tolist()
+    np.savez(path, x_train=pixels.astype(object), y_train=labels)
+    with pytest.raises(WorkloadError, match=r"mnist\.npz"):
+        read_mnist(path, held_out=False)  # arrays of objects are pickles
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "no idx file"),
+        (b"PK\3\4", "no idx file"),
+        (b"\0\0\x0d\1\0\0\0\1\0\0\0\0", "type 0x0d"),
+        (b"\0\0\x08\3\0\0", "within its header"),
+        (idx(np.zeros((2, 3)))[:-1], r"5 bytes of data where the header \(2, 3\) asks for 6"),
+        (gzip.compress(idx(np.zeros((2, 3))))[:-9], "cannot be read"),
+    ],
+)
+def test_a_broken_idx_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(content)
+    with pytest.raises(WorkloadError, match=f"{path}: .*{words}") as caught:
+        read_idx(path)
+    assert "\n" not in str(caught.value)
+
+
+# --- CIFAR
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+@pytest.mark.parametrize("held_out", [False, True])
+def test_both_formats_of_cifar_are_the_same(cifar: Path, classes: int, held_out: bool) -> None:
+    names = {10: ("cifar-10-batches-py", "cifar-10-batches-bin"), 100: ("cifar-100-python", "cifar-100-binary")}[
+        classes
+    ]
+    (pixels, labels), (same, targets) = (read_cifar(cifar / name, classes, held_out) for name in names)
+    assert torch.equal(pixels, same)
+    assert torch.equal(labels, targets)
+    original, numbers = digits(60, 32)
+    part = slice(50, 60) if held_out else slice(0, 50)
+    assert np.array_equal(pixels[:, 2].numpy(), original[part])
+    assert np.array_equal(pixels[:, 0].numpy(), original[part] // 2)
+    assert labels.tolist() == (numbers[part] * (1 if classes == 10 else 9)).tolist()
+    assert torch.equal(read_cifar(cifar, classes, held_out)[0], pixels)  # the folder above finds them, too
+
+
+class Hostile:
+    def __init__(self, *what: Any) -> None:
+        self.what = what
+
+    def __reduce__(self) -> Any:
+        return self.what[0], self.what[1:]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mark: Hostile(os.system, f"touch {mark}"),
+        lambda mark: {b"data": Hostile(os.system, f"touch {mark}"), b"labels": [1]},
+        lambda mark: Hostile(eval, f"open({str(mark)!r}, 'w')"),
+        lambda mark: {b"data": np.array([Hostile(os.system, f"touch {mark}")], dtype=object), b"labels": [1]},
+        lambda mark: Hostile(getattr, "a", "upper"),
+    ],
+)
+def test_a_hostile_pickle_runs_nothing(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    """What it asks for is named, and nothing of it happens."""
+    mark = tmp_path / "it-ran"
+    write_pickle(tmp_path / "test_batch", make(mark))
+    with pytest.raises(WorkloadError, match="test_batch: a pickle"):
+        read_cifar(tmp_path, 10, held_out=True)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        [],
+        {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]},
+        {b"data": np.zeros((1, 5), np.uint8), b"labels": [1]},
+        {b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]},
+        {b"data": np.zeros((1, 3072), np.uint8), b"labels": ["1"]},
+        {b"data": np.zeros((1, 3072), np.float32), b"labels": [1]},
+        {b"data": np.asfortranarray(np.zeros((2, 3072), np.uint8)), b"labels": [1, 1]},
+    ],
+)
+def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+    write_pickle(tmp_path / "test_batch", content)
+    with pytest.raises(WorkloadError) as caught:
+        read_cifar(tmp_path, 10, held_out=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_cut_off_files_of_cifar_are_named(cifar: Path, tmp_path: Path) -> None:
+    for name, source in (
+        ("test_batch", cifar / "cifar-10-batches-py" / "test_batch"),
+        ("test_batch.bin", cifar / "cifar-10-batches-bin" / "test_batch.bin"),
+    ):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        (folder / name).write_bytes(source.read_bytes()[:-7])
+        with pytest.raises(WorkloadError, match=f"{name}: "):
+            read_cifar(folder, 10, held_out=True)
+    with pytest.raises(WorkloadError, match=r"neither data_batch_1.*unpack cifar-10-python\.tar\.gz"):
+        read_cifar(tmp_path, 10, held_out=False)
+
+
+# --- folders of images
+
+
+def test_a_folder_of_images_is_read(images: Path) -> None:
+    """Classes by name, images by class and name, all in RGB."""
+    data = ImageFolder(images / "train", to_pixels)
+    assert data.classes == sorted(entry.name for entry in (images / "train").iterdir())
+    assert len(data) == 45
+    assert [number for _, number in data.samples] == sorted(number for _, number in data.samples)
+    for index in range(len(data)):
+        pixels, label = data[index]
+        path = data.samples[index][0]
+        assert path.parent.name == data.classes[label]
+        assert pixels.shape == (3, 40, 40 + int(path.stem))
+        assert pixels.dtype == torch.uint8
+
+
+def test_a_truncated_image_is_reported_and_skipped_only_if_asked(images: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    whole = min((images / "train").rglob("*.jpg")).read_bytes()
+    (folder / "whole.jpg").write_bytes(whole)
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) * 2 // 3])
+    (folder / "text.png").write_text("no image")
+    data = ImageFolder(tmp_path, to_pixels)
+    assert len(data) == 3
+    with pytest.raises(WorkloadError, match=r"cut\.jpg: cannot be read as an image .*[Tt]runcated.*broken=skip"):
+        data[0]
+    with pytest.raises(WorkloadError, match=r"text\.png: cannot be read"):
+        data[1]
+    kept = ImageFolder(tmp_path, to_pixels, broken="skip")
+    assert [path.name for path, _ in kept.samples] == ["whole.jpg"]
+    assert sorted(path.name for path in kept.skipped) == ["cut.jpg", "text.png"]
+    with pytest.raises(WorkloadError, match="broken=no: give error or skip"):
+        ImageFolder(tmp_path, to_pixels, broken="no")
+
+
+def test_folders_that_do_not_fit_are_named(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="no such folder"):
+        ImageFolder(tmp_path / "nothing", to_pixels)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WorkloadError, match="no images"):
+        ImageFolder(tmp_path, to_pixels)
+    with pytest.raises(WorkloadError, match="no such class in the training data"):
+        ImageFolder(images / "val", to_pixels, classes=["digit 0"])
+
+
+# --- augmentation
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_sample(images: Path) -> None:
+    """The same images whatever the ranks and the loader workers, and other ones in the next epoch."""
+
+    def change(image: Any) -> torch.Tensor:
+        return normalise(crop_with_padding(flip(to_pixels(random_resized_crop(image, 24))), 2), (0.5,) * 3, (0.2,) * 3)
+
+    data = ImageFolder(images / "train", change, random=True)
+    workload = zoo.workload("frozen", global_batch=9)
+
+    def fetched(rank: int, size: int, workers: int) -> list[torch.Tensor]:
+        world = World(rank, size, 0, 1, torch.device("cpu"), "gloo", 1, workers, 60.0, None, None)  # type: ignore[arg-type]
+        updates = all_updates(6, 5)
+        batches = batches_for_updates(workload, data, updates, Slice(rank, size), 1, world, torch.float32)
+        return [parts[0].input for parts in batches]
+
+    whole = fetched(0, 1, 0)
+    for size, workers in ((1, 2), (2, 0), (3, 1)):
+        parts = [fetched(rank, size, workers) for rank in range(size)]
+        for update, expected in enumerate(whole):
+            assert torch.equal(torch.cat([part[update] for part in parts]), expected)
+    assert not torch.equal(whole[0], whole[5])  # the first update of the next epoch
+
+
+def test_crops_are_of_the_size_that_was_asked(images: Path) -> None:
+    torch.manual_seed(0)
+    for shape in ((40, 40), (300, 7), (7, 300), (1, 1)):
+        image = Image.new("RGB", shape)
+        for crop in (random_resized_crop, resize_and_centre_crop):
+            assert to_pixels(crop(image, 16)).shape == (3, 16, 16)
+
+
+def test_the_centre_is_the_centre() -> None:
+    """A white square in the middle of a wide black image stays in the middle; the sides are cut off."""
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[24:40, 56:72] = 255
+    found = to_pixels(resize_and_centre_crop(Image.fromarray(pixels), 56))[0]
+    rows, columns = (found > 127).any(1).nonzero()[:, 0], (found > 127).any(0).nonzero()[:, 0]
+    assert (int(rows[0]) + int(rows[-1])) // 2 == (int(columns[0]) + int(columns[-1])) // 2 == 27
+    assert abs(len(rows) - 16) <= 1  # 56 pixels show 64 * 224 / 256 = 56 of the image
+
+
+def test_cropping_and_flipping_move_pixels_and_change_none() -> None:
+    torch.manual_seed(1)
+    pixels = torch.arange(3 * 8 * 8, dtype=torch.uint8).reshape(3, 8, 8) + 1
+    places, flips = set(), set()
+    for _ in range(200):
+        crop = crop_with_padding(pixels, 1)
+        assert crop.shape == pixels.shape
+        places.add(int(crop[0, 4, 4]))
+        flips.add(int(flip(pixels)[0, 0, 0]))
+    assert places == {int(pixels[0, 4 + down, 4 + right]) for down in (-1, 0, 1) for right in (-1, 0, 1)}
+    assert flips == {int(pixels[0, 0, 0]), int(pixels[0, 0, 7])}
+
+
+# --- models and schedules
+
+
+@pytest.mark.parametrize(
+    ("depth", "classes", "small", "parameters"),
+    [(18, 1000, False, 11_689_512), (50, 1000, False, 25_557_032), (18, 10, True, 11_173_962)],
+)
+def test_residual_networks_are_those_of_the_papers(depth: int, classes: int, small: bool, parameters: int) -> None:
+    model = ResNet(depth, classes, small_images=small)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    size = 32 if small else 64
+    assert model.eval()(torch.zeros(1, 3, size, size)).shape == (1, classes)
+
+
+def rates(kind: str, updates: int, warmup: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = make_schedule(kind, updates, warmup)(optimizer)
+    found: list[float] = []
+    for _ in range(updates):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_schedules() -> None:
+    assert rates("constant", 5, 0) == [1.0] * 5
+    assert rates("step", 90, 0) == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 20 + [0.001] * 10)
+    cosine = rates("cosine", 100, 0)
+    assert cosine[0] == 1.0
+    assert cosine[50] == pytest.approx(0.5)
+    assert cosine[99] < 0.001
+    warm = rates("step", 90, 5)
+    assert warm[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert warm[29:31] == pytest.approx([1.0, 0.1])  # the steps stay where they were
+    for bad in (("nosuch", 10, 0), ("step", 10, 10), ("step", 10, -1)):
+        with pytest.raises(WorkloadError):
+            make_schedule(*bad)
+
+
+# --- the workloads
+
+
+def everyrank(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "everyrank", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+SMALL = ("--layout", "ddp", "--processes", "2", "--steps", "3", "--json", "r.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mnist", ["batch=16"]),
+        ("cifar100", ["batch=10", "width=4"]),
+        ("imagenet", ["batch=12", "width=4", "size=32", "epochs=2"]),
+    ],
+)
+def test_they_train_on_real_files(
+    tmp_path: Path, mnist: Path, cifar: Path, images: Path, name: str, settings: list[str]
+) -> None:
+    """Two ranks, three updates, exact evaluation."""
+    data = {"mnist": mnist, "cifar100": cifar, "imagenet": images}[name]
+    done = everyrank("train", name, "--data", str(data), *SMALL, "--set", *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path / "r.json")
+    assert len(record.loss) == 3
+    assert set(record.metrics) == {"top1", "top5", "eval_loss"}
+    assert record.provenance["data_checksum"].startswith("sha256")
+
+
+def test_a_distributed_run_on_images_equals_one_device(tmp_path: Path, images: Path) -> None:
+    """Augmentation, batch norm and a ragged batch; and each sample is read once."""
+    done = everyrank(
+        "verify", "imagenet", "--data", str(images), "--layout", "ddp", "fsdp", "--processes", "2", "--steps", "4",
+        "--samples", "--set", "batch=12", "width=4", "size=24", "epochs=2", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each read once" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("mnist", {}, ["--data", "train-images-idx3-ubyte", "https://"]),
+        ("cifar10", {"data": "nothing-here"}, ["nothing-here", "cifar-10-python.tar.gz"]),
+        ("imagenet", {"data": "."}, ["train", "no such folder"]),
+        ("cifar10", {"data": ".", "depth": 19}, ["depth=19", "18, 34, 50, 101"]),
+        ("cifar100", {"data": ".", "schedule": "no"}, ["neither train nor train.bin"]),
+        ("digits", {"data": "."}, ["data"]),
+    ],
+)
+def test_data_that_is_not_there_is_asked_for_in_one_line(
+    name: str, settings: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        load(find_workload(name, **settings))
+    assert "\n" not in str(caught.value)
+    for word in expected:
+        assert word in str(caught.value)
+
+
+def test_no_data_at_all_is_asked_for_on_the_command_line(tmp_path: Path) -> None:
+    done = everyrank("train", "mnist", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "--data DIR" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_truncated_image_ends_a_training_by_name(tmp_path: Path, images: Path) -> None:
+    """Also where a loader worker meets it, whose error arrives as the text of a traceback."""
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        for index in range(4):
+            content = sorted((images / "train").rglob("*.jpg"))[index].read_bytes()
+            whole = part == "val" or index != 2
+            (tmp_path / part / "a" / f"{index}.jpg").write_bytes(content if whole else content[:-60])
+    words = ["train", "imagenet", "--data", ".", "--workers", "1", "--set"]
+    done = everyrank(*words, "batch=2", "width=4", "size=64", "epochs=1", cwd=tmp_path)
+    assert done.returncode in (2, 4)
+    assert "Traceback" not in done.stderr
+    assert "2.jpg: cannot be read as an image" in done.stderr.strip().splitlines()[-1]
+
+
+def test_the_sources_serve_a_workload_of_ones_own(images: Path) -> None:
+    """Nothing in them knows the built-in workloads."""
+    workload = load(find_workload("imagenet", data=str(images), size=16, width=4, batch=5, epochs=1))
+    assert len(workload.train_data()) == 45
+    assert workload.train_data() is workload.train_data()  # read once
