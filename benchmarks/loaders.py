@@ -39,7 +39,8 @@ from everyrank.measure.provenance import provenance
 from everyrank.models import ConvNet
 from everyrank.record import Record, write_records
 from everyrank.strategies import prepare
-from everyrank.workloads.digits import Digits, loss
+from everyrank.workloads.classify import loss
+from everyrank.workloads.digits import Digits
 from everyrank.world import World, alone, on_rank_0, open_world
 
 WARM_UP, TIMED = 10, 30  # updates of a turn: by then what the workers read ahead is used up

@@ -64,7 +64,7 @@ INSIDE = {
     ],
     "doctor": ["findings", "machine", "network", "software", "selftest", "examination"],
     "commands": ["shared", "train", "verify", "bench", "report", "doctor", "new"],
-    "report": ["table", "beside", "terminal", "markdown", "charts", "page"],
+    "report": ["table", "beside", "terminal", "markdown", "drawing", "charts", "page"],
 }
 # The face of the package, and who starts it.
 FACES = {"__init__", "__main__"}

@@ -157,7 +157,7 @@ class Sleepy(nn.Module):
 
 
 class Slow(Dataset[tuple[Tensor, Tensor]]):
-    """Points, of which each second one may take a nap to read."""
+    """Points, each of which may take a short nap to read."""
 
     deterministic = True
 
@@ -252,9 +252,6 @@ def test_no_phase_is_told_twice(ranks: Any) -> None:
         data, _ = open_data(workload, 1)
         prepared = prepare(workload, layout, alone(world))
         seen: list[str] = []
-
-        def watch(self: Any, phase: str) -> None:
-            seen.append(phase)
 
         updates = run_updates(workload, data, layout, alone(world), prepared, all_updates(1, 10))
         with mock.patch("everyrank.measure.split.observe_phases") as observe:

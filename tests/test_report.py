@@ -194,6 +194,19 @@ def test_scaling_has_its_table_and_drawing(report: Callable[..., Report]) -> Non
     assert all("0.61" not in text for text in report([records[0], hidden]))
 
 
+def test_a_layout_has_one_colour_in_all_drawings(report: Callable[..., Report]) -> None:
+    """Also where a drawing leaves out those before it: single ran too shortly for a sample of its resources."""
+    shown = report([timed("single", EQUAL, 5, resources=None), timed("ddp", EQUAL, 7)])
+    single, ddp = "#0072b2", "#e69f00"
+    for kind in ("throughput", "memory", "losses"):
+        text = ET.tostring(svgs(shown.html, kind)[0], encoding="unicode")
+        assert single in text
+        assert ddp in text
+    text = ET.tostring(svgs(shown.html, "resources")[0], encoding="unicode")
+    assert ddp in text
+    assert single not in text
+
+
 def test_two_sets_are_laid_beside_each_other(report: Callable[..., Report]) -> None:
     """What both have, the ratio, whether the intervals overlap, and in what else the sets differ."""
 

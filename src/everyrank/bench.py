@@ -38,7 +38,7 @@ from everyrank.measure.split import PHASES, breakdown, phases
 from everyrank.options import BenchOptions
 from everyrank.parity import check_layout, subject_of
 from everyrank.progress import progress
-from everyrank.record import Interval, Parity, Record
+from everyrank.record import Interval, Parity, Record, Resources
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world, use_threads
@@ -66,6 +66,7 @@ class _Arm:
     trial_seconds: list[float] = field(default_factory=list[float])
     # of each trial and rank: mean seconds of each phase of a step
     splits: list[list[list[float]]] = field(default_factory=list[list[list[float]]])
+    resources: Resources | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -98,18 +99,7 @@ def bench_rank(
         workload = load(what)
         workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world.size)
-        planned = planned_updates(workload, len(train_data))
-        # what loader workers read ahead before the clock starts has to be used up by then
-        lead = min(2 * launch.loader_workers * world.size, planned // 2)
-        bench = _Bench(
-            workload,
-            train_data,
-            eval_data,
-            run_updates=min(planned, options.steps or _MAX_UPDATES),
-            lead_updates=lead,
-            trial_updates=min(planned - lead, options.steps or _TRIAL_UPDATES),
-            split_updates=min(planned - lead, options.steps or _SPLIT_UPDATES),
-        )
+        bench = _planned(workload, train_data, eval_data, world, options)
         subject = subject_of(workload, train_data, eval_data, options.verify_steps)
         arms: list[_Arm] = []
         is_first = world.rank == 0
@@ -136,9 +126,25 @@ def bench_rank(
         source = provenance(workload, train_data, world, options.command)
         source["method"] = _method(bench, options)
         single = next((arm for arm in running if str(arm.layout) == "single"), None)
-        records = [_record(arm, bench, facts, world, source, startup_seconds, single) for arm in arms]
-        used = {id(arm): sampler.of(str(index)) for index, arm in enumerate(running)}
-        return [replace(record, resources=used.get(id(arm))) for record, arm in zip(records, arms, strict=True)]
+        for index, arm in enumerate(running):
+            arm.resources = sampler.of(str(index))
+        return [_record(arm, bench, facts, world, source, startup_seconds, single) for arm in arms]
+
+
+def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> _Bench:
+    """How many updates each kind of run has."""
+    planned = planned_updates(workload, len(train_data))
+    # what loader workers read ahead before the clock starts has to be used up by then
+    lead = min(2 * world.loader_workers * world.size, planned // 2)
+    return _Bench(
+        workload,
+        train_data,
+        eval_data,
+        run_updates=min(planned, options.steps or _MAX_UPDATES),
+        lead_updates=lead,
+        trial_updates=min(planned - lead, options.steps or _TRIAL_UPDATES),
+        split_updates=min(planned - lead, options.steps or _SPLIT_UPDATES),
+    )
 
 
 def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -> None:
@@ -263,6 +269,7 @@ def _record(
         collectives=arm.inside[0].collectives if arm.inside else [],
         startup_seconds=startup_seconds if is_timed else None,
         first_step_seconds=arm.first_step_seconds,
+        resources=arm.resources,
         loss=arm.losses,
         metrics=arm.metrics,
         provenance={**source, "threads_per_rank": arm.world.threads, "updates": bench.run_updates},

@@ -13,7 +13,6 @@ import datetime
 import gc
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, kind_named
-from everyrank.launch import Launch, RankFacts
+from everyrank.launch import Launch, RankFacts, num_cores
 
 __all__ = [
     "World",
@@ -35,7 +34,6 @@ __all__ = [
     "choose_device",
     "from_rank_0",
     "meet",
-    "num_cores",
     "on_rank_0",
     "open_world",
     "tell",
@@ -149,11 +147,6 @@ def alone(world: World) -> World:
     # as many loader workers as all ranks of the host have together: no layout is fed faster than another
     workers = world.loader_workers * world.local_size if world.size > 1 else world.loader_workers
     return replace(world, rank=0, size=1, threads=num_cores(), loader_workers=workers, group=None)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_threads(threads: int) -> None:

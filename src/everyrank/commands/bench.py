@@ -20,10 +20,9 @@ from everyrank.commands.shared import (
 from everyrank.errors import UsageError
 from everyrank.launch import facts_from_environment
 
+__all__ = ["HELP", "add", "run"]
+
 HELP = "check layouts, then time those that are equal"
-
-
-__all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

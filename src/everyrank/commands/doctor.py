@@ -11,10 +11,9 @@ from everyrank.commands.shared import check_writable, close_output
 from everyrank.errors import CHECK_FAILED
 from everyrank.launch import Launch
 
+__all__ = ["HELP", "add", "run"]
+
 HELP = "what this machine can run, why not the rest, and what to do"
-
-
-__all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from everyrank.commands.shared import check_writable
 from everyrank.errors import UsageError
 
+__all__ = ["HELP", "add", "run"]
+
 HELP = "print or write a standalone script: plain PyTorch, yours"
-
-
-__all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

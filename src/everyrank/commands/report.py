@@ -9,10 +9,9 @@ from everyrank.commands.shared import add_outputs, check_html, check_writable, s
 from everyrank.errors import UsageError
 from everyrank.record import read_records
 
+__all__ = ["HELP", "add", "run"]
+
 HELP = "show Records that --json wrote"
-
-
-__all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -15,10 +15,9 @@ from everyrank.launch import facts_from_environment
 from everyrank.layout import parse_layout
 from everyrank.record import write_records
 
+__all__ = ["HELP", "add", "run"]
+
 HELP = "train a workload under a layout"
-
-
-__all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

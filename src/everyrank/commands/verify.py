@@ -15,10 +15,9 @@ from everyrank.commands.shared import (
     status_of,
 )
 
+__all__ = ["HELP", "add", "run"]
+
 HELP = "check that layouts equal one device"
-
-
-__all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

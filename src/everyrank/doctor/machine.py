@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from everyrank.doctor.findings import Finding, absent, ok, problem, warning
+from everyrank.launch import num_cores
 
 __all__ = ["check_cores", "check_files", "check_machine", "check_shared_memory", "check_space", "check_threads"]
 
@@ -24,7 +25,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 def check_machine(environment: Mapping[str, str]) -> list[Finding]:
     """All checks of this file, on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory = psutil.virtual_memory()
     found = [

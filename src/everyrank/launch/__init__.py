@@ -11,8 +11,17 @@
 Imports no torch: the process of the person who typed the command only waits.
 """
 
-from everyrank.launch.facts import RankFacts, facts_from_environment, num_accelerators
+from everyrank.launch.facts import RankFacts, facts_from_environment, num_accelerators, num_cores
 from everyrank.launch.job import LAUNCHERS, Launch, Named
 from everyrank.launch.processes import run
 
-__all__ = ["LAUNCHERS", "Launch", "Named", "RankFacts", "facts_from_environment", "num_accelerators", "run"]
+__all__ = [
+    "LAUNCHERS",
+    "Launch",
+    "Named",
+    "RankFacts",
+    "facts_from_environment",
+    "num_accelerators",
+    "num_cores",
+    "run",
+]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from everyrank.errors import UsageError
 
-__all__ = ["RankFacts", "facts_from_environment", "num_accelerators"]
+__all__ = ["RankFacts", "facts_from_environment", "num_accelerators", "num_cores"]
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -79,6 +80,11 @@ def facts_from_environment(environment: Mapping[str, str]) -> RankFacts | None:
         hosts_store=numbers["RANK"] == 0 and not agent_store,
         attempt=numbers["TORCHELASTIC_RESTART_COUNT"],
     )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_accelerators() -> int:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import everyrank
+from everyrank.launch import num_cores
 from everyrank.workload import Workload
-from everyrank.world import World, num_cores
+from everyrank.world import World
 
 __all__ = ["provenance"]
 

@@ -3,6 +3,7 @@
 table.py      what the columns are and what stands in them: plain text, no formatting
 beside.py     several sets of Records: the same things measured twice
 charts.py     drawings for the page
+drawing.py    what they are drawn with
 terminal.py   rich
 markdown.py   for a pull request or a README
 page.py       HTML that needs no network

@@ -6,100 +6,32 @@ colour in all of them.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from everyrank.record import Record
+from everyrank.record import Interval, Record
 from everyrank.report.beside import Sets, matching
+from everyrank.report.drawing import COLOURS, TEXT, bars, colours_of, draw, legend_above, legend_height, short, spread
 from everyrank.report.table import PARTS, is_checked, label
 
 __all__ = ["CHARTS", "beside", "curves", "memory", "resources", "scaling", "split", "throughput", "traffic"]
 
-_TEXT = "#010203"  # stands for the page's own text colour
-_WIDTH = 5.0  # inches
-_LONGEST_NAME = 30
-
-# Okabe and Ito 2008: told apart by most colour-blind people, and on light and dark
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#a6811c", "#7a7a7a")
 _PARTS = dict(zip(PARTS, ("#7a7a7a", "#56b4e9", "#0072b2", "#009e73", "#d55e00"), strict=True))
-
-
-def _draw(height: float, paint: Callable[[Any], None]) -> str:
-    """A figure painted by `paint`, as SVG."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    settings: dict[Any, Any] = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor"), _TEXT
-    )
-    settings |= {"svg.fonttype": "none", "svg.hashsalt": "everyrank", "text.parse_math": False, "font.size": 10}
-    with mpl.rc_context(settings):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        paint(figure)
-        for axes in figure.axes:
-            axes.patch.set_alpha(0)
-            axes.spines[["top", "right"]].set_visible(False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :].replace(_TEXT, "currentColor")
-
-
-def _short(text: str) -> str:
-    """A name that leaves room for the drawing; the tables have it in full."""
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 1] + "…"
-
-
-def _columns(names: Sequence[str]) -> int:
-    """How many columns a legend of these names has room for."""
-    return max(1, min(3, 54 // (max(map(len, names), default=1) + 6)))
-
-
-def _legend_above(axes: Any, names: Sequence[str]) -> None:
-    axes.legend(frameon=False, ncols=_columns(names), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-
-
-def _legend_height(names: Sequence[str]) -> float:
-    """Inches."""
-    return 0.2 * -(-len(names) // _columns(names))
-
-
-def _bars(
-    records: Sequence[Record],
-    heading: str,
-    paint: Callable[[Any, int, Record], None],
-    legend: Sequence[str] = (),
-) -> str:
-    """A horizontal bar for each Record, from top to bottom."""
-
-    def all_bars(figure: Any) -> None:
-        axes = figure.subplots()
-        for place, record in enumerate(records):
-            paint(axes, place, record)
-        axes.set_yticks(range(len(records)), [_short(label(record)) for record in records])
-        axes.invert_yaxis()
-        axes.set_xlabel(heading)
-        if legend:
-            _legend_above(axes, legend)
-
-    return _draw(0.9 + 0.42 * len(records) + _legend_height(legend), all_bars) if records else ""
 
 
 def throughput(records: Sequence[Record]) -> str:
     """Samples a second with their 95% intervals."""
     shown = [record for record in records if is_checked(record) and record.throughput_samples_per_second]
+    colours = colours_of(records)
 
     def paint(axes: Any, place: int, record: Record) -> None:
         value = record.throughput_samples_per_second
         assert value is not None
-        spread = [[max(0.0, value.median - value.low)], [max(0.0, value.high - value.median)]]
-        axes.barh(place, value.median, color=_COLOURS[place % len(_COLOURS)], alpha=0.85)
-        axes.errorbar(value.median, place, xerr=spread, color=_TEXT, capsize=3, linewidth=1)
+        axes.barh(place, value.median, color=colours[record.layout], alpha=0.85)
+        axes.errorbar(value.median, place, xerr=spread(value), color=TEXT, capsize=3, linewidth=1)
 
-    return _bars(shown, "samples/s, median and 95% interval", paint)
+    return bars(shown, "samples/s, median and 95% interval", paint)
 
 
 def split(records: Sequence[Record]) -> str:
@@ -110,41 +42,40 @@ def split(records: Sequence[Record]) -> str:
         left = 0.0
         for part, colour in _PARTS.items():
             value = getattr(record.breakdown_seconds, part) * 1e3
-            axes.barh(place, value, left=left, color=colour, label=part.replace("_", " ") if place == 0 else None)
+            axes.barh(place, value, left=left, color=colour, label=part.replace("_", " "))
             left += value
         if record.step_seconds is not None:
             step = record.step_seconds.median * 1e3
-            axes.plot([step, step], [place - 0.4, place + 0.4], color=_TEXT, linewidth=1.5)
+            axes.plot([step, step], [place - 0.4, place + 0.4], color=TEXT, linewidth=1.5)
 
-    return _bars(shown, "ms of a step; the line is the timed step", paint, [part.replace("_", " ") for part in PARTS])
+    return bars(shown, "ms of a step; the line is the timed step", paint, [part.replace("_", " ") for part in PARTS])
 
 
 def memory(records: Sequence[Record]) -> str:
     """Peak memory of tensors on one rank."""
     shown = [record for record in records if is_checked(record) and record.peak_memory_bytes is not None]
+    colours = colours_of(records)
 
     def paint(axes: Any, place: int, record: Record) -> None:
-        axes.barh(place, (record.peak_memory_bytes or 0) / 2**20, color=_COLOURS[place % len(_COLOURS)], alpha=0.85)
+        axes.barh(place, (record.peak_memory_bytes or 0) / 2**20, color=colours[record.layout], alpha=0.85)
 
-    return _bars(shown, "MiB of tensors alive at once, the fullest rank", paint)
+    return bars(shown, "MiB of tensors alive at once, the fullest rank", paint)
 
 
 def traffic(records: Sequence[Record]) -> str:
     """Bytes that one rank hands to each kind of collective in an update."""
     shown = [record for record in records if is_checked(record) and record.collectives]
     operations = list(dict.fromkeys(collective.op for record in shown for collective in record.collectives))
-    seen: set[str] = set()
 
     def paint(axes: Any, place: int, record: Record) -> None:
         left = 0.0
         for index, operation in enumerate(operations):
             value = sum(c.bytes for c in record.collectives if c.op == operation) / 2**10
-            name = operation.replace("_", "-") if value and operation not in seen else None
-            seen.update([operation] if value else [])
-            axes.barh(place, value, left=left, color=_COLOURS[index % len(_COLOURS)], label=name)
+            colour = COLOURS[index % len(COLOURS)]
+            axes.barh(place, value, left=left, color=colour, label=operation.replace("_", "-"))
             left += value
 
-    return _bars(shown, "KiB handed to collectives by a rank in an update", paint, operations)
+    return bars(shown, "KiB handed to collectives by a rank in an update", paint, operations)
 
 
 def curves(records: Sequence[Record]) -> str:
@@ -152,6 +83,7 @@ def curves(records: Sequence[Record]) -> str:
     shown = [record for record in records if len(record.loss) > 1]
     if not shown:
         return ""
+    colours = colours_of(records)
 
     def paint(figure: Any) -> None:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -159,8 +91,8 @@ def curves(records: Sequence[Record]) -> str:
         for index, record in enumerate(shown):
             # each line thinner than the one below it: equal curves stay visible as nested bands
             width = 1.2 + min(1.6, 8.0 / len(shown)) * (len(shown) - 1 - index)
-            colour = _COLOURS[index % len(_COLOURS)]
-            upper.plot(record.loss, linewidth=width, color=colour, label=_short(label(record)))
+            colour = colours[record.layout]
+            upper.plot(record.loss, linewidth=width, color=colour, label=short(label(record)))
             if single is not None and record is not single and _same_batch(record, single):
                 pairs = zip(single.loss, record.loss, strict=False)
                 gaps = [abs(a - b) / abs(a) if a and a != b else math.nan for a, b in pairs]  # no gap, no point
@@ -172,7 +104,7 @@ def curves(records: Sequence[Record]) -> str:
         lower.set_ylabel("relative distance\nfrom single")
         lower.set_xlabel("update")
 
-    return _draw(4.4, paint)
+    return draw(4.4, paint)
 
 
 def _same_batch(one: Record, other: Record) -> bool:
@@ -185,38 +117,28 @@ def scaling(records: Sequence[Record]) -> str:
     if not shown:
         return ""
     layouts = list(dict.fromkeys(record.layout for record in shown))
+    colours = colours_of(records)
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
-        for index, layout in enumerate(layouts):
-            for kind, style in (("strong", "-"), ("weak", "--")):
-                points = [(1, 1.0, 1.0, 1.0)]
+        for layout in layouts:
+            for kind, line in (("strong", "o-"), ("weak", "o--")):
+                points = {1: Interval(1.0, 1.0, 1.0)}
                 for record in shown:
                     if record.layout == layout and record.scaling is not None and record.scaling.kind == kind:
-                        value = record.scaling.efficiency
-                        points.append((record.world_size, value.median, value.low, value.high))
+                        points[record.world_size] = record.scaling.efficiency
                 if len(points) == 1:
                     continue
-                sizes, middle, low, high = zip(*sorted(points), strict=True)
-                spread = [[max(0.0, m - a) for m, a in zip(middle, low, strict=True)]]
-                spread += [[max(0.0, b - m) for m, b in zip(middle, high, strict=True)]]
-                colour = _COLOURS[index % len(_COLOURS)]
-                axes.errorbar(
-                    sizes,
-                    middle,
-                    yerr=spread,
-                    fmt="o" + style,
-                    color=colour,
-                    capsize=3,
-                    label=_short(f"{layout}, {kind}"),
-                )
+                sizes, values = zip(*sorted(points.items()), strict=True)
+                middle, name = [value.median for value in values], short(f"{layout}, {kind}")
+                axes.errorbar(sizes, middle, spread(*values), fmt=line, color=colours[layout], capsize=3, label=name)
         axes.set_xticks(sorted({1, *(record.world_size for record in shown)}))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("ranks")
         axes.set_ylabel("efficiency beside one rank")
         axes.legend(frameon=False, fontsize=9)
 
-    return _draw(3.2, paint)
+    return draw(3.2, paint)
 
 
 def resources(records: Sequence[Record]) -> str:
@@ -232,7 +154,7 @@ def resources(records: Sequence[Record]) -> str:
     ]
     if not shown:
         return ""
-    names = [_short(label(record)) for record in shown]
+    names, colours = [short(label(record)) for record in shown], colours_of(records)
     rows: list[tuple[str, Callable[[Any], Sequence[float]], float]] = [
         ("CPU, % of a core", lambda used: used.cpu_percent, 1.0),
         ("memory, GiB", lambda used: used.memory_bytes, 2.0**30),
@@ -244,20 +166,18 @@ def resources(records: Sequence[Record]) -> str:
     def paint(figure: Any) -> None:
         all_axes = figure.subplots(len(rows), 1, sharex=True)
         for axes, (heading, values_of, unit) in zip(all_axes, rows, strict=True):
-            for index, record in enumerate(shown):
+            for record, name in zip(shown, names, strict=True):
                 used = record.resources
                 assert used is not None
                 values = [value / unit for value in values_of(used)]
                 if len(values) == len(used.seconds):
-                    name = _short(label(record)) if axes is all_axes[0] else None
-                    colour = _COLOURS[index % len(_COLOURS)]
-                    axes.plot(used.seconds, values, ".", markersize=4, color=colour, label=name)
+                    axes.plot(used.seconds, values, ".", markersize=4, color=colours[record.layout], label=name)
             axes.set_ylim(bottom=0)
             axes.set_ylabel(heading)
         all_axes[-1].set_xlabel("seconds since the call; each layout in its turns")
-        _legend_above(all_axes[0], names)
+        legend_above(all_axes[0], names)
 
-    return _draw(0.6 + 1.4 * len(rows) + _legend_height(names), paint)
+    return draw(0.6 + 1.4 * len(rows) + legend_height(names), paint)
 
 
 def beside(sets: Sets) -> str:
@@ -266,8 +186,7 @@ def beside(sets: Sets) -> str:
     if not pairs:
         return ""
     height = 0.8 / len(sets)
-    names = [_short(name) for name in sets]
-    named: set[str] = set()
+    names = [short(name) for name in sets]
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
@@ -276,19 +195,15 @@ def beside(sets: Sets) -> str:
                 value = record.throughput_samples_per_second if record is not None else None
                 if value is not None:
                     at = place + (index - (len(sets) - 1) / 2) * height
-                    spread = [[max(0.0, value.median - value.low)], [max(0.0, value.high - value.median)]]
-                    colour = _COLOURS[index % len(_COLOURS)]
-                    axes.barh(
-                        at, value.median, height * 0.9, color=colour, label=None if name in named else _short(name)
-                    )
-                    named.add(name)
-                    axes.errorbar(value.median, at, xerr=spread, color=_TEXT, capsize=2, linewidth=1)
-        axes.set_yticks(range(len(pairs)), [_short(what) for what, _ in pairs])
+                    colour = COLOURS[index % len(COLOURS)]
+                    axes.barh(at, value.median, height * 0.9, color=colour, label=short(name))
+                    axes.errorbar(value.median, at, xerr=spread(value), color=TEXT, capsize=2, linewidth=1)
+        axes.set_yticks(range(len(pairs)), [short(what) for what, _ in pairs])
         axes.invert_yaxis()
         axes.set_xlabel("samples/s, median and 95% interval")
-        _legend_above(axes, names)
+        legend_above(axes, names)
 
-    return _draw(0.9 + 0.5 * len(pairs) + _legend_height(names), paint)
+    return draw(0.9 + 0.5 * len(pairs) + legend_height(names), paint)
 
 
 CHARTS: tuple[tuple[str, str, Callable[[Sequence[Record]], str]], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 
@@ -31,9 +32,13 @@ class Images(Dataset[tuple[Tensor, int]]):
             raise WorkloadError(f"{len(pixels)} images, but {len(labels)} labels")
         self.pixels, self.labels, self.transform = pixels, labels, transform
         self.deterministic = not random
-        content = hashlib.sha256(pixels.numpy().tobytes())
-        content.update(labels.numpy().tobytes())
-        self.checksum = f"sha256:{content.hexdigest()}"
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Of all pixels and labels; made when it is asked for, which rank 0 alone does."""
+        content = hashlib.sha256(self.pixels.numpy().tobytes())
+        content.update(self.labels.numpy().tobytes())
+        return f"sha256:{content.hexdigest()}"
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,8 +70,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise WorkloadError(f"{folder}: no images ({kinds}) in folders of classes there")
         self.transform = transform
         self.deterministic = not random
-        names = "\n".join(f"{number} {path.relative_to(folder)}" for path, number in self.samples)
-        self.checksum = f"sha256 of names: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
+        self.folder = folder
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Of the names of all files; made when it is asked for, which rank 0 alone does."""
+        names = "\n".join(f"{number} {path.relative_to(self.folder)}" for path, number in self.samples)
+        return f"sha256 of names: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
     def __len__(self) -> int:
         return len(self.samples)

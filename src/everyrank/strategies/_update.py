@@ -159,11 +159,8 @@ def update(
         factor = constant / count
     else:
         factor = torch.where(total[1] > 0, constant / total[1], 0.0)  # no terms, no update; the loop will say so
-    if isinstance(factor, float) and factor == 1.0 and workload.clip_norm is None and scale is None:
-        optimizer.step()
-        _advance(schedule)
-        return
-    gradients = local_tensors([p.grad for p in parameters if p.grad is not None])
+    is_done = isinstance(factor, float) and factor == 1.0 and workload.clip_norm is None and scale is None
+    gradients = [] if is_done else local_tensors([p.grad for p in parameters if p.grad is not None])
     if workload.clip_norm is not None or scale is not None:
         squares = torch.nn.utils.get_total_norm(gradients).double().square() if gradients else total.new_zeros(())
         norm = (sum_squares(squares) if sum_squares else squares).sqrt() * factor

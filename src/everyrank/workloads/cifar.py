@@ -11,12 +11,11 @@ import functools
 
 from torch import Tensor
 
-from everyrank.errors import WorkloadError
-from everyrank.models import RESNET_DEPTHS, ResNet
+from everyrank.models import ResNet
 from everyrank.sources import Images, read_cifar
 from everyrank.sources.transforms import crop_with_padding, flip, normalise
 from everyrank.workload import Workload
-from everyrank.workloads.classify import classify, place_of
+from everyrank.workloads.classify import check_depth, classify, place_of
 
 __all__ = ["cifar10", "cifar100"]
 
@@ -45,8 +44,7 @@ def _workload(
     seed: int,
 ) -> Workload:
     name = f"cifar{classes}"
-    if depth not in RESNET_DEPTHS:
-        raise WorkloadError(f"--set depth={depth}: give one of {', '.join(map(str, RESNET_DEPTHS))}")
+    check_depth(depth)
     expected = (
         f"the files of cifar-{classes}-python.tar.gz or cifar-{classes}-binary.tar.gz, unpacked, "
         "from https://www.cs.toronto.edu/~kriz/cifar.html"

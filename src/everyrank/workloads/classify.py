@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from everyrank.data import updates_per_epoch
 from everyrank.errors import WorkloadError
+from everyrank.models import RESNET_DEPTHS
 from everyrank.workload import Workload
 from everyrank.workloads.schedules import make_schedule
 
-__all__ = ["classify", "loss", "place_of", "top1", "top5"]
+__all__ = ["check_depth", "classify", "loss", "place_of", "top1", "top5"]
 
 
 def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -32,6 +33,12 @@ def top5(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """For how many images the right class is among the five likeliest: (B, classes), (B,) -> (number, of how many)."""
     likeliest = output.topk(min(5, output.shape[1]), dim=1).indices
     return (likeliest == target.unsqueeze(1)).any(1).sum(), len(target)
+
+
+def check_depth(depth: int) -> None:
+    """Raise `WorkloadError` for a depth that no `ResNet` has."""
+    if depth not in RESNET_DEPTHS:
+        raise WorkloadError(f"--set depth={depth}: give one of {', '.join(map(str, RESNET_DEPTHS))}")
 
 
 def place_of(data: str | None, name: str, expected: str) -> Path:

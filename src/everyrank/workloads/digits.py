@@ -12,13 +12,13 @@ import io
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from everyrank.errors import WorkloadError
 from everyrank.models import ConvNet
 from everyrank.workload import Workload
+from everyrank.workloads.classify import loss, top1
 
 __all__ = ["DATA", "Digits", "workload"]
 
@@ -36,16 +36,6 @@ class Digits(TensorDataset):
         is_held_out = torch.arange(len(rows)) % 5 == 4
         rows = rows[is_held_out if held_out else ~is_held_out]
         super().__init__((rows[:, :64] / 16).reshape(-1, 1, 8, 8), rows[:, 64])
-
-
-def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Cross entropy (B, 10), (B,) -> summed over the images, and how many there are."""
-    return F.cross_entropy(output, target, reduction="sum"), len(target)
-
-
-def top1(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """How many of the images are read right: (B, 10), (B,) -> (number, of how many)."""
-    return (output.argmax(1) == target).sum(), len(target)
 
 
 def workload(

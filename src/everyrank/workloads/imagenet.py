@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from everyrank.errors import WorkloadError
-from everyrank.models import RESNET_DEPTHS, ResNet
+from everyrank.models import ResNet
 from everyrank.sources import ImageFolder
 from everyrank.sources.transforms import (
     flip,
@@ -23,7 +22,7 @@ from everyrank.sources.transforms import (
     to_pixels,
 )
 from everyrank.workload import Workload
-from everyrank.workloads.classify import classify, place_of
+from everyrank.workloads.classify import check_depth, classify, place_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,8 +50,7 @@ def workload(
     seed: int = 0,
 ) -> Workload:
     """The workload, with what `--data` and `--set` may change; `warmup` is in epochs, `broken` is error or skip."""
-    if depth not in RESNET_DEPTHS:
-        raise WorkloadError(f"--set depth={depth}: give one of {', '.join(map(str, RESNET_DEPTHS))}")
+    check_depth(depth)
     place = place_of(data, "imagenet", EXPECTED)
 
     def augmented(image: Image) -> Tensor:
