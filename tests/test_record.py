@@ -56,6 +56,7 @@ def full() -> Record:
         collectives=[Collective("all_reduce", "world", 3, 2**33), Collective("all_gather", "shard", 1, 4)],
         startup_seconds=1e-3,
         first_step_seconds=1e-9,
+        checkpoint_stall_seconds=Interval(0.01, 0.001, 0.1, trials=7),
         scaling=Scaling("weak", Interval(0.9, 0.8, 1.1, trials=3)),
         resources=Resources(0.5, [0.1], [99.9], [2**40], [50.0], [2**41]),
         loss=list(AWKWARD),
@@ -108,7 +109,7 @@ def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
         *("schema", "workload", "layout", "launcher", "backend", "device", "world_size", "parity"),
         *("throughput_samples_per_second", "step_seconds", "epoch_seconds", "breakdown_seconds"),
         *("peak_memory_bytes", "collectives", "startup_seconds", "first_step_seconds", "loss", "metrics"),
-        *("scaling", "resources", "ratio_to_single"),
+        *("scaling", "resources", "ratio_to_single", "checkpoint_stall_seconds"),
         "provenance",
     }
     assert set(row["parity"]) >= {

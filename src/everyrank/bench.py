@@ -181,7 +181,9 @@ def _train_once(arm: _Arm, bench: _Bench) -> None:
     if bad is not None:  # on CUDA nobody has looked before
         raise NotFiniteError(f"layout {arm.layout}, update {bad}: the loss is {arm.losses[bad]}")
     if bench.eval_data is not None:
-        arm.metrics = mean_metrics(evaluate(bench.workload, bench.eval_data, arm.layout, arm.world, arm.prepared))
+        arm.metrics = mean_metrics(
+            bench.workload, evaluate(bench.workload, bench.eval_data, arm.layout, arm.world, arm.prepared)
+        )
 
 
 def _time_once(arm: _Arm, bench: _Bench) -> None:

@@ -6,7 +6,8 @@
     │   └── WorkloadError          2  the workload is wrong, or its own code raised before the first update
     ├── CannotRunError             3  asked for by name, and this machine cannot do it
     ├── RankFailedError            4  a rank raised, died or never came
-    └── NotFiniteError             4  the loss became NaN or infinite
+    ├── NotFiniteError             4  the loss became NaN or infinite
+    └── StoppedError             143  stopped after an update because a signal asked for it (138 for SIGUSR1)
 
 Status 1 is no exception: it says that a check ran and found a difference. 130 and 143 are Ctrl-C and SIGTERM.
 
@@ -27,6 +28,7 @@ __all__ = [
     "LayoutError",
     "NotFiniteError",
     "RankFailedError",
+    "StoppedError",
     "UsageError",
     "WorkloadError",
     "describe",
@@ -77,6 +79,12 @@ class NotFiniteError(EveryrankError):
     """The loss became NaN or infinite; the message names the step and the first bad tensor."""
 
 
+class StoppedError(EveryrankError):
+    """The training stopped after an update, as a signal asked; the message says what was saved, and how to go on."""
+
+    exit_status = 143
+
+
 _KINDS: dict[str, type[EveryrankError]] = {
     kind.__name__: kind
     for kind in (
@@ -87,6 +95,7 @@ _KINDS: dict[str, type[EveryrankError]] = {
         CannotRunError,
         RankFailedError,
         NotFiniteError,
+        StoppedError,
     )
 }
 

@@ -18,7 +18,7 @@ from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, desc
 from everyrank.layout import Layout
 from everyrank.parallel.build import compute_dtype, seed_everything
 from everyrank.parallel.shard import local_tensors
-from everyrank.strategies import Prepared
+from everyrank.strategies import Prepared, evaluate_batch
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -111,7 +111,7 @@ def _run(
                 share = prepared.step(micro_batches)
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
-                where = _agreed(first_bad_tensor(prepared, micro_batches), prepared, world)
+                where = _agreed(first_bad_tensor(workload, prepared, micro_batches), prepared, world)
                 raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
             except WorkloadError as error:
                 raise WorkloadError(f"update {update.step}: {error}") from error.__cause__
@@ -130,7 +130,7 @@ _THE_LOSS = "the loss itself; parameters, input and all outputs are finite"
 _NONE_AGAIN = "none now: the same forward pass, run again, is finite"
 
 
-def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch]) -> str:
+def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[Batch]) -> str:
     """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss.
 
     The forward pass runs again for it: nothing has been updated since, and no step has to keep its outputs in case.
@@ -150,7 +150,7 @@ def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch]) -> str:
     try:
         for batch in batches:
             with torch.no_grad(), contextlib.suppress(Exception):  # a metric of the person's may not take such numbers
-                losses.append(prepared.evaluate(batch)[0])
+                losses.append(evaluate_batch(workload, prepared.predict(batch), batch)[0])
     finally:
         for hook in hooks:
             hook.remove()
@@ -186,7 +186,7 @@ def evaluate(
     prepared.model.eval()
     with torch.no_grad():
         for batch in batches_for_evaluation(workload, dataset, prepared.reads, world, compute_dtype(layout)):
-            shares += prepared.evaluate(batch)
+            shares += evaluate_batch(workload, prepared.predict(batch), batch)
     prepared.model.train()
     total = shares if prepared.reads.count == 1 else sum_over_ranks(shares, world)
     names = ["loss", *workload.metrics]
@@ -217,7 +217,9 @@ def restore(prepared: Prepared, saved: dict[str, Any]) -> None:
         prepared.scale.scale, prepared.scale.good_steps = saved["scale"].scale, saved["scale"].good_steps
 
 
-def mean_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """The mean of each exact sum; the loss of the evaluation data is called eval_loss."""
+def mean_metrics(workload: Workload, metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """The mean of each exact sum, and what the workload derives of them; that of the loss is called eval_loss."""
     means = {name: total / count for name, (total, count) in metrics.items() if count}
-    return {("eval_loss" if name == "loss" else name): value for name, value in means.items()}
+    named = {("eval_loss" if name == "loss" else name): value for name, value in means.items()}
+    with blame_workload():
+        return {**named, **{name: float(derive(named)) for name, derive in workload.derived.items()}}

@@ -5,14 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BenchOptions", "TrainOptions", "VerifyOptions"]
+__all__ = ["BenchOptions", "PredictOptions", "TrainOptions", "VerifyOptions"]
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """For `train`. `started` is when it was called, in seconds since 1970; `out` the folder for log.jsonl.
+    """For `train`.
 
-    `profile` is the file for the trace of one step.
+    started          when it was called, in seconds since 1970
+    epochs, steps    instead of the workload's own length
+    out              the folder of the run; None: nothing is written
+    profile          the file for the trace of one step
+    resume           the folder of the checkpoint to go on from
+    pretrained       the file of weights to begin from
+    evaluate_only    evaluate, and do not train
+    evaluate_every   updates between two evaluations; None: an epoch; 0: at the end alone
+    save_every       updates between two checkpoints; None: an epoch; 0: never
+    keep             how many of the last checkpoints stay, beside the best
+    best_by          the metric that says which is the best; None: the workload's first, or eval_loss
+    save_async       write checkpoints while the training goes on
+    trackers         tensorboard, wandb
     """
 
     command: list[str]
@@ -21,6 +33,27 @@ class TrainOptions:
     steps: int | None = None
     out: Path | None = None
     profile: Path | None = None
+    resume: Path | None = None
+    pretrained: Path | None = None
+    evaluate_only: bool = False
+    evaluate_every: int | None = None
+    save_every: int | None = None
+    keep: int = 3
+    best_by: str | None = None
+    save_async: bool = False
+    trackers: tuple[str, ...] = ()
+    show: bool = True
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """For `predict`. `out` is the file of predictions; the others as in `TrainOptions`."""
+
+    command: list[str]
+    out: Path
+    resume: Path | None = None
+    pretrained: Path | None = None
+    training_data: bool = False
     show: bool = True
 
 

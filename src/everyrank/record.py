@@ -142,6 +142,7 @@ class Record:
     collectives: list[Collective] = field(default_factory=list[Collective])
     startup_seconds: float | None = None
     first_step_seconds: float | None = None
+    checkpoint_stall_seconds: Interval | None = None
     scaling: Scaling | None = None
     resources: Resources | None = None
     loss: list[float] = field(default_factory=list[float])

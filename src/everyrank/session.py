@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.errors import EveryrankError, LayoutError, UsageError
-from everyrank.launch import Launch, Named
+from everyrank.errors import EveryrankError, LayoutError, StoppedError, UsageError
+from everyrank.launch import Launch, Named, listen
 from everyrank.launch import run as run_ranks
 from everyrank.layout import Layout
-from everyrank.options import BenchOptions, TrainOptions, VerifyOptions
+from everyrank.options import BenchOptions, PredictOptions, TrainOptions, VerifyOptions
+from everyrank.predictions import check_suffix
 from everyrank.record import Interval, Parity, Record, Scaling
+from everyrank.runs import find_checkpoint, require_whole
 from everyrank.workload import Source, Workload, check_place
 
-__all__ = ["bench", "bench_scaling", "run", "verify"]
+__all__ = ["bench", "bench_scaling", "predict", "run", "verify"]
 
 
 def run(
@@ -28,25 +31,112 @@ def run(
     steps: int | None = None,
     out: Path | None = None,
     profile: Path | None = None,
+    resume: Path | None = None,
+    pretrained: Path | None = None,
+    evaluate: bool = False,
+    evaluate_every: int | None = None,
+    save_every: int | None = None,
+    keep: int = 3,
+    best_by: str | None = None,
+    save_async: bool = False,
+    trackers: Sequence[str] = (),
     show: bool = True,
 ) -> list[Record]:
     """Train `workload` under `layout` on the ranks that `launch` starts; a list of one Record.
 
-    `epochs` or `steps` replace the workload's own length; `out` is a folder for log.jsonl; `profile` a file for the
-    trace of one step of all ranks, JSON for Perfetto or Chrome (a name that ends in .gz is compressed).
+    epochs, steps    replace the workload's own length
+    out              the folder of the run: its log and its checkpoints; None: nothing is written
+    profile          a file for the trace of one step of all ranks, JSON for Perfetto or Chrome (.gz: compressed)
+    resume           a run (its newest checkpoint) or a checkpoint to go on from, saved under any layout
+    pretrained       a file of weights to begin from: safetensors, or a state dict
+    evaluate         evaluate what `resume` or `pretrained` gives, and do not train
+    evaluate_every   updates between two evaluations (default: an epoch; 0: at the end alone)
+    save_every       updates between two checkpoints (default: an epoch; 0: none)
+    keep, best_by    how many of the last checkpoints stay, beside the best by this metric
+    save_async       write checkpoints while the training goes on
+    trackers         tensorboard, wandb
+
     Where this process is itself a rank that torchrun started, only rank 0 gets the Record, the others [].
-    Raises an `EveryrankError`: `UsageError` for a wrong call or workload, `RankFailedError` when a rank fails.
+    Raises an `EveryrankError`: `UsageError` for a wrong call or workload, `RankFailedError` when a rank fails,
+    `StoppedError` when SIGTERM or SIGUSR1 asked to stop: then the update in progress is done and saved.
     """
-    _at_least_1(epochs=epochs, steps=steps)
+    _at_least_1(epochs=epochs, steps=steps, keep=keep)
+    for flag, number in (("evaluate-every", evaluate_every), ("save-every", save_every)):
+        if number is not None and number < 0:
+            raise UsageError(f"--{flag} {number}: give a number of updates, or 0")
     if epochs is not None and steps is not None:
         raise UsageError(f"--epochs {epochs} --steps {steps}: give one of the two")
+    _check_one_process(layout, launch)
+    options = TrainOptions(
+        _command(),
+        time.time(),
+        epochs,
+        steps,
+        out.absolute() if out is not None else None,
+        profile,
+        _checkpoint(resume),
+        pretrained.absolute() if pretrained is not None else None,
+        evaluate,
+        evaluate_every,
+        save_every,
+        keep,
+        best_by,
+        save_async,
+        tuple(trackers),
+        show,
+    )
+    with listen(signal.SIGTERM, signal.SIGUSR1) as stop:
+        try:
+            results = run_ranks(
+                launch, Named("everyrank.train:train_rank"), _sent(workload), layout, launch, options, stop=stop
+            )
+        except StoppedError as error:
+            if stop.asked is not None:
+                error.exit_status = 128 + stop.asked
+            raise
+    record = results.get(0)
+    return [record] if record is not None else []
+
+
+def predict(
+    workload: Workload | Source,
+    layout: Layout,
+    launch: Launch,
+    *,
+    out: Path,
+    resume: Path | None = None,
+    pretrained: Path | None = None,
+    training_data: bool = False,
+    show: bool = True,
+) -> int:
+    """Write the model's predictions for the held-out data to `out`, in the order of the data; how many there are.
+
+    The end of the name says how: .jsonl (a row for each sample) or .npy (one array). `training_data` takes that
+    instead. Raises what `run` raises.
+    """
+    check_suffix(out)
+    if resume is None and pretrained is None:
+        raise UsageError("predict needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE")
+    _check_one_process(layout, launch)
+    weights = pretrained.absolute() if pretrained is not None else None
+    options = PredictOptions(_command(), out.absolute(), _checkpoint(resume), weights, training_data, show)
+    results = run_ranks(launch, Named("everyrank.predict:predict_rank"), _sent(workload), layout, launch, options)
+    return results.get(0) or 0
+
+
+def _check_one_process(layout: Layout, launch: Launch) -> None:
     layout.mesh(launch.processes)
     if layout.axis is None and launch.processes > 1:
         raise LayoutError(f"layout {layout} runs in one process, not in {launch.processes}; use --processes 1")
-    options = TrainOptions(_command(), time.time(), epochs, steps, out, profile, show)
-    results = run_ranks(launch, Named("everyrank.train:train_rank"), _sent(workload), layout, launch, options)
-    record = results.get(0)
-    return [record] if record is not None else []
+
+
+def _checkpoint(place: Path | None) -> Path | None:
+    """The folder of the checkpoint that a run, or the checkpoint itself, stands for; its files have their sizes."""
+    if place is None:
+        return None
+    found = find_checkpoint(place.absolute())
+    require_whole(found)
+    return found.path
 
 
 def verify(

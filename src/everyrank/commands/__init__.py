@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from everyrank.commands import bench, doctor, new, report, train, verify
+from everyrank.commands import bench, checkpoint, doctor, new, predict, report, train, verify
 
 __all__ = ["COMMANDS"]
 
@@ -15,6 +15,8 @@ COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "verify": verify,
     "bench": bench,
+    "predict": predict,
+    "checkpoint": checkpoint,
     "report": report,
     "doctor": doctor,
     "new": new,

@@ -13,7 +13,7 @@ from everyrank.errors import CHECK_FAILED, CannotRunError, UsageError
 from everyrank.launch import LAUNCHERS, Launch, facts_from_environment, num_accelerators
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, write_records
-from everyrank.workload import Source, parse_settings
+from everyrank.workload import LR_RULES, Source, parse_settings
 
 __all__ = [
     "add_common",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False) -> None:
+def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, records: bool = True) -> None:
     """WORKLOAD, and how its ranks start."""
     parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
     ranks = "ranks in all; default: the visible accelerators"
@@ -50,8 +50,17 @@ def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False) -> 
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
+    parser.add_argument("--download", action="store_true", help="fetch the data into --data DIR first (mnist, cifar)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
-    parser.add_argument("--json", type=Path, metavar="F", help="write Records")
+    parser.add_argument("--batch", type=int, metavar="N", help="another global batch than the workload's")
+    parser.add_argument(
+        "--lr-rule",
+        choices=LR_RULES,
+        default="none",
+        help="how the learning rate follows --batch: linear, sqrt, none (default)",
+    )
+    if records:
+        parser.add_argument("--json", type=Path, metavar="F", help="write Records")
 
 
 def add_layouts(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +80,13 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
 
 
-def launch_of(args: argparse.Namespace, default_processes: int, logs: Path | None = None) -> Launch:
-    """How to start, from the words and from who started this process. Raises `UsageError` where the two disagree."""
+def launch_of(
+    args: argparse.Namespace, default_processes: int, logs: Path | None = None, layout: Layout | None = None
+) -> Launch:
+    """How to start, from the words and from who started this process. Raises `UsageError` where the two disagree.
+
+    A `layout` of one process has one, unless another number was asked for.
+    """
     facts = facts_from_environment(os.environ)
     if facts is not None:
         if args.launcher is not None:
@@ -82,6 +96,8 @@ def launch_of(args: argparse.Namespace, default_processes: int, logs: Path | Non
         if args.processes not in (None, facts.size):
             raise UsageError(f"--processes {args.processes}: {facts.started_by} started {facts.size}; leave it out")
     processes = facts.size if facts is not None else args.processes
+    if processes is None and layout is not None and layout.axis is None:
+        processes = 1
     if processes is None:
         processes = (0 if args.device == "cpu" else num_accelerators()) or default_processes
     return Launch(
@@ -100,7 +116,11 @@ def source_of(args: argparse.Namespace) -> Source:
     settings = parse_settings(args.set)
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
-    return Source(args.workload, settings)
+    if args.download and os.environ.get("RANK", "0") == "0":  # the others come to the data after meeting rank 0
+        from everyrank.sources.download import download
+
+        download(args.workload, args.data)
+    return Source(args.workload, settings, args.batch, args.lr_rule)
 
 
 def layouts_of(args: argparse.Namespace) -> list[Layout]:

@@ -17,19 +17,21 @@ from typing import Any
 
 import cloudpickle
 
-from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, describe
+from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, StoppedError, UsageError, describe
 from everyrank.launch.facts import RankFacts, facts_from_environment
 from everyrank.launch.job import Job, Launch
 from everyrank.launch.ranks import Ranks
+from everyrank.launch.stop import Stop
 
 __all__ = ["run"]
 
 
-def run(launch: Launch, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Stop | None = None) -> dict[int, Any]:
     """Call `function(facts, *arguments)` in every rank; its results by rank.
 
     Functions of a notebook or a script are sent by value. Where this process was itself started as a rank (by
-    torchrun), the function is called here and the result is that of this rank alone.
+    torchrun), the function is called here and the result is that of this rank alone. When `stop` is asked, the ranks
+    are: they get SIGUSR1 until they end by themselves.
 
     Raises the error of the rank that failed first, labelled with it; the other ranks are ended within five seconds.
     """
@@ -44,7 +46,7 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any) -> dict[i
         payload = cloudpickle.dumps((function, arguments))
         job = Job(payload, list(sys.path), launch.processes, os.getpid(), logs.absolute())
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
-        with Ranks(launch, directory, logs) as ranks:
+        with Ranks(launch, directory, logs, stop) as ranks:
             ranks.wait()
         return ranks.results()
     except EveryrankError as error:
@@ -60,7 +62,7 @@ def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[
     """Call it in this rank, which somebody else started; an error of its own gets a label and a log."""
     try:
         return function(facts, *arguments)
-    except UsageError:
+    except (UsageError, StoppedError):
         raise
     except Exception as error:
         logs = _temporary_folder("everyrank-logs-")

@@ -18,21 +18,25 @@ from typing import IO, Any
 from everyrank.errors import EveryrankError, RankFailedError, UsageError, kind_named, signal_text
 from everyrank.launch import spawn, torchrun
 from everyrank.launch.job import Launch
+from everyrank.launch.stop import Stop
 
 __all__ = ["Ranks"]
 
 _RENDER = {"spawn": spawn.render, "torchrun": torchrun.render}
 _GRACE_SECONDS = 2.0  # after the first failure, for the others to say what they saw
+_ASK_SECONDS = 0.5  # between two requests to stop
 _END_SECONDS = 2.0  # between SIGTERM and SIGKILL
 
 
 class Ranks:
     """The started processes. Leaving the block ends whatever still runs, however the block is left."""
 
-    def __init__(self, launch: Launch, directory: Path, logs: Path) -> None:
+    def __init__(self, launch: Launch, directory: Path, logs: Path, stop: Stop | None = None) -> None:
         self.launch = launch
         self.directory = directory
         self.logs = logs
+        self.stop = stop
+        self.asked_at = 0.0
         self.launcher_log: IO[bytes] | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -83,7 +87,19 @@ class Ranks:
                     f"{_ranks_text(missing)} of {self.launch.processes} never started: "
                     f"no sign within {self.launch.timeout_seconds:g} s (--timeout)"
                 )
+            self._pass_on_stop()
             time.sleep(0.02)
+
+    def _pass_on_stop(self) -> None:
+        """Ask the ranks to stop, again and again: one that is still starting does not listen yet."""
+        if self.stop is None or self.stop.asked is None or time.monotonic() < self.asked_at + _ASK_SECONDS:
+            return
+        self.asked_at = time.monotonic()
+        _signal(os.kill, self._pids(), signal.SIGUSR1)  # the ranks alone, not their data loader workers
+
+    def _pids(self) -> list[int]:
+        written = [path.read_text() for path in self.directory.glob("rank*.pid")]
+        return [int(text) for text in written if text]
 
     def results(self) -> dict[int, Any]:
         """What the function returned in each rank."""
@@ -172,8 +188,7 @@ class Ranks:
     def _end(self) -> None:
         """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
         groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
-        written = [path.read_text() for path in self.directory.glob("rank*.pid")]
-        pids = [int(text) for text in written if text]
+        pids = self._pids()
         _signal(os.killpg, groups, signal.SIGTERM)
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):

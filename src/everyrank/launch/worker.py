@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ def main() -> int:
         return 1  # the parent was interrupted while it started us, and has tidied up
     sys.path[:] = job.sys_path
     facts = _facts(job, directory)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to stop, for a function that listens for it
     (directory / f"rank{facts.rank}.pid").write_text(str(os.getpid()))
     _end_with(job.parent_pid)
     if facts.rank != 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everyrank.data import Batch, Slice
 from everyrank.layout import STRATEGIES, Layout
-from everyrank.strategies._update import LossScale
+from everyrank.strategies._update import LossScale, evaluate_batch
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "evaluate_batch", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Prepared:
     reads       the part of each micro-batch that this rank reads
     step        one update from its micro-batches; float64, shape (2,): this rank's share of (sum, count). The loop
                 adds the shares over ranks, outside the timed region
-    evaluate    shares of (sum, count) for the loss and each metric, float64, shape (1 + metrics, 2); called equally
-                often on every rank
+    predict     the model's output for the rank's part of a batch, without an update; called equally often on every
+                rank
     state       full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
     replicas    whether every rank holds all parameters, which then must be equal to the last bit
     model, optimizer, schedule, scale    what checkpointing and resetting handle
@@ -39,7 +40,7 @@ class Prepared:
 
     reads: Slice
     step: Callable[[Sequence[Batch]], Tensor]
-    evaluate: Callable[[Batch], Tensor]
+    predict: Callable[[Batch], Any]
     state: Callable[[], dict[str, Tensor]]
     replicas: bool
     model: nn.Module

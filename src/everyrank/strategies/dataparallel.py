@@ -10,6 +10,7 @@ Source    torch.nn.DataParallel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     backward,
     begin,
-    evaluate_batch,
     full_state,
     loss_of,
     make_optimizer,
@@ -67,15 +67,14 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         update(workload, total, parameters, optimizer, schedule, scale)
         return total
 
-    def evaluate(batch: Batch) -> Tensor:
+    def predict(batch: Batch) -> Any:
         with autocast(layout, world):
-            output = parallel(batch.input)
-        return evaluate_batch(workload, output, batch)
+            return parallel(batch.input)
 
     return Prepared(
         reads=Slice(0, 1),
         step=step,
-        evaluate=evaluate,
+        predict=predict,
         state=lambda: full_state(model, rank=0),
         replicas=True,
         model=model,

@@ -16,6 +16,7 @@ Blocks are the modules at `Workload.blocks`; without it the whole model is one u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     backward,
     begin,
-    evaluate_batch,
     loss_of,
     make_optimizer,
     make_scale,
@@ -80,11 +80,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         replicated = sum((p.grad.double().square() for p in whole if p.grad is not None), torch.zeros_like(squares))
         return squares - (world.size - 1) * replicated
 
-    def evaluate(batch: Batch) -> Tensor:
+    def predict(batch: Batch) -> Any:
         built.forward.is_borrowed = not batch.size
-        shares = evaluate_batch(workload, call(model, batch.input), batch)
+        output = call(model, batch.input)
         reshard(model)  # no backward follows that would
-        return shares
+        return output
 
     def state() -> dict[str, Tensor]:
         # a collective: every rank takes part, rank 0 gets the tensors
@@ -94,7 +94,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     return Prepared(
         reads=Slice(world.rank, world.size),
         step=step,
-        evaluate=evaluate,
+        predict=predict,
         state=state,
         replicas=False,
         model=model,

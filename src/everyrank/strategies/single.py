@@ -10,6 +10,7 @@ Source    the definition: Robbins and Monro 1951
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     backward,
     begin,
-    evaluate_batch,
     full_state,
     loss_of,
     make_optimizer,
@@ -54,15 +54,14 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         update(workload, total, parameters, optimizer, schedule, scale)
         return total
 
-    def evaluate(batch: Batch) -> Tensor:
+    def predict(batch: Batch) -> Any:
         with autocast(layout, world):
-            output = call(model, batch.input)
-        return evaluate_batch(workload, output, batch)
+            return call(model, batch.input)
 
     return Prepared(
         reads=Slice(0, 1),
         step=step,
-        evaluate=evaluate,
+        predict=predict,
         state=lambda: full_state(model, rank=0),
         replicas=True,
         model=model,

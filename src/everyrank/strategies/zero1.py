@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     backward,
     begin,
-    evaluate_batch,
     full_state,
     loss_of,
     make_optimizer,
@@ -72,16 +72,15 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         broadcast_from_owners(trained, owners, world)
         return sum(shares[1:], shares[0])
 
-    def evaluate(batch: Batch) -> Tensor:
+    def predict(batch: Batch) -> Any:
         built.forward.is_borrowed = not batch.size
         with autocast(layout, world):
-            output = call(model, batch.input)
-        return evaluate_batch(workload, output, batch)
+            return call(model, batch.input)
 
     return Prepared(
         reads=Slice(world.rank, world.size),
         step=step,
-        evaluate=evaluate,
+        predict=predict,
         state=lambda: full_state(model, world.rank),
         replicas=True,
         model=model,

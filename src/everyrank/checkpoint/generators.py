@@ -1,0 +1,40 @@
+"""The random generators of Python and numpy as one tensor.
+
+torch's own generators need no saving: every update seeds them from (seed, step, rank). A model or loss of a person's
+own may draw from these two, which nobody seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["generators", "set_generators"]
+
+_PYTHON = 625  # words of its Mersenne Twister, with the position in them
+_NUMPY = 624
+
+
+def generators() -> Tensor:
+    """Their states: float64, shape (1253,); every word of 32 bits is exact in it."""
+    _, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = legacy
+    python = [*words, math.nan if gauss is None else gauss]
+    return torch.tensor([*python, *keys.tolist(), position, has_gauss, cached], dtype=torch.float64)
+
+
+def set_generators(state: Tensor) -> None:
+    """Put back what `generators` gave."""
+    values: list[float] = state.tolist()
+    gauss = values[_PYTHON]
+    random.setstate((3, tuple(int(word) for word in values[:_PYTHON]), None if math.isnan(gauss) else gauss))
+    keys = np.asarray(values[_PYTHON + 1 : _PYTHON + 1 + _NUMPY]).astype(np.uint32)
+    position, has_gauss, cached = values[_PYTHON + 1 + _NUMPY :]
+    legacy: Any = ("MT19937", keys, int(position), int(has_gauss), cached)
+    np.random.set_state(legacy)

@@ -1,0 +1,188 @@
+"""Tensors to files and back, by torch.distributed.checkpoint (DCP).
+
+DCP keeps its table of contents as a pickle, and values that are no tensors as pickles too. Opening a pickle can run any
+program, so the table is opened by a reader that knows DCP's own classes and nothing else, and a checkpoint of ours
+holds tensors alone; with anything else the reader stops.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import pathlib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.runs import Checkpoint, crc_of
+from everyrank.world import World
+
+__all__ = ["SaveError", "contents_of", "group_for_saving", "read", "read_values", "write", "write_values"]
+
+_VALUES = "training.pt"
+
+
+class SaveError(EveryrankError):
+    """A checkpoint could not be written; what was there before is as it was."""
+
+
+def group_for_saving(world: World) -> dist.ProcessGroup | None:
+    """A group of its own, on CPU: what saves in the background must not meet the collectives of the training."""
+    if world.group is None:
+        return None
+    timeout = datetime.timedelta(seconds=world.timeout_seconds)
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+def write(
+    tensors: Mapping[str, Tensor], folder: Path, rank: int, group: dist.ProcessGroup | None
+) -> dict[str, tuple[int, int]]:
+    """Write every rank's tensors; (bytes, CRC-32) of every file, on all ranks. A collective.
+
+    Raises `SaveError` on every rank when one could not write.
+    """
+    try:
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    except CheckpointException as error:
+        raise SaveError(_first_cause(error)) from error
+    # DCP puts the rank into the names of its files; the table of contents is rank 0's
+    own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+    own += [folder / ".metadata"] if rank == 0 else []
+    try:
+        sums: Any = {path.name: (path.stat().st_size, crc_of(path)) for path in own}
+    except OSError as error:
+        sums = f"{error.filename}: {error.strerror}"
+    rows: list[Any] = [sums]
+    if group is not None:
+        rows = [None] * dist.get_world_size(group)
+        dist.all_gather_object(rows, sums, group=group)  # of our own ranks: nothing here comes from elsewhere
+    for row in rows:
+        if isinstance(row, str):
+            raise SaveError(row)
+    return {name: pair for row in rows for name, pair in row.items()}
+
+
+def write_values(values: Mapping[str, Any], folder: Path) -> dict[str, tuple[int, int]]:
+    """Write plain values; what `write` returns, for that one file.
+
+    Raises `SaveError`, and `WorkloadError` for a value that only a pickle could carry.
+    """
+    content = io.BytesIO()
+    torch.save(dict(values), content)
+    try:
+        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+    except Exception as error:
+        what = str(error).splitlines()[0]
+        raise WorkloadError(
+            f"the schedule or the optimizer's groups hold an object that cannot be saved safely ({what}); "
+            "train with --save-every 0"
+        ) from error
+    path = folder / _VALUES
+    try:
+        path.write_bytes(content.getvalue())
+        return {_VALUES: (path.stat().st_size, crc_of(path))}
+    except OSError as error:
+        raise SaveError(f"{path}: {error.strerror}") from error
+
+
+def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `write_values` wrote; nothing in the file is run."""
+    try:
+        return torch.load(checkpoint.path / _VALUES, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UsageError(f"{checkpoint.path / _VALUES}: cannot be read ({_line(error)})") from error
+
+
+def contents_of(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
+    """The tensors in a checkpoint: name -> size and dtype. Raises `UsageError` for a table that holds anything else."""
+    kept: dict[str, TensorStorageMetadata] = {}
+    for name, entry in _Reader(checkpoint.path).read_metadata().state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise UsageError(f"{checkpoint.path}: {name} is no tensor; a checkpoint of everyrank holds nothing else")
+        kept[name] = entry
+    return kept
+
+
+def read(tensors: dict[str, Tensor], checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> None:
+    """Fill `tensors`, sharded as they are here, from a checkpoint of any layout. A collective over `group`.
+
+    Raises `UsageError` for files that cannot be read.
+    """
+    try:
+        dcp.load(tensors, storage_reader=_Reader(checkpoint.path), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise UsageError(f"{checkpoint.path}: cannot be read ({_first_cause(error)})") from error
+
+
+def _first_cause(error: CheckpointException) -> str:
+    failures = sorted(error.failures.items())
+    return _line(failures[0][1][0]) if failures else _line(error)
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, whose table of contents is opened by `_Table`."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                found: object = _Table(file).load()
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
+        except Exception as error:  # a broken pickle raises anything
+            raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)})") from error
+        if not isinstance(found, Metadata):
+            raise UsageError(f"{path}: no table of contents of a checkpoint, but {type(found).__name__}")
+        storage: Any = found.storage_data
+        for info in storage.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise UsageError(f"{path}: it points outside its folder, at {info.relative_path}")
+        meta: Any = found.storage_meta
+        if meta is not None:
+            meta.load_id = self.load_id
+        return found
+
+
+class _Table(pickle.Unpickler):
+    """A reader of pickles that builds what DCP describes tensors with, and nothing else."""
+
+    _DCP = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _CLASSES = (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+        "_StorageInfo",
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in self._DCP and name in self._CLASSES:
+            return super().find_class(module, name)
+        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath"):
+            return pathlib.PurePath
+        raise UsageError(f"it asks for {module}.{name}, which no checkpoint needs: opening it could run a program")

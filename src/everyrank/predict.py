@@ -1,0 +1,99 @@
+"""Predict: what a trained model says of each sample, by all ranks together, in the order of the data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.checkpoint import load_model, with_pretrained
+from everyrank.collectives import gather
+from everyrank.data import Batch, batches_for_evaluation
+from everyrank.errors import WorkloadError
+from everyrank.launch import Launch, RankFacts
+from everyrank.layout import Layout
+from everyrank.loop import blame_workload, open_data
+from everyrank.options import PredictOptions
+from everyrank.parallel.build import compute_dtype
+from everyrank.predictions import open_predictions
+from everyrank.progress import progress
+from everyrank.runs import checkpoint_named
+from everyrank.strategies import Prepared, prepare
+from everyrank.workload import Source, Workload, load
+from everyrank.world import World, open_world
+
+__all__ = ["predict_rank"]
+
+
+def predict_rank(
+    facts: RankFacts, what: Source | Workload, layout: Layout, launch: Launch, options: PredictOptions
+) -> int | None:
+    """Predict in this rank; how many samples there were on rank 0, None elsewhere. Rank 0 alone writes."""
+    with open_world(facts, launch) as world:
+        workload = load(what)
+        if options.pretrained is not None:
+            workload = with_pretrained(workload, options.pretrained)
+        train_data, eval_data = open_data(workload, world.size)
+        data = train_data if options.training_data else eval_data
+        if data is None:
+            raise WorkloadError(f"workload {workload.name} has no eval_data; predict its training data: --train-data")
+        with blame_workload():
+            prepared = prepare(workload, layout, world)
+        if options.resume is not None:
+            load_model(prepared, world, checkpoint_named(options.resume))
+        with contextlib.ExitStack() as stack:
+            write = stack.enter_context(open_predictions(options.out, len(data))) if world.rank == 0 else _nothing
+            begin = stack.enter_context(
+                progress(-(-len(data) // workload.global_batch), options.show and world.rank == 0)
+            )
+            name = f"predict {workload.name} · {layout}"
+            _predict(workload, data, layout, world, prepared, write, lambda: begin(name))
+        del prepared
+        return len(data) if world.rank == 0 else None
+
+
+def _predict(
+    workload: Workload,
+    data: Any,
+    layout: Layout,
+    world: World,
+    prepared: Prepared,
+    write: Callable[[int, Any], None],
+    tick: Callable[[], None],
+) -> None:
+    """Batch by batch: each rank its part, rank 0 all of them in order."""
+    prepared.model.eval()
+    first = 0
+    with torch.no_grad():
+        for batch in batches_for_evaluation(workload, data, prepared.reads, world, compute_dtype(layout)):
+            tick()
+            with blame_workload():
+                own = _own(workload, prepared.predict(batch), batch)
+            if prepared.reads.count > 1:
+                # parts of a batch are contiguous and in the order of the ranks
+                rows = gather(own, world)
+                own = torch.cat([row.reshape(-1, *own.shape[1:]) for row in rows])
+            if world.rank == 0:
+                write(first, own.cpu().numpy())
+            first += batch.total
+
+
+def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
+    """The predictions for the real samples of a batch."""
+    found: object = workload.predict(output) if workload.predict is not None else output
+    if not isinstance(found, Tensor) or found.dim() == 0:
+        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise WorkloadError(
+            f"predict: it made {kind}; give Workload.predict = (output) -> Tensor with a row for each sample"
+        )
+    if batch.size and len(found) != batch.size:
+        raise WorkloadError(f"predict: {len(found)} rows for {batch.size} samples; there must be one for each")
+    found = found[: batch.size]
+    return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+
+
+def _nothing(_: int, __: Any) -> None:
+    """Another rank writes."""

@@ -1,0 +1,69 @@
+"""Files of predictions: one for each sample, in the order of the data. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from everyrank.errors import UsageError
+
+__all__ = ["SUFFIXES", "check_suffix", "open_predictions"]
+
+SUFFIXES = (".jsonl", ".npy")
+
+
+def check_suffix(path: Path) -> None:
+    """Raise `UsageError` for a file of a kind that cannot be written."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"--out {path}: give a name that ends in {' or '.join(SUFFIXES)}")
+
+
+@contextlib.contextmanager
+def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
+    """A function of (number of the first sample, array of predictions (B, ...)), to be called in order.
+
+    .jsonl: {"index": 17, "prediction": 3} a row; .npy: one array of `length` rows. The file appears when the block
+    ends well; before, nothing that was there is touched. Raises `UsageError` where it cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _rows(partial) if path.suffix == ".jsonl" else _array(partial, length) as write:
+            yield write
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"--out {path}: cannot be written ({error.strerror}); give another place") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _rows(path: Path) -> Generator[Callable[[int, Any], None]]:
+    with path.open("w", encoding="utf-8") as file:
+        opened: IO[str] = file
+
+        def write(first: int, values: Sequence[Any]) -> None:
+            for offset, value in enumerate(values):
+                opened.write(json.dumps({"index": first + offset, "prediction": value.tolist()}) + "\n")
+
+        yield write
+
+
+@contextlib.contextmanager
+def _array(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
+    from numpy.lib.format import open_memmap
+
+    array: Any = None
+
+    def write(first: int, values: Any) -> None:
+        nonlocal array
+        if array is None:
+            array = open_memmap(path, mode="w+", dtype=values.dtype, shape=(length, *values.shape[1:]))
+        array[first : first + len(values)] = values
+
+    yield write
+    if array is not None:
+        array.flush()

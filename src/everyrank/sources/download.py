@@ -1,0 +1,106 @@
+"""Fetch data whose source allows it, compare its checksum, unpack it. Imports no torch.
+
+    everyrank train mnist --data DIR --download
+
+What is there already and has the right checksum is not fetched again. Nothing is unpacked before its checksum is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from everyrank.errors import EveryrankError, UsageError
+
+__all__ = ["FILES", "File", "download"]
+
+_TIMEOUT_SECONDS = 30.0
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class File:
+    """A file on the network, and the MD5 that those who offer it publish. An archive is unpacked beside it."""
+
+    url: str
+    md5: str
+
+    @property
+    def name(self) -> str:
+        """What it is called here."""
+        return self.url.rpartition("/")[2]
+
+
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_CIFAR = "https://www.cs.toronto.edu/~kriz/"
+FILES: dict[str, list[File]] = {
+    "mnist": [
+        File(_MNIST + "train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+        File(_MNIST + "train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
+        File(_MNIST + "t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
+        File(_MNIST + "t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
+    ],
+    "cifar10": [File(_CIFAR + "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530")],
+    "cifar100": [File(_CIFAR + "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8")],
+}
+"""By workload. ImageNet's source asks for an account."""
+
+
+def download(workload: str, folder: Path | None, files: dict[str, list[File]] = FILES) -> None:
+    """Bring the data of a built-in workload into `folder`.
+
+    Raises `UsageError` for one whose data cannot be fetched, `EveryrankError` where the network fails or the checksum
+    is wrong; a file that is not right is not left behind.
+    """
+    if workload not in files:
+        raise UsageError(f"--download: the data of {workload} cannot be fetched; only that of {', '.join(files)} can")
+    if folder is None:
+        raise UsageError("--download: where to? give --data DIR")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files[workload]:
+            path = folder / file.name
+            if not path.is_file() or _md5(path) != file.md5:
+                _fetch(file, path)
+                if tarfile.is_tarfile(path):
+                    with tarfile.open(path) as archive:
+                        archive.extractall(folder, filter="data")  # nothing outside the folder, no links out of it
+    except (OSError, tarfile.TarError) as error:
+        raise UsageError(f"--download: {folder}: {error}") from error
+
+
+def _fetch(file: File, path: Path) -> None:
+    """Into a file beside it first: what stands under the right name is whole."""
+    partial = path.with_name(path.name + ".partial")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    try:
+        with (
+            urllib.request.urlopen(file.url, timeout=_TIMEOUT_SECONDS) as answer,  # noqa: S310  (URLs of ours, above)
+            partial.open("wb") as out,
+            Progress(*columns, transient=True) as bar,
+        ):
+            total = answer.headers.get("Content-Length")
+            task = bar.add_task(file.name, total=int(total) if total else None)
+            while chunk := answer.read(_CHUNK):
+                out.write(chunk)
+                bar.update(task, advance=len(chunk))
+        found = _md5(partial)
+        if found != file.md5:
+            raise EveryrankError(f"--download: {file.url}: its MD5 is {found}, not {file.md5}; it was not kept")
+        shutil.move(partial, path)
+    except urllib.error.URLError as error:
+        raise EveryrankError(f"--download: {file.url}: {error.reason}; fetch it by hand into {path.parent}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,0 +1,113 @@
+"""The log of a run: a row for every update in log.jsonl and log.csv, for every epoch in epochs.csv, and for every
+evaluation, epoch and checkpoint in events.jsonl; in trackers too where asked.
+
+A run that goes on from a checkpoint first takes out what an earlier attempt logged after it: the log is one
+trajectory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from everyrank.train.trackers import Tracker
+
+__all__ = ["Log", "kept_rows"]
+
+_FILES = ("log.jsonl", "events.jsonl", "log.csv", "epochs.csv")
+_UPDATE = ("step", "epoch", "loss", "lr", "terms", "time")
+
+
+def kept_rows(run: Path, before: int) -> list[dict[str, Any]]:
+    """The rows of both .jsonl in a run's folder that a training begun at update `before` does not write again."""
+    kept: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for name in ("log.jsonl", "events.jsonl"):
+        with contextlib.suppress(OSError):
+            lines += (run / name).read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a killed run may be cut off
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and _belongs(row, before):
+            kept.append(row)
+    return kept
+
+
+def _belongs(row: Mapping[str, Any], before: int) -> bool:
+    """An update is numbered from 0; an evaluation or a checkpoint by the updates done."""
+    return row["step"] < before if "loss" in row else row["step"] <= before
+
+
+class Log:
+    """Files of one run; rank 0 alone has one."""
+
+    def __init__(
+        self, run: Path, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], trackers: Sequence[Tracker]
+    ) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        self.trackers = trackers
+        self.files = [_beside(run / name) for name in _FILES]
+        self.lines, self.events, self.updates, self.epochs = self.files
+        self.update_table = csv.writer(self.updates, lineterminator="\n")
+        self.epoch_table = csv.DictWriter(
+            self.epochs, ["epoch", "step", "seconds", "loss", *metrics], extrasaction="ignore", lineterminator="\n"
+        )
+        self.update_table.writerow(_UPDATE)
+        self.epoch_table.writeheader()
+        for row in rows:
+            self._write(row)
+        self.flush()
+        for name in _FILES:
+            (run / f"{name}.partial").replace(run / name)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """One update."""
+        self._write(row)
+        for tracker in self.trackers:
+            tracker.log(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
+
+    def event(self, row: Mapping[str, Any]) -> None:
+        """An evaluation, the end of an epoch, a checkpoint: anything with the number of updates done as `step`."""
+        self._write(row)
+        values = {
+            **row.get("evaluation", {}),
+            **{key: row[key] for key in ("epoch_seconds", "stall_seconds") if key in row},
+        }
+        for tracker in self.trackers if values else ():
+            tracker.log(row["step"], values)
+
+    def final(self, metrics: Mapping[str, float]) -> None:
+        """The last row of the updates."""
+        self.lines.write(json.dumps({"final": dict(metrics)}) + "\n")
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        file = self.lines if "loss" in row else self.events
+        file.write(json.dumps(row) + "\n")
+        if "loss" in row:
+            self.update_table.writerow([row.get(name) for name in _UPDATE])
+        elif "epoch_seconds" in row:
+            values = {"epoch": row["epoch"], "step": row["step"], "seconds": row["epoch_seconds"]}
+            self.epoch_table.writerow({**values, "loss": row.get("mean_loss"), **row.get("evaluation", {})})
+
+    def flush(self) -> None:
+        """What is written can be read by others."""
+        for file in self.files:
+            file.flush()
+
+    def close(self) -> None:
+        """The end."""
+        for file in self.files:
+            file.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+
+def _beside(path: Path) -> IO[str]:
+    """A new file, which takes the place of the old one once that one's rows are in it."""
+    return path.with_name(path.name + ".partial").open("w", encoding="utf-8", newline="")

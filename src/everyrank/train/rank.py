@@ -1,0 +1,193 @@
+"""What one rank is asked to do: train, or evaluate what was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import everyrank
+from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
+from everyrank.data import updates_per_epoch
+from everyrank.errors import UsageError, WorkloadError
+from everyrank.launch import Launch, RankFacts, Stop, listen
+from everyrank.layout import Layout
+from everyrank.loop import blame_workload, open_data, planned_updates
+from everyrank.measure.clock import interval
+from everyrank.measure.provenance import provenance
+from everyrank.options import TrainOptions
+from everyrank.record import Record
+from everyrank.runs import About, checkpoint_named
+from everyrank.strategies import prepare
+from everyrank.train.log import Log, kept_rows
+from everyrank.train.pace import Pace
+from everyrank.train.trackers import open_tracker
+from everyrank.train.training import Subject, Training, evaluated
+from everyrank.train.watch import Watch, numbers
+from everyrank.workload import Source, Workload, load
+from everyrank.world import from_rank_0, open_world
+
+__all__ = ["train_rank"]
+
+
+def train_rank(
+    facts: RankFacts, what: Source | Workload, layout: Layout, launch: Launch, options: TrainOptions
+) -> Record | None:
+    """Train in this rank, or evaluate alone; the Record on rank 0, None elsewhere.
+
+    Raises `StoppedError` after a request to stop, when the update in progress is done and saved.
+    """
+    # A launcher of ours asks with SIGUSR1; its SIGTERM ends a rank that must not go on.
+    started_by_us = facts.started_by == "spawn" or launch.launcher == "torchrun"
+    heard = [signal.SIGUSR1] if started_by_us else [signal.SIGTERM, signal.SIGUSR1]
+    with listen(*heard) as stop, open_world(facts, launch) as world:
+        if options.out is not None:  # where others start the ranks, each has made up a name of its own
+            options = dataclasses.replace(options, out=Path(from_rank_0(world, "out", lambda: str(options.out))))
+        workload = load(what)
+        if options.epochs is not None or options.steps is not None:
+            workload = dataclasses.replace(workload, epochs=options.epochs, steps=options.steps)
+        if options.pretrained is not None:
+            workload = with_pretrained(workload, options.pretrained)
+        train_data, eval_data = open_data(workload, world.size)
+        if options.evaluate_only and eval_data is None:
+            raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
+        with blame_workload():
+            prepared = prepare(workload, layout, world)
+        subject = Subject(workload, train_data, eval_data, layout, world, prepared)
+        about = _about(subject, options)
+        begin, best, origin = 0, None, {}
+        if options.resume is not None:
+            checkpoint = checkpoint_named(options.resume)
+            begin, best = resume(prepared, world, checkpoint, about), checkpoint.score
+            origin = {"resumed_from": str(options.resume), "resumed_at_update": begin}
+        if options.pretrained is not None:
+            origin |= {"pretrained": str(options.pretrained)}
+        watch = Watch(world.rank == 0 and options.show)
+        if options.evaluate_only:
+            results: dict[str, Any] = {"metrics": evaluated(subject)}
+        else:
+            results = _train(subject, options, about, begin, best, watch, stop)
+        device, backend = world.device.type, world.backend
+        del prepared, subject
+        if world.rank != 0:
+            return None
+        record = Record(
+            workload=workload.name,
+            layout=str(layout),
+            launcher=facts.started_by,
+            backend=backend,
+            device=device,
+            world_size=world.size,
+            provenance=provenance(workload, train_data, world, options.command) | origin,
+            **results,
+        )
+        watch.line(_how_it_ended(record, begin))
+        return record
+
+
+def _train(
+    subject: Subject, options: TrainOptions, about: About, begin: int, best: float | None, watch: Watch, stop: Stop
+) -> dict[str, Any]:
+    """Train; the fields of the Record that come of it."""
+    workload, data, _, layout, world, prepared = subject
+    end = planned_updates(workload, len(data))
+    if begin > end:
+        raise UsageError(f"{options.resume}: {begin} updates are done already, and {end} were asked for; give more")
+    pace = Pace(begin, end, len(data), workload.global_batch)
+    saver = None
+    if options.out is not None and options.save_every != 0:
+        saver = Saver(options.out, prepared, world, about, options.keep, options.save_async)
+    earlier, log = _open_log(subject, options, begin)
+    losses_before = [row for row in earlier if "loss" in row]
+    if len(losses_before) != begin:  # the log is not there, or not whole
+        losses_before = []
+    training = Training(subject, options, pace, watch, log, saver, stop, losses_before, best)
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    if world.rank == 0 and workload.batch_rule is not None:
+        watch.line(workload.batch_rule)
+    if begin:
+        watch.line(f"going on after update {begin} of {end}, from {options.resume}")
+    watch.begin(f"{workload.name} · {layout} · {ranks}", end, begin)
+    startup_seconds = time.time() - options.started
+    try:
+        metrics = training.run()
+    finally:
+        watch.end()
+        if log is not None:
+            log.close()
+    is_timed = options.profile is None  # the profiler slows one update
+    return {
+        "throughput_samples_per_second": pace.throughput() if is_timed else None,
+        "step_seconds": pace.step_seconds() if is_timed else None,
+        "epoch_seconds": pace.epoch_seconds() if is_timed else None,
+        "checkpoint_stall_seconds": interval(saver.stalls) if saver is not None and saver.stalls else None,
+        "startup_seconds": startup_seconds,
+        "first_step_seconds": pace.first_step_seconds,
+        "loss": training.losses,
+        "metrics": metrics,
+    }
+
+
+def _open_log(subject: Subject, options: TrainOptions, begin: int) -> tuple[list[dict[str, Any]], Log | None]:
+    """What was logged before this run goes on, and the log of this one; rank 0 alone has one."""
+    if subject.world.rank != 0 or options.out is None:
+        return [], None
+    workload = subject.workload
+    earlier = kept_rows(options.resume.parent.parent, begin) if options.resume is not None else []
+    about = {
+        "workload": workload.name,
+        "layout": str(subject.layout),
+        "world_size": subject.world.size,
+        "global_batch": workload.global_batch,
+        "seed": workload.seed,
+        **(workload.source.settings if workload.source else {}),
+    }
+    trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
+    return earlier, Log(options.out, earlier, ["eval_loss", *workload.metrics, *workload.derived], trackers)
+
+
+def _about(subject: Subject, options: TrainOptions) -> About:
+    """What a checkpoint of this training says of itself."""
+    workload, data, _, layout, world, prepared = subject
+    names = [*workload.metrics, "eval_loss", *workload.derived]
+    if options.best_by is not None and options.best_by not in names:
+        raise UsageError(f"--best {options.best_by}: workload {workload.name} has {', '.join(names)}")
+    source = workload.source
+    settings = dict(source.settings) if source else {}
+    if source and source.batch is not None:  # the global batch is a field of its own
+        settings["--lr-rule"] = source.lr_rule
+    return About(
+        step=0,
+        workload=workload.name,
+        settings=settings,
+        seed=workload.seed,
+        global_batch=workload.global_batch,
+        clip_norm=workload.clip_norm,
+        samples=len(data),
+        # rank 0 alone compares it and writes it: making it may read all the data
+        data_checksum=getattr(data, "checksum", None) if world.rank == 0 else None,
+        layout=str(layout),
+        world_size=world.size,
+        updates_per_epoch=updates_per_epoch(len(data), workload.global_batch),
+        best_by=options.best_by or names[0],
+        versions={"everyrank": everyrank.__version__, "torch": torch.__version__},
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        aliases=aliases_of(prepared.model),
+    )
+
+
+def _how_it_ended(record: Record, begin: int) -> str:
+    speed = record.throughput_samples_per_second
+    parts: list[str] = []
+    if record.loss:
+        done = f"{len(record.loss)} updates" if not begin else f"updates from {begin}"
+        parts = [done, f"loss {record.loss[-1]:.6f}"]
+    parts += [f"{speed.median:,.0f} samples/s"] if speed else []
+    parts += [numbers(record.metrics)] if record.metrics else []
+    where = f"{record.world_size} on {record.device} ({record.backend})"
+    return f"{record.workload} · {record.layout} · {where}: " + ", ".join(parts)

@@ -1,0 +1,294 @@
+"""The updates of a training, and what stands between two of them: a look at the losses, an evaluation, a checkpoint.
+
+All ranks take every decision alike. What only one of them may know (a signal, the time) travels with the sums of the
+losses, which are added up over ranks every few updates anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from everyrank.checkpoint import SaveError, Saver
+from everyrank.collectives import sum_over_ranks
+from everyrank.data import Update, all_updates
+from everyrank.errors import EveryrankError, NotFiniteError, StoppedError, WorkloadError
+from everyrank.launch import Stop
+from everyrank.layout import Layout
+from everyrank.loop import evaluate, is_bad, mean_metrics, run_updates
+from everyrank.measure.timeline import with_one_profiled
+from everyrank.options import TrainOptions
+from everyrank.parallel.shard import local_tensors
+from everyrank.runs import is_better
+from everyrank.strategies import Prepared
+from everyrank.train.log import Log
+from everyrank.train.pace import Pace
+from everyrank.train.watch import Watch, numbers
+from everyrank.workload import Workload
+from everyrank.world import World, from_rank_0
+
+__all__ = ["Subject", "Training"]
+
+_PROFILED_UPDATE = 10  # by then every buffer is made and every bucket rebuilt
+_MOST_UPDATES = 10  # between two looks at the losses
+_LOOK_SECONDS = 0.25  # and so long at most: a request to stop is answered about as fast
+
+
+class Subject(NamedTuple):
+    """What is trained, on what, and where."""
+
+    workload: Workload
+    train_data: Any
+    eval_data: Any
+    layout: Layout
+    world: World
+    prepared: Prepared
+
+
+class _Done(NamedTuple):
+    """An update that is done, whose losses nobody has looked at yet."""
+
+    update: Update
+    share: Tensor
+    rate: float
+
+
+class Training:
+    """One training from update `pace.begin` to `pace.end`.
+
+    losses    of all updates, those before a checkpoint too where `earlier` has them
+    metrics   of the newest evaluation
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        options: TrainOptions,
+        pace: Pace,
+        watch: Watch,
+        log: Log | None,
+        saver: Saver | None,
+        stop: Stop,
+        earlier: Sequence[dict[str, Any]],
+        best: float | None,
+    ) -> None:
+        self.subject, self.options, self.pace = subject, options, pace
+        self.watch, self.log, self.saver, self.stop = watch, log, saver, stop
+        self.losses: list[float] = [row["loss"] for row in earlier]
+        self.metrics: dict[str, float] = {}
+        self.evaluated_at = -1
+        self.best = best
+        epoch = pace.begin // pace.per_epoch
+        now = [row for row in earlier if row["epoch"] == epoch]
+        self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
+
+    def run(self) -> dict[str, float]:
+        """All updates that are left, evaluations and checkpoints between them; the metrics at the end.
+
+        Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none.
+        """
+        begin, end = self.pace.begin, self.pace.end
+        updates = list(all_updates(end, self.pace.per_epoch))[begin:]
+        if updates:
+            self._updates(updates)
+        return self._at_end(end)
+
+    def _updates(self, updates: list[Update]) -> None:
+        workload, data, _, layout, world, prepared = self.subject
+        shares = run_updates(workload, data, layout, world, prepared, updates)
+        if self.options.profile is not None:
+            step = min(_PROFILED_UPDATE, len(updates) - 1)
+            shares = with_one_profiled(shares, step, world, self.options.profile)
+        waiting: list[_Done] = []
+        look_every = 1
+        rate = self._rate()
+        self.pace.start()
+        self.looked_at = time.perf_counter()
+        try:
+            for update, share in zip(updates, shares, strict=True):
+                waiting.append(_Done(update, share, rate))
+                rate = self._rate()
+                done = update.step + 1
+                if update is updates[0]:
+                    float(share[0])  # on CUDA this waits until the first update is done
+                    self.pace.first()
+                is_last = update is updates[-1]
+                is_due = self._is_due(done)
+                if len(waiting) >= look_every or is_last or is_due:
+                    is_asked, look_every = self._look(waiting)
+                    self.pace.look()
+                    self.watch.show(done, self.losses[-1], self.pace.speed(done))
+                    if is_due and not is_last:
+                        with self.pace.pause():
+                            self._between(done)
+                        self.looked_at = time.perf_counter()
+                    if is_asked and not is_last:
+                        self._stopped(done)
+        except NotFiniteError:
+            if waiting:
+                self._look(waiting)  # every rank comes here: the good losses before the bad one are not lost
+            raise
+
+    def _rate(self) -> float:
+        """The learning rate of the next update; of the first group where they differ."""
+        rate = self.subject.prepared.optimizer.param_groups[0].get("lr")
+        return rate if isinstance(rate, float | int) else math.nan
+
+    def _look(self, waiting: list[_Done]) -> tuple[bool, int]:
+        """Add up the waiting losses over ranks; whether a rank was asked to stop, and after how many to look next."""
+        seconds = (time.perf_counter() - self.looked_at) / len(waiting)
+        self.looked_at = time.perf_counter()
+        next_look = max(1, min(_MOST_UPDATES, int(_LOOK_SECONDS / max(seconds, 1e-9))))
+        reads = self.subject.prepared.reads
+        own = [self.stop.asked is not None, next_look if reads.index == 0 else 0]  # the first reader's clock counts
+        note = torch.tensor([own], dtype=torch.float64, device=waiting[0].share.device)
+        totals = torch.cat([torch.stack([done.share for done in waiting]), note])
+        if reads.count > 1:
+            totals = sum_over_ranks(totals, self.subject.world)
+        *rows, (num_asked, next_look) = totals.tolist()
+        looked_at = list(waiting)
+        waiting.clear()
+        for done, (total, count) in zip(looked_at, rows, strict=True):
+            self._note(done, total, count)
+        if self.log is not None:
+            self.log.flush()
+        return num_asked > 0, int(next_look)
+
+    def _note(self, done: _Done, total: float, count: float) -> None:
+        update = done.update
+        if count == 0:
+            raise WorkloadError(f"update {update.step}: the loss counted 0 terms over all ranks")
+        loss = total / count
+        if not math.isfinite(loss):
+            model = self.subject.prepared.model
+            bad = [name for name, parameter in model.named_parameters() if is_bad(local_tensors([parameter])[0])]
+            where = f"parameter {bad[0]}" if bad else "the loss itself"
+            raise NotFiniteError(f"update {update.step}: the loss is {loss}; first bad tensor: {where}")
+        self.losses.append(loss)
+        self.in_epoch[0] += total
+        self.in_epoch[1] += count
+        if self.log is not None:
+            row = {"step": update.step, "epoch": update.epoch, "loss": loss, "lr": done.rate, "terms": count}
+            self.log.update({**row, "time": time.time()})
+
+    def _is_due(self, done: int) -> bool:
+        """Whether something stands between this update and the next."""
+        return done % self.pace.per_epoch == 0 or self._evaluates_at(done) or self._saves_at(done)
+
+    def _evaluates_at(self, done: int) -> bool:
+        every = self.pace.per_epoch if self.options.evaluate_every is None else self.options.evaluate_every
+        return self.subject.eval_data is not None and every > 0 and done % every == 0
+
+    def _saves_at(self, done: int) -> bool:
+        every = self.pace.per_epoch if self.options.save_every is None else self.options.save_every
+        return self.saver is not None and done % every == 0
+
+    def _between(self, done: int) -> None:
+        """What stands between two updates. An evaluation comes first: a checkpoint says how good it is."""
+        is_better_one = self._evaluates_at(done) and self._evaluate(done)
+        if done % self.pace.per_epoch == 0:
+            self._end_epoch(done)
+        if self._saves_at(done) or (is_better_one and self.saver is not None):
+            self._save(done)
+
+    def _evaluate(self, done: int) -> bool:
+        """Evaluate; whether this is the best so far."""
+        start = time.perf_counter()
+        self.metrics = evaluated(self.subject)
+        self.evaluated_at = done
+        if self.log is not None:
+            self.log.event({"step": done, "evaluation": self.metrics, "seconds": time.perf_counter() - start})
+        score = self.metrics.get(self.saver.about.best_by) if self.saver is not None else None
+        if score is None or self.saver is None or not is_better(score, self.best, self.saver.about.best_by):
+            return False
+        self.best = score
+        return True
+
+    def _end_epoch(self, done: int) -> None:
+        epoch = done // self.pace.per_epoch - 1
+        mean = self.in_epoch[0] / self.in_epoch[1] if self.in_epoch[1] else math.nan
+        self.in_epoch = [0.0, 0.0]
+        seconds = self.pace.epoch()
+        now = self.metrics if self.evaluated_at == done else {}
+        if self.log is not None:
+            row = {"step": done, "epoch": epoch, "epoch_seconds": seconds, "mean_loss": mean, "evaluation": now}
+            self.log.event({**row, "time": time.time()})
+            self.log.flush()
+        if done < self.pace.end:
+            rest = f", {numbers(now)}" if now else ""
+            self.watch.line(f"epoch {epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
+
+    def _save(self, done: int, is_last: bool = False) -> None:
+        """Save; a failure is said, and the training goes on: nothing of it is lost, and the next attempt may do."""
+        assert self.saver is not None
+        try:
+            self.saver.save(done, self.metrics if self.evaluated_at == done else {})
+        except SaveError as error:
+            if is_last:
+                raise EveryrankError(self._not_saved(error)) from error
+            self.watch.line(f"{self._not_saved(error)}; the training goes on")
+        else:
+            if self.log is not None:
+                self.log.event({"step": done, "checkpoint": True, "stall_seconds": self.saver.stalls[-1]})
+        if is_last:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Wait for what is still being written."""
+        assert self.saver is not None
+        try:
+            self.saver.finish()
+        except SaveError as error:
+            raise EveryrankError(self._not_saved(error)) from error
+
+    def _not_saved(self, error: SaveError) -> str:
+        newest = self.saver.newest() if self.saver is not None else None
+        left = f"the last one is whole: {newest}" if newest is not None else "there is none from before"
+        return f"a checkpoint could not be saved: {error}; {left}"
+
+    def _stopped(self, done: int) -> None:
+        """End after an update, because a signal asked for it."""
+        self.watch.end()
+        text = f"stopped after update {done} of {self.pace.end}, as a signal asked"
+        if self.saver is None:
+            raise StoppedError(f"{text}; nothing was saved")
+        failure = ""
+        try:
+            if self.saver.last_saved != done:
+                self._save(done, is_last=True)
+            self._finish_saving()
+        except EveryrankError as error:
+            failure = str(error)
+        # rank 0 alone knows whether all of it is on the disk
+        failure = from_rank_0(self.subject.world, "stopped", lambda: failure)
+        if failure:
+            raise EveryrankError(f"{text}; {failure}")
+        raise StoppedError(f"{text}; saved in {self.saver.run}; go on with --out {self.saver.run} --resume")
+
+    def _at_end(self, end: int) -> dict[str, float]:
+        """The last evaluation and the last checkpoint."""
+        with self.pace.pause():
+            if self.subject.eval_data is not None and self.evaluated_at != end:
+                self._evaluate(end)
+            if end % self.pace.per_epoch == 0 and self.pace.begin < end:
+                self._end_epoch(end)
+            if self.saver is not None and self.saver.last_saved != end and self.pace.begin < end:
+                self._save(end, is_last=True)
+            elif self.saver is not None:
+                self._finish_saving()
+        if self.log is not None:
+            self.log.final(self.metrics)
+        return self.metrics
+
+
+def evaluated(subject: Subject) -> dict[str, float]:
+    """The metrics of the evaluation data, over all ranks; {} without such data. A collective."""
+    if subject.eval_data is None:
+        return {}
+    workload, _, data, layout, world, prepared = subject
+    return mean_metrics(workload, evaluate(workload, data, layout, world, prepared))

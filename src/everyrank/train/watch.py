@@ -1,0 +1,53 @@
+"""What a person sees of a training: a progress bar where there is a terminal, and a line for every evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+__all__ = ["Watch", "numbers"]
+
+
+class Watch:
+    """The screen of rank 0; the other ranks have one that shows nothing."""
+
+    def __init__(self, show: bool) -> None:
+        self.console = Console(quiet=not show)
+        self.progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task: TaskID | None = None
+
+    def begin(self, name: str, total: int, done: int) -> None:
+        """A bar of `total` updates, of which some are done."""
+        self.task = self.progress.add_task(name, total=total, completed=done, loss="", speed="")
+        self.progress.start()
+
+    def show(self, done: int, loss: float, samples_per_second: float) -> None:
+        """Move the bar."""
+        if self.task is not None:
+            speed = f"{samples_per_second:,.0f} samples/s" if samples_per_second else ""
+            self.progress.update(self.task, completed=done, loss=f"loss {loss:.4f}", speed=speed)
+
+    def line(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self.progress.stop()
+
+
+def numbers(values: Mapping[str, float]) -> str:
+    """`eval_loss 0.0312, top1 0.9916`."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

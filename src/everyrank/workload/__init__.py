@@ -1,0 +1,23 @@
+"""The mathematics of a training, and finding it by name or path.
+
+    noun.py      what a `Workload` says, and where one comes from
+    batch.py     another global batch, and how the learning rate follows it
+    finding.py   by a built-in name, or in a person's file
+
+A workload never knows how many ranks there are, which devices they have, or how they were started. No torch here.
+"""
+
+from everyrank.workload.batch import LR_RULES
+from everyrank.workload.finding import BUILT_IN, check_place, find_workload, load, parse_settings
+from everyrank.workload.noun import Source, Workload
+
+__all__ = [
+    "BUILT_IN",
+    "LR_RULES",
+    "Source",
+    "Workload",
+    "check_place",
+    "find_workload",
+    "load",
+    "parse_settings",
+]

@@ -1,0 +1,45 @@
+"""Another global batch than the workload's own: a change of the mathematics, with a rule that is said aloud."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from everyrank.errors import UsageError
+from everyrank.workload.noun import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["LR_RULES", "with_batch"]
+
+LR_RULES = ("none", "linear", "sqrt")
+"""linear: Goyal et al. 2017, for SGD; sqrt: Krizhevsky 2014, and Malladi et al. 2022 for Adam."""
+
+
+def with_batch(workload: Workload, before: int, batch: int, rule: str) -> Workload:
+    """The workload with global batch `batch` instead of `before`, its learning rates scaled by the rule.
+
+    Raises `UsageError` for a batch below 1 and for a rule that is none.
+    """
+    if batch < 1:
+        raise UsageError(f"--batch {batch}: give at least 1 sample")
+    if rule not in LR_RULES:
+        raise UsageError(f"--lr-rule {rule}: give one of {', '.join(LR_RULES)}")
+    factor = {"none": 1.0, "linear": batch / before, "sqrt": math.sqrt(batch / before)}[rule]
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        made = workload.optimizer(model)
+        for group in made.param_groups:  # before the schedule is built, which starts from what it finds
+            group["lr"] = group["lr"] * factor
+        return made
+
+    how = "unchanged (--lr-rule linear or sqrt would scale it)" if rule == "none" else f"x {factor:g} ({rule} rule)"
+    return dataclasses.replace(
+        workload,
+        global_batch=batch,
+        optimizer=optimizer if factor != 1.0 else workload.optimizer,
+        batch_rule=f"global batch {before} -> {batch}: learning rate {how}",
+    )

@@ -1,0 +1,123 @@
+"""The mathematics of a training: model, data, loss, optimizer, global batch, seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from everyrank.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["Source", "Workload"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a workload comes from: what travels to the ranks, because lambdas do not pickle.
+
+    `place` is a built-in name or `path/file.py[:name]`; `settings` go to the function found there. `batch` is another
+    global batch than the workload's own, and `lr_rule` how the learning rate follows it (`batch.LR_RULES`).
+    """
+
+    place: str
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    batch: int | None = None
+    lr_rule: str = "none"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The mathematics of a training.
+
+    Required
+        name            shown in tables and file names
+        model           () -> nn.Module; called after seeding, in every process
+        train_data      () -> map-style Dataset of (input, target); both may be tensors, tuples or dicts of them.
+                        Randomness inside `dataset[i]` (torch, numpy, random) becomes a function of (seed, epoch, i);
+                        a dataset that draws none can say `deterministic = True` and save 12 us a sample
+        loss            (output, target) -> (sum, count): the loss summed over its terms, and how many terms
+        optimizer       (model) -> torch.optim.Optimizer; called after sharding, with the module that holds the
+                        parameters
+        global_batch    samples per update over all ranks
+
+    Optional
+        eval_data       () -> Dataset
+        collate         list of samples -> (input, target); default: torch's
+        metrics         {"top1": (output, target) -> (sum, count)}: added up exactly over all ranks
+        derived         {"perplexity": (means) -> number}: of the exact means of the evaluation, eval_loss among them
+        predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
+        schedule        (optimizer) -> LRScheduler, stepped once per update
+        epochs, steps   how long to train; give one (default: one epoch)
+        seed            of initial weights, sample order, augmentation and dropout
+        clip_norm       largest global norm of the gradients
+        blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
+        tensor_plan     {"layers.*.query": "colwise", ...} for tensor-parallel layouts
+        sequence_dim    which dimension of the input is the sequence, for context-parallel layouts
+        batch_rule      set by `load`: how the learning rate follows another global batch, to be printed
+        source          set by `find_workload`; without it the object itself is sent to the ranks by value
+
+    Raises `WorkloadError` for a value that cannot be meant.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    train_data: Callable[[], Any]
+    loss: Callable[[Any, Any], tuple[Any, Any]]
+    optimizer: Callable[[nn.Module], Optimizer]
+    global_batch: int
+    eval_data: Callable[[], Any] | None = None
+    collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None
+    metrics: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = field(default_factory=dict[str, Any])
+    derived: Mapping[str, Callable[[Mapping[str, float]], float]] = field(default_factory=dict[str, Any])
+    predict: Callable[[Any], Any] | None = None
+    schedule: Callable[[Optimizer], LRScheduler] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    blocks: str | None = None
+    tensor_plan: Mapping[str, str] | None = None
+    sequence_dim: int | None = None
+    batch_rule: str | None = field(default=None, compare=False)
+    source: Source | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.name or any(ord(letter) < 32 for letter in self.name):
+            raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
+        for name in ("model", "train_data", "loss", "optimizer"):
+            self._require_callable(name, getattr(self, name))
+        for name in ("eval_data", "collate", "schedule", "predict"):
+            if getattr(self, name) is not None:
+                self._require_callable(name, getattr(self, name))
+        self._check_numbers()
+        if not isinstance(self.metrics, Mapping):
+            raise WorkloadError(f"workload {self.name}: metrics={self.metrics!r}: give a dict of functions")
+        for name, metric in self.metrics.items():
+            self._require_callable(f"metrics[{name!r}]", metric)
+        for name, derive in self.derived.items():
+            self._require_callable(f"derived[{name!r}]", derive)
+
+    def _check_numbers(self) -> None:
+        for name in ("global_batch", "epochs", "steps"):
+            value: object = getattr(self, name)
+            if name != "global_batch" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a whole number of at least 1")
+        if self.epochs is not None and self.steps is not None:
+            raise WorkloadError(
+                f"workload {self.name}: epochs={self.epochs} and steps={self.steps}: give one of the two"
+            )
+        if not isinstance(self.seed, int):
+            raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number")
+        if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
+            raise WorkloadError(f"workload {self.name}: clip_norm={self.clip_norm!r}: give a number above 0, or None")
+
+    def _require_callable(self, name: str, value: object) -> None:
+        if not callable(value):
+            raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a function, not {type(value).__name__}")
