@@ -85,6 +85,8 @@ class Pool:
 
 def _serve(rank: int, count: int, folder: Path, pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
+    # data loader workers start as they do in a rank of ours, not as this process was started
+    multiprocessing.set_start_method(None, force=True)
     stacks = (folder / f"rank{rank}.stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -293,16 +293,16 @@ def audit_in_ranks(world: Any, mutation: str) -> list[str]:
     import dataclasses
     from unittest import mock
 
-    import everyrank.data.loader as loader
+    import everyrank.data.parts as parts
     import zoo
     from everyrank.audit import audit
     from everyrank.data import Slice
 
     workload = zoo.workload("frozen")
     reads = Slice(0 if mutation == "same slice" else world.rank, world.size)
-    order = loader.epoch_order
+    order = parts.epoch_order
     patched = (lambda length, seed, epoch: order(length, seed, 0)) if mutation == "epoch not set" else order
-    with mock.patch.object(loader, "epoch_order", patched):
+    with mock.patch.object(parts, "epoch_order", patched):
         layout = Layout("ddp", accumulate=2)
         return audit(workload, zoo.Points(23), zoo.Points(13), layout, dataclasses.replace(world), reads)[0]
 

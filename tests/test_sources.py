@@ -358,7 +358,9 @@ def rates(kind: str, updates: int, warmup: int) -> list[float]:
 
 def test_schedules() -> None:
     assert rates("constant", 5, 0) == [1.0] * 5
-    assert rates("step", 90, 0) == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 20 + [0.001] * 10)
+    assert rates("step", 90, 0) == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 30)
+    assert rates("multistep", 90, 0) == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 20 + [0.001] * 10)
+    assert rates("linear", 4, 0) == pytest.approx([1.0, 0.75, 0.5, 0.25])
     cosine = rates("cosine", 100, 0)
     assert cosine[0] == 1.0
     assert cosine[50] == pytest.approx(0.5)

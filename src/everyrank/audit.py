@@ -6,8 +6,9 @@ The real loader reads the real dataset under the layout; only what a sample hold
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from everyrank.collectives import gather
-from everyrank.data import Slice, all_updates, batches_for_evaluation, batches_for_updates, updates_per_epoch
+from everyrank.data import (
+    Slice,
+    Streamed,
+    all_updates,
+    batches_for_evaluation,
+    batches_for_updates,
+    updates_per_epoch,
+)
+from everyrank.data.parts import Keys
+from everyrank.data.seeds import seed_sample
+from everyrank.data.stream import Forward
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload
 from everyrank.workload import Workload
@@ -24,6 +35,7 @@ from everyrank.world import World
 __all__ = ["audit", "complaints"]
 
 _NUM_EPOCHS = 2
+_NUM_COMPARED = 64  # samples whose content is compared between ranks
 
 
 def audit(
@@ -31,52 +43,124 @@ def audit(
 ) -> tuple[list[str], str]:
     """What is wrong (nothing: []), and what was audited. The same on every rank that takes part; a collective."""
     counted = dataclasses.replace(workload, collate=_numbers)
+    problems = _differences(workload, train_data, world, reads)
     per_epoch = updates_per_epoch(len(train_data), workload.global_batch)
-    problems: list[str] = []
-    orders: list[list[int]] = []
     updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
     batches = batches_for_updates(
-        counted, _Numbered(train_data), updates, reads, layout.accumulate, world, torch.float64
+        counted, _numbered(train_data), updates, reads, layout.accumulate, world, torch.float64
     )
     own: list[list[int]] = [[] for _ in range(_NUM_EPOCHS)]
     with blame_workload():
         for update, parts in zip(updates, batches, strict=True):
             for part in parts:
                 own[update.epoch] += part.input[: part.size].tolist()
+    orders: list[list[int]] = []
     for epoch, numbers in enumerate(own):
         order = _over_ranks(numbers, world, reads)
         orders.append(order)
-        problems += complaints(order, len(train_data), f"epoch {epoch}")
-    if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
-        problems.append(
-            "epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch)"
-        )
+        problems += complaints(order, _expected(workload, train_data, epoch), f"epoch {epoch}")
     text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, each read once"
+    if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
+        is_stream = isinstance(train_data, Streamed)
+        if is_stream and not hasattr(train_data.dataset, "set_epoch"):
+            text += " (a stream, in the same order in both: it has no set_epoch)"
+        else:
+            hint = "; a stream that is meant to keep its order has no set_epoch" if is_stream else ""
+            problems.append(
+                f"epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch){hint}"
+            )
     if eval_data is not None:
         with blame_workload():
-            parts = batches_for_evaluation(counted, _Numbered(eval_data), reads, world, torch.float64)
+            parts = batches_for_evaluation(counted, _numbered(eval_data), reads, world, torch.float64)
             numbers = [number for part in parts for number in part.input[: part.size].tolist()]
-        problems += complaints(_over_ranks(numbers, world, reads), len(eval_data), "evaluation")
+        problems += complaints(_over_ranks(numbers, world, reads), _expected(workload, eval_data, 0), "evaluation")
         text += f"; {len(eval_data)} evaluated, each counted once"
     return problems, text
 
 
-def complaints(numbers: Sequence[int], length: int, what: str) -> list[str]:
-    """What is wrong with having read `numbers` where each of `range(length)` was to be read once."""
+def _differences(workload: Workload, data: Any, world: World, reads: Slice) -> list[str]:
+    """Samples that are not the same on all ranks: a dataset that divides itself by rank is then divided twice."""
+    if isinstance(data, Streamed) or reads.count == 1:
+        return []
+    chosen = sorted(
+        {round(index) for index in torch.linspace(0, len(data) - 1, min(_NUM_COMPARED, len(data))).tolist()}
+    )
+    prints: list[int] = []
+    with blame_workload():
+        for index in chosen:
+            seed_sample(workload.seed, 0, index)
+            prints.append(fingerprint(data[index]))
+    rows = gather(torch.tensor(prints, dtype=torch.int64), world)
+    for rank, row in enumerate(rows):
+        if not torch.equal(row, rows[0]):
+            first = chosen[int((row != rows[0]).nonzero()[0])]
+            return [
+                f"sample {first} of train_data is not the same on rank {rank} as on rank 0: the dataset divides "
+                "itself, or draws from generators that nobody seeds; return all of the data on every rank"
+            ]
+    return []
+
+
+def _expected(workload: Workload, data: Any, epoch: int) -> list[int]:
+    """What reading each sample once comes to, in any order: numbers, and of a stream fingerprints."""
+    if not isinstance(data, Streamed):
+        return list(range(len(data)))
+    read = Forward(_numbered(data), workload.seed)
+    with blame_workload():
+        return [number for index in range(len(data)) for number in read.__getitems__(Keys(epoch, [index]))]
+
+
+def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str) -> list[str]:
+    """What is wrong with having read `numbers` where each of `expected` (or of that many) was to be read once."""
+    wanted = Counter(range(expected) if isinstance(expected, int) else expected)
+    length = sum(wanted.values())
     times = Counter(numbers)
-    missing = [number for number in range(length) if number not in times]
-    repeated = [number for number, count in times.items() if count > 1]
-    foreign = [number for number in times if not 0 <= number < length]
+    place = {number: place for place, number in enumerate(wanted)}  # a stream's samples are told by where they stand
+    missing = [place[number] for number, count in wanted.items() if times[number] < count]
+    repeated = [place[number] for number, count in times.items() if 0 < wanted[number] < count]
+    foreign = [number for number in times if number not in wanted]
     found: list[str] = []
     if missing:
-        found.append(f"{what}: {len(missing)} of {length} samples were never read, the first is {missing[0]}")
+        found.append(f"{what}: {len(missing)} of {length} samples were never read, the first is {min(missing)}")
     if repeated:
         found.append(
             f"{what}: {len(repeated)} of {length} samples were read more than once, the first is {repeated[0]}"
         )
     if foreign:
-        found.append(f"{what}: sample {foreign[0]} is not one of the {length} there are")
+        found.append(f"{what}: {len(foreign)} samples are not of the {length} there are, the first is {foreign[0]}")
     return found
+
+
+def fingerprint(sample: Any) -> int:
+    """A number that changes with anything in a sample: 63 bits of BLAKE2b over its values."""
+    content = hashlib.blake2b(digest_size=8)
+
+    def take(value: Any) -> None:
+        if isinstance(value, Tensor):
+            content.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            content.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key in value:
+                content.update(repr(key).encode())
+                take(value[key])
+        elif isinstance(value, tuple | list):
+            content.update(f"{len(value)}".encode())
+            for item in value:
+                take(item)
+        elif hasattr(value, "tobytes"):
+            content.update(value.tobytes())
+        else:
+            content.update(repr(value).encode())
+
+    take(sample)
+    return int.from_bytes(content.digest()) >> 1
+
+
+def _numbered(data: Any) -> Any:
+    """The data, really read, but handing out numbers of its samples: of a stream their fingerprints."""
+    if isinstance(data, Streamed):
+        return Streamed(_Printed(data.dataset), len(data), data.is_whole)
+    return _Numbered(data)
 
 
 class _Numbered(Dataset[int]):
@@ -84,6 +168,7 @@ class _Numbered(Dataset[int]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self.shard_sizes: Sequence[int] | None = getattr(dataset, "shard_sizes", None)
 
     def __getitem__(self, index: int) -> int:
         self.dataset[index]
@@ -91,6 +176,25 @@ class _Numbered(Dataset[int]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class _Printed:
+    """A stream that hands out the fingerprints of its items, before anything random is done to them."""
+
+    draws_alike = True
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        # what `decode` draws does not come into it; what a stream without it draws has to be seeded as in training
+        self.deterministic = hasattr(dataset, "decode") or getattr(dataset, "deterministic", False)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on, where the stream has it."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return (fingerprint(item) for item in self.dataset)
 
 
 def _numbers(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:

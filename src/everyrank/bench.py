@@ -98,7 +98,7 @@ def bench_rank(
         startup_seconds = time.time() - options.started
         workload = load(what)
         workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
-        train_data, eval_data = open_data(workload, world.size)
+        train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
         subject = subject_of(workload, train_data, eval_data, options.verify_steps)
         arms: list[_Arm] = []

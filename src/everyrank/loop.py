@@ -12,8 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from everyrank.collectives import gather, sum_over_ranks
-from everyrank.data import Batch, Update, batches_for_evaluation, batches_for_updates, updates_per_epoch
-from everyrank.data.loader import map_tensors, mix
+from everyrank.data import (
+    Batch,
+    Streamed,
+    Update,
+    batches_for_evaluation,
+    batches_for_updates,
+    count_samples,
+    is_stream,
+    updates_per_epoch,
+)
+from everyrank.data.loader import map_tensors
+from everyrank.data.seeds import mix
 from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, describe
 from everyrank.layout import Layout
 from everyrank.parallel.build import compute_dtype, seed_everything
@@ -47,25 +57,45 @@ def blame_workload() -> Generator[None]:
         raise WorkloadError(describe(error)) from error
 
 
-def open_data(workload: Workload, num_readers: int) -> tuple[Any, Any]:
-    """The training and the evaluation data (None without). Raises `WorkloadError` for data that cannot be cut."""
+def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
+    """The training and the evaluation data (None without). A collective.
+
+    A stream is counted where it has no length. Raises `WorkloadError` for data that cannot be cut, or that is not the
+    same length on every rank.
+    """
     seed_everything(workload.seed)  # data made up at random is the same data in every rank
     with blame_workload():
         train_data: Any = workload.train_data()
         eval_data: Any = workload.eval_data() if workload.eval_data else None
-    for name, data in (("train_data", train_data), ("eval_data", eval_data)):
-        if name == "eval_data" and workload.eval_data is None:
-            continue
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            kind = type(data).__name__
-            raise WorkloadError(f"{name}: {kind} is not map-style; give a dataset with __len__ and __getitem__")
-        if len(data) == 0:
-            raise WorkloadError(f"{name}: the dataset is empty")
-    if len(train_data) < num_readers:
+    limit = workload.steps * workload.global_batch if workload.steps is not None else None
+    train_data = _counted("train_data", train_data, limit, world)
+    if workload.eval_data is not None:
+        eval_data = _counted("eval_data", eval_data, None, world)
+    if len(train_data) < world.size:
         raise WorkloadError(
-            f"{num_readers} ranks read, but train_data has {len(train_data)} samples; use --processes {len(train_data)}"
+            f"{world.size} ranks read, but train_data has {len(train_data)} samples; use --processes {len(train_data)}"
         )
     return train_data, eval_data
+
+
+def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
+    """The data, which has a length from here on: the same on every rank."""
+    if is_stream(data):
+        with blame_workload():
+            data = Streamed(data, *count_samples(data, limit, world.timeout_seconds))
+    elif not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        kind = type(data).__name__
+        raise WorkloadError(f"{name}: {kind} is no dataset; give one with __len__ and __getitem__, or with __iter__")
+    if len(data) == 0:
+        raise WorkloadError(f"{name}: the dataset is empty")
+    lengths = [int(length) for length in gather(torch.tensor([len(data)]), world)]
+    for rank, length in enumerate(lengths):
+        if length != lengths[0]:
+            raise WorkloadError(
+                f"{name}: {length} samples on rank {rank} and {lengths[0]} on rank 0; "
+                "return all of the data on every rank: it is divided here"
+            )
+    return data
 
 
 def planned_updates(workload: Workload, length: int) -> int:

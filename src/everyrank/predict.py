@@ -36,7 +36,7 @@ def predict_rank(
         workload = load(what)
         if options.pretrained is not None:
             workload = with_pretrained(workload, options.pretrained)
-        train_data, eval_data = open_data(workload, world.size)
+        train_data, eval_data = open_data(workload, world)
         data = train_data if options.training_data else eval_data
         if data is None:
             raise WorkloadError(f"workload {workload.name} has no eval_data; predict its training data: --train-data")

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     records = session.verify(source, layouts, launch, steps=args.steps, samples=args.samples)
     if not records:
         return 0
-    audited = [record for record in records if args.samples and record.parity.status != "not_verified"]
+    audited = [record for record in records if args.samples and record.parity.checks]
     args.html = args.markdown = None
     show({"": records}, args, [f"{record.layout}: {record.parity.checks[-1]}" for record in audited])
     return status_of(records, args)

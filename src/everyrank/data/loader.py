@@ -1,23 +1,24 @@
 """Read the samples of one rank: loader workers, augmentation randomness, pinned memory.
 
-Everything that decides *which* samples are read is in slicing.py and order.py; here they are only fetched.
+Everything that decides *which* samples are read is in parts.py and what stands above it; here they are only fetched.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from everyrank.data.order import Update, epoch_order, update_samples
-from everyrank.data.slicing import Slice, cut, micro_batches
+from everyrank.data.order import Update
+from everyrank.data.parts import Keys, Part, parts_for_evaluation, parts_for_updates
+from everyrank.data.seeds import mix, seed_sample
+from everyrank.data.slicing import Slice
+from everyrank.data.stream import Forward, Streamed
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -42,22 +43,6 @@ class Batch:
     total: int
 
 
-class _Keys(NamedTuple):
-    """What the loader fetches in one go: samples of one epoch."""
-
-    epoch: int
-    samples: list[int]
-
-
-class _Part(NamedTuple):
-    """What to fetch for one `Batch`, and what that will be."""
-
-    keys: _Keys
-    size: int
-    start: int
-    total: int
-
-
 def batches_for_updates(
     workload: Workload,
     dataset: Any,
@@ -73,59 +58,35 @@ def batches_for_updates(
     `reverse` turns the samples round within each micro-batch: the same mathematics in another order of addition,
     which is how parity measures the noise floor.
     """
-    length = len(dataset)
-
-    def parts() -> Iterator[list[_Part]]:
-        order, epoch = [], -1
-        for update in updates:
-            if update.epoch != epoch:
-                order, epoch = epoch_order(length, workload.seed, update.epoch), update.epoch
-            samples = update_samples(order, workload.global_batch, update.index)
-            micro = micro_batches(len(samples), accumulate)
-            yield [_part(samples, positions, reads, update.epoch, reverse) for positions in micro]
-
-    return _fetch(workload, dataset, parts(), world, dtype)
+    parts = parts_for_updates(workload, dataset, updates, reads, accumulate, reverse)
+    return _fetch(workload, dataset, parts, world, dtype)
 
 
 def batches_for_evaluation(
     workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype
 ) -> Iterator[Batch]:
     """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
-    length = len(dataset)
-
-    def parts() -> Iterator[list[_Part]]:
-        for start in range(0, length, workload.global_batch):
-            samples = list(range(start, min(start + workload.global_batch, length)))
-            yield [_part(samples, range(len(samples)), reads, 0, reverse=False)]
-
-    return (batches[0] for batches in _fetch(workload, dataset, parts(), world, dtype))
-
-
-def _part(samples: list[int], positions: range, reads: Slice, epoch: int, reverse: bool) -> _Part:
-    own = cut(len(positions), reads)
-    chosen = samples[positions.start + own.start : positions.start + own.stop]
-    if reverse:
-        chosen.reverse()
-    size = len(chosen)
-    borrowed = chosen or [samples[positions[0]]]
-    return _Part(_Keys(epoch, borrowed), size, positions.start + own.start, len(samples))
+    parts = parts_for_evaluation(workload, dataset, reads)
+    return (batches[0] for batches in _fetch(workload, dataset, parts, world, dtype))
 
 
 def _fetch(
-    workload: Workload, dataset: Any, updates: Iterator[list[_Part]], world: World, dtype: torch.dtype
+    workload: Workload, dataset: Any, updates: Iterator[list[Part]], world: World, dtype: torch.dtype
 ) -> Iterator[list[Batch]]:
     """Fetch the parts of each update, in order, on this rank's device."""
     # The loader's workers ask for parts ahead of the loop, so what each part is waits here until it arrives.
-    asked: collections.deque[list[_Part]] = collections.deque()
+    asked: collections.deque[list[Part]] = collections.deque()
 
-    def keys() -> Iterator[_Keys]:
+    def keys() -> Iterator[Keys]:
         for parts in updates:
             asked.append(parts)
             for part in parts:
                 yield part.keys
 
     takes_rows = _is_tensors(dataset) and workload.collate is None
-    read = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
+    read: Any = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
+    if isinstance(dataset, Streamed):
+        read = Forward(dataset, workload.seed)
     collate: Callable[[Any], Any] = _as_it_is if takes_rows else workload.collate or default_collate
     is_pinned = world.device.type == "cuda"
     if world.loader_workers == 0 and not is_pinned:
@@ -159,7 +120,7 @@ def _told_by_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _batches(
-    fetched: Iterator[Any], asked: collections.deque[list[_Part]], move: Callable[[torch.Tensor], torch.Tensor]
+    fetched: Iterator[Any], asked: collections.deque[list[Part]], move: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[list[Batch]]:
     """Put together what belongs to one update."""
     while True:
@@ -188,10 +149,10 @@ def _batches(
 class _Once:
     """Keys, each given out once, as a batch sampler."""
 
-    def __init__(self, keys: Iterator[_Keys]) -> None:
+    def __init__(self, keys: Iterator[Keys]) -> None:
         self.keys = keys
 
-    def __iter__(self) -> Iterator[_Keys]:
+    def __iter__(self) -> Iterator[Keys]:
         return self.keys
 
 
@@ -203,12 +164,12 @@ def _is_tensors(dataset: Any) -> bool:
 
 
 class _Rows(Dataset[Any]):
-    """A TensorDataset read by `_Keys`: all rows of a batch in one go, the same batch as row by row and collated."""
+    """A TensorDataset read by `Keys`: all rows of a batch in one go, the same batch as row by row and collated."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.tensors = dataset.tensors
 
-    def __getitems__(self, keys: _Keys) -> tuple[torch.Tensor, ...]:
+    def __getitems__(self, keys: Keys) -> tuple[torch.Tensor, ...]:
         return tuple(tensor[keys.samples] for tensor in self.tensors)
 
 
@@ -217,7 +178,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _ByKey(Dataset[Any]):
-    """A dataset read by `_Keys`, whose randomness is a function of (seed, epoch, sample)."""
+    """A dataset read by `Keys`, whose randomness is a function of (seed, epoch, sample)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -225,7 +186,7 @@ class _ByKey(Dataset[Any]):
         self.fetch_all: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         self.is_random = not (_is_tensors(dataset) or getattr(dataset, "deterministic", False))
 
-    def __getitems__(self, keys: _Keys) -> list[Any]:
+    def __getitems__(self, keys: Keys) -> list[Any]:
         if self.is_random:
             return [self._seeded(keys.epoch, sample) for sample in keys.samples]
         if self.fetch_all is not None:
@@ -233,22 +194,8 @@ class _ByKey(Dataset[Any]):
         return [self.dataset[sample] for sample in keys.samples]
 
     def _seeded(self, epoch: int, sample: int) -> Any:
-        seed = mix(self.seed, epoch, sample)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        seed_sample(self.seed, epoch, sample)
         return self.dataset[sample]
-
-
-def mix(*numbers: int) -> int:
-    """One 63-bit seed out of several numbers, each of which changes it (the splitmix64 finaliser, Steele 2014)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
 
 
 def _move(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

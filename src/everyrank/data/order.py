@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Update", "all_updates", "epoch_order", "samples_before", "update_samples", "updates_per_epoch"]
+__all__ = [
+    "Update",
+    "all_updates",
+    "epoch_order",
+    "samples_before",
+    "shard_order",
+    "update_samples",
+    "updates_per_epoch",
+]
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,20 @@ def epoch_order(length: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(length, generator=generator).tolist()
 
 
+def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> list[int]:
+    """All samples, file after file: the files in an order of this epoch, and the samples of each in one of theirs."""
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    order: list[int] = []
+    for shard in torch.randperm(len(sizes), generator=generator).tolist():
+        inside = torch.randperm(sizes[shard], generator=generator) + starts[shard]
+        order += inside.tolist()
+    return order
+
+
 def updates_per_epoch(length: int, global_batch: int) -> int:
     """The last batch of an epoch may be smaller; none is dropped."""
     return -(-length // global_batch)
@@ -36,7 +58,7 @@ def all_updates(steps: int, per_epoch: int) -> Iterator[Update]:
     return (Update(step, step // per_epoch, step % per_epoch) for step in range(steps))
 
 
-def update_samples(order: list[int], global_batch: int, index: int) -> list[int]:
+def update_samples(order: Sequence[int], global_batch: int, index: int) -> Sequence[int]:
     """The samples of batch `index` in an epoch of this order."""
     return order[index * global_batch : (index + 1) * global_batch]
 

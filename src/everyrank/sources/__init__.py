@@ -1,17 +1,37 @@
-"""Datasets out of files as people have them: MNIST's idx, both kinds of CIFAR, folders of images, .npz.
+"""Datasets out of files as people have them: images, text, tables, and files of many samples each.
 
 arrays.py       images that fit in memory, as one tensor
 idx.py          MNIST's files, gzip or not
 cifar.py        the binary and the pickled files; the pickles through a reader that builds arrays and nothing else
 folder.py       a folder of classes of images: JPEG, PNG, WebP
+shards.py       lines of text, JSONL, tar files in the WebDataset layout
+text.py         text of any files, as bytes in windows
+table.py        Parquet, and rows of the `datasets` library
+download.py     what may be fetched, with its checksum
 transforms.py   augmentation, whose randomness is a function of (seed, epoch, sample) through the loader
 
-Each can be used from a person's own workload file. Nothing here is fetched from a network.
+Each can be used from a person's own workload file.
 """
 
 from everyrank.sources.arrays import Images
 from everyrank.sources.cifar import read_cifar
 from everyrank.sources.folder import ImageFolder
 from everyrank.sources.idx import read_idx, read_mnist
+from everyrank.sources.shards import JsonLines, TarShards, TextLines, files_in
+from everyrank.sources.table import ParquetRows, Rows
+from everyrank.sources.text import TextWindows
 
-__all__ = ["ImageFolder", "Images", "read_cifar", "read_idx", "read_mnist"]
+__all__ = [
+    "ImageFolder",
+    "Images",
+    "JsonLines",
+    "ParquetRows",
+    "Rows",
+    "TarShards",
+    "TextLines",
+    "TextWindows",
+    "files_in",
+    "read_cifar",
+    "read_idx",
+    "read_mnist",
+]

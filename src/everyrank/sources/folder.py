@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -86,19 +86,22 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return self.transform(read_image(path)), number
 
 
-def read_image(path: Path) -> Any:
-    """An RGB PIL image. Raises `WorkloadError` with the path for a file that is none, or is cut off."""
+def read_image(place: Path | BinaryIO, name: str | None = None) -> Any:
+    """An RGB PIL image out of a file, or of an open one called `name`.
+
+    Raises `WorkloadError` with the path or the name where there is none, or it is cut off.
+    """
     try:
         from PIL import Image
     except ImportError:
         raise CannotRunError("images need Pillow: pip install 'everyrank[images]'") from None
     try:
-        with Image.open(path) as image:
+        with Image.open(place) as image:
             return image.convert("RGB")
     except Exception as error:  # each format has its own kinds
         what = " ".join(str(error).split()) or type(error).__name__
         raise WorkloadError(
-            f"{path}: cannot be read as an image ({what}); mend it, or leave such files out: --set broken=skip"
+            f"{name or place}: cannot be read as an image ({what}); mend it, or leave such files out: --set broken=skip"
         ) from error
 
 

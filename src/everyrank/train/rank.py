@@ -53,7 +53,7 @@ def train_rank(
             workload = dataclasses.replace(workload, epochs=options.epochs, steps=options.steps)
         if options.pretrained is not None:
             workload = with_pretrained(workload, options.pretrained)
-        train_data, eval_data = open_data(workload, world.size)
+        train_data, eval_data = open_data(workload, world)
         if options.evaluate_only and eval_data is None:
             raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
         with blame_workload():

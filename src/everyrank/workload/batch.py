@@ -22,10 +22,8 @@ LR_RULES = ("none", "linear", "sqrt")
 def with_batch(workload: Workload, before: int, batch: int, rule: str) -> Workload:
     """The workload with global batch `batch` instead of `before`, its learning rates scaled by the rule.
 
-    Raises `UsageError` for a batch below 1 and for a rule that is none.
+    Raises `UsageError` for a rule that is none.
     """
-    if batch < 1:
-        raise UsageError(f"--batch {batch}: give at least 1 sample")
     if rule not in LR_RULES:
         raise UsageError(f"--lr-rule {rule}: give one of {', '.join(LR_RULES)}")
     factor = {"none": 1.0, "linear": batch / before, "sqrt": math.sqrt(batch / before)}[rule]

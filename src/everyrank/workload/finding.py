@@ -48,6 +48,8 @@ def load(what: Source | Workload) -> Workload:
         return what
     found = _made(what)
     if what.batch is not None:
+        if what.batch < 1:
+            raise UsageError(f"--batch {what.batch}: give at least 1 sample")
         takes_batch = "batch" in _parameters(_find(what.place)[0])
         other = (
             _made(dataclasses.replace(what, settings={**what.settings, "batch": what.batch})) if takes_batch else found

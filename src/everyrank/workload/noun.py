@@ -37,7 +37,8 @@ class Workload:
     Required
         name            shown in tables and file names
         model           () -> nn.Module; called after seeding, in every process
-        train_data      () -> map-style Dataset of (input, target); both may be tensors, tuples or dicts of them.
+        train_data      () -> Dataset of (input, target); both may be tensors, tuples or dicts of them. All of the data,
+                        on every rank: it is divided here. One that can only be iterated is read whole by each reader.
                         Randomness inside `dataset[i]` (torch, numpy, random) becomes a function of (seed, epoch, i);
                         a dataset that draws none can say `deterministic = True` and save 12 us a sample
         loss            (output, target) -> (sum, count): the loss summed over its terms, and how many terms
@@ -53,6 +54,9 @@ class Workload:
         predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
         schedule        (optimizer) -> LRScheduler, stepped once per update
         epochs, steps   how long to train; give one (default: one epoch)
+        order           global: a random order of all samples in each epoch (a stream: its own); shard: each rank reads
+                        one part of the files in `train_data().shard_sizes`, which update has which samples then
+                        depends on the ranks
         seed            of initial weights, sample order, augmentation and dropout
         clip_norm       largest global norm of the gradients
         blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
@@ -78,6 +82,7 @@ class Workload:
     schedule: Callable[[Optimizer], LRScheduler] | None = None
     epochs: int | None = None
     steps: int | None = None
+    order: str = "global"
     seed: int = 0
     clip_norm: float | None = None
     blocks: str | None = None
@@ -113,6 +118,8 @@ class Workload:
             raise WorkloadError(
                 f"workload {self.name}: epochs={self.epochs} and steps={self.steps}: give one of the two"
             )
+        if self.order not in ("global", "shard"):
+            raise WorkloadError(f"workload {self.name}: order={self.order!r}: give global or shard")
         if not isinstance(self.seed, int):
             raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):

@@ -8,6 +8,7 @@ DIR holds the binary files or the pickled ones. Nothing of it is shipped.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -40,6 +41,7 @@ def _workload(
     epochs: int,
     schedule: str,
     warmup: float,
+    milestones: Sequence[float] | None,
     augment: bool,
     seed: int,
 ) -> Workload:
@@ -62,6 +64,7 @@ def _workload(
         seed=seed,
         schedule=schedule,
         warmup=warmup,
+        milestones=milestones,
         weight_decay=5e-4,
     )
 
@@ -75,11 +78,12 @@ def cifar10(
     epochs: int = 200,
     schedule: str = "cosine",
     warmup: float = 0.0,
+    milestones: Sequence[float] | None = None,
     augment: bool = True,
     seed: int = 0,
 ) -> Workload:
-    """Ten classes, with what `--data` and `--set` may change; `warmup` is in epochs."""
-    return _workload(10, data, depth, width, lr, batch, epochs, schedule, warmup, augment, seed)
+    """Ten classes, with what `--data` and `--set` may change; `warmup` and `milestones` are in epochs."""
+    return _workload(10, data, depth, width, lr, batch, epochs, schedule, warmup, milestones, augment, seed)
 
 
 def cifar100(
@@ -91,8 +95,9 @@ def cifar100(
     epochs: int = 200,
     schedule: str = "cosine",
     warmup: float = 1.0,
+    milestones: Sequence[float] | None = None,
     augment: bool = True,
     seed: int = 0,
 ) -> Workload:
-    """A hundred classes, with what `--data` and `--set` may change; `warmup` is in epochs."""
-    return _workload(100, data, depth, width, lr, batch, epochs, schedule, warmup, augment, seed)
+    """A hundred classes, with what `--data` and `--set` may change; `warmup` and `milestones` are in epochs."""
+    return _workload(100, data, depth, width, lr, batch, epochs, schedule, warmup, milestones, augment, seed)

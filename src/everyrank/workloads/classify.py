@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from everyrank.data import updates_per_epoch
 from everyrank.errors import WorkloadError
 from everyrank.models import RESNET_DEPTHS
 from everyrank.workload import Workload
-from everyrank.workloads.schedules import make_schedule
+from everyrank.workloads.schedules import MILESTONES, make_schedule
 
-__all__ = ["check_depth", "classify", "loss", "place_of", "top1", "top5"]
+__all__ = ["best_class", "check_depth", "classify", "loss", "place_of", "top1", "top5"]
 
 
 def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -33,6 +33,11 @@ def top5(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """For how many images the right class is among the five likeliest: (B, classes), (B,) -> (number, of how many)."""
     likeliest = output.topk(min(5, output.shape[1]), dim=1).indices
     return (likeliest == target.unsqueeze(1)).any(1).sum(), len(target)
+
+
+def best_class(output: Tensor) -> Tensor:
+    """(B, classes) -> (B,): the likeliest class of each image."""
+    return output.argmax(1)
 
 
 def check_depth(depth: int) -> None:
@@ -64,8 +69,13 @@ def classify(
     schedule: str,
     warmup: float,
     weight_decay: float,
+    milestones: Sequence[float] | None = None,
+    order: str = "global",
 ) -> Workload:
-    """A workload that trains `model` with SGD and momentum; `warmup` is in epochs."""
+    """A workload that trains `model` with SGD and momentum; `warmup` and `milestones` are in epochs."""
+    if isinstance(milestones, int | float):
+        milestones = (milestones,)
+    parts = tuple(place / epochs for place in milestones) if milestones is not None else MILESTONES
     updates_an_epoch = updates_per_epoch(len(train_data()), batch)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -78,8 +88,10 @@ def classify(
         eval_data=eval_data,
         loss=loss,
         metrics={"top1": top1, "top5": top5},
+        predict=best_class,
         optimizer=optimizer,
-        schedule=make_schedule(schedule, epochs * updates_an_epoch, round(warmup * updates_an_epoch)),
+        schedule=make_schedule(schedule, epochs * updates_an_epoch, round(warmup * updates_an_epoch), parts),
+        order=order,
         global_batch=batch,
         epochs=epochs,
         seed=seed,

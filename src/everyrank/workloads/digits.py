@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from everyrank.errors import WorkloadError
 from everyrank.models import ConvNet
 from everyrank.workload import Workload
-from everyrank.workloads.classify import loss, top1
+from everyrank.workloads.classify import best_class, loss, top1
 
 __all__ = ["DATA", "Digits", "workload"]
 
@@ -55,6 +55,7 @@ def workload(
         eval_data=lambda: Digits(held_out=True),
         loss=loss,
         metrics={"top1": top1},
+        predict=best_class,
         optimizer=optimizer,
         global_batch=batch,
         epochs=epochs,

@@ -8,6 +8,7 @@ DIR holds the four idx files (gzip or not) or is an .npz as Keras has it. Nothin
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -56,9 +57,10 @@ def workload(
     epochs: int = 5,
     schedule: str = "cosine",
     warmup: float = 0.0,
+    milestones: Sequence[float] | None = None,
     seed: int = 0,
 ) -> Workload:
-    """The workload, with what `--data` and `--set` may change; `warmup` is in epochs."""
+    """The workload, with what `--data` and `--set` may change; `warmup` and `milestones` are in epochs."""
     place = place_of(data, "mnist", EXPECTED)
     return classify(
         "mnist",
@@ -71,5 +73,6 @@ def workload(
         seed=seed,
         schedule=schedule,
         warmup=warmup,
+        milestones=milestones,
         weight_decay=1e-4,
     )

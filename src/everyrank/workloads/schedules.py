@@ -9,31 +9,41 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 
 from everyrank.errors import WorkloadError
 
-__all__ = ["SCHEDULES", "make_schedule"]
+__all__ = ["MILESTONES", "SCHEDULES", "make_schedule"]
 
-SCHEDULES = ("constant", "step", "cosine")
+SCHEDULES = ("constant", "step", "multistep", "cosine", "linear")
+
+
+MILESTONES = (1 / 3, 2 / 3, 8 / 9)
+"""Of `multistep`, as parts of the training: epochs 30, 60 and 80 of 90."""
 
 
 def make_schedule(
-    kind: str, updates: int, warmup: int = 0, milestones: tuple[float, ...] = (1 / 3, 2 / 3, 8 / 9)
+    kind: str, updates: int, warmup: int = 0, milestones: tuple[float, ...] = MILESTONES
 ) -> Callable[[Optimizer], LRScheduler]:
     """A schedule over `updates` updates, the first `warmup` of which raise the rate linearly.
 
-    kind   constant; step: a tenth after each of the `milestones` (parts of the whole: epochs 30, 60 and 80 of 90);
-           cosine: down to nothing at the end
+    kind         constant; step: a tenth after every third of the training; multistep: a tenth after each of the
+                 milestones; cosine, linear: down to nothing at the end
+    milestones   parts of the whole: by default those of epochs 30, 60 and 80 of 90
 
     Raises `WorkloadError` for another kind, or a warm-up that leaves nothing.
     """
     if kind not in SCHEDULES:
         raise WorkloadError(f"--set schedule={kind}: give one of {', '.join(SCHEDULES)}")
+    if not all(0 < part < 1 for part in milestones):
+        raise WorkloadError(f"milestones at {milestones} of the training: each has to be inside it")
     if not 0 <= warmup < updates:
         raise WorkloadError(f"a warm-up of {warmup} updates in a training of {updates}: give a shorter one")
 
     def schedule(optimizer: Optimizer) -> LRScheduler:
         left = updates - warmup
-        if kind == "step":
-            places = sorted({max(1, round(part * updates) - warmup) for part in milestones})
+        if kind in ("step", "multistep"):
+            parts = milestones if kind == "multistep" else (1 / 3, 2 / 3)
+            places = sorted({max(1, round(part * updates) - warmup) for part in parts})
             after: LRScheduler = MultiStepLR(optimizer, places, gamma=0.1)
+        elif kind == "linear":
+            after = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=left)
         elif kind == "cosine":
             after = CosineAnnealingLR(optimizer, left)
         else:

@@ -1,4 +1,4 @@
-"""text: a decoder transformer reads Python's language reference, byte by byte.
+"""text: a decoder transformer reads Python's language reference, byte by byte; or any files: --data FILE or DIR.
 
 The text is one that every Python carries: `pydoc_data.topics`, what `help("assert")` shows. It differs a little from
 one version of Python to the next, so its checksum is in every Record. The last tenth is held out.
@@ -6,7 +6,11 @@ one version of Python to the next, so its checksum is in every Record. The last 
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
@@ -16,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from everyrank.errors import WorkloadError
 from everyrank.models import Decoder, DecoderShape
+from everyrank.sources import TextWindows, files_in
 from everyrank.workload import Workload
 
 __all__ = ["Bytes", "text", "text_124m", "text_medium"]
@@ -57,9 +63,34 @@ def top1(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output.argmax(-1) == target).sum(), target.numel()
 
 
+def perplexity(means: Mapping[str, float]) -> float:
+    """The exponential of the mean loss of a byte."""
+    return math.exp(min(means["eval_loss"], 700.0))
+
+
 def _workload(
-    name: str, shape: DecoderShape, length: int, lr: float, batch: int, steps: int, seed: int, warmup: int
+    name: str,
+    shape: DecoderShape,
+    length: int,
+    lr: float,
+    batch: int,
+    steps: int,
+    seed: int,
+    warmup: int,
+    data: str | None,
+    order: str,
 ) -> Workload:
+    if data is None and order == "shard":
+        raise WorkloadError(
+            "--set order=shard: the text that is shipped is one piece; give files of your own: --data DIR"
+        )
+
+    @functools.cache
+    def windows(held_out: bool) -> Any:
+        if data is None:
+            return Bytes(length, held_out)
+        return TextWindows(files_in(Path(data), ()), length, held_out)
+
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
         vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
@@ -76,10 +107,13 @@ def _workload(
     return Workload(
         name=name,
         model=lambda: Decoder(shape),
-        train_data=lambda: Bytes(length, held_out=False),
-        eval_data=lambda: Bytes(length, held_out=True),
+        train_data=lambda: windows(held_out=False),
+        eval_data=lambda: windows(held_out=True),
         loss=loss,
         metrics={"top1": top1},
+        derived={"perplexity": perplexity},
+        predict=lambda output: output.argmax(-1),
+        order=order,
         optimizer=optimizer,
         schedule=schedule,
         global_batch=batch,
@@ -90,19 +124,43 @@ def _workload(
     )
 
 
-def text(lr: float = 2e-3, batch: int = 32, steps: int = 350, tied: bool = False, seed: int = 0) -> Workload:
+def text(
+    lr: float = 2e-3,
+    batch: int = 32,
+    steps: int = 350,
+    tied: bool = False,
+    seed: int = 0,
+    data: str | None = None,
+    order: str = "global",
+) -> Workload:
     """8 blocks, 4 heads, 64 tokens, 0.9 million parameters: about a minute on two cores."""
     shape = DecoderShape(num_blocks=8, num_heads=4, width=96, hidden=256, tied=tied)
-    return _workload("text", shape, 64, lr, batch, steps, seed, warmup=20)
+    return _workload("text", shape, 64, lr, batch, steps, seed, 20, data, order)
 
 
-def text_medium(lr: float = 1e-3, batch: int = 32, steps: int = 2000, tied: bool = False, seed: int = 0) -> Workload:
+def text_medium(
+    lr: float = 1e-3,
+    batch: int = 32,
+    steps: int = 2000,
+    tied: bool = False,
+    seed: int = 0,
+    data: str | None = None,
+    order: str = "global",
+) -> Workload:
     """12 blocks, 8 heads, 256 tokens, 38 million parameters: for one small GPU."""
     shape = DecoderShape(num_blocks=12, num_heads=8, width=512, hidden=1376, tied=tied)
-    return _workload("text-medium", shape, 256, lr, batch, steps, seed, warmup=100)
+    return _workload("text-medium", shape, 256, lr, batch, steps, seed, 100, data, order)
 
 
-def text_124m(lr: float = 6e-4, batch: int = 32, steps: int = 2000, tied: bool = False, seed: int = 0) -> Workload:
+def text_124m(
+    lr: float = 6e-4,
+    batch: int = 32,
+    steps: int = 2000,
+    tied: bool = False,
+    seed: int = 0,
+    data: str | None = None,
+    order: str = "global",
+) -> Workload:
     """16 blocks, 12 heads, 1024 tokens, 124 million parameters: the size of the small GPT-2."""
     shape = DecoderShape(num_blocks=16, num_heads=12, width=768, hidden=2336, tied=tied)
-    return _workload("text-124m", shape, 1024, lr, batch, steps, seed, warmup=100)
+    return _workload("text-124m", shape, 1024, lr, batch, steps, seed, 100, data, order)

@@ -1,0 +1,108 @@
+"""Which samples a rank reads for each micro-batch: the order of the samples, cut into updates, then over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from everyrank.data.order import Update, epoch_order, shard_order, update_samples
+from everyrank.data.slicing import Slice, cut, micro_batches
+from everyrank.data.stream import Streamed
+from everyrank.errors import WorkloadError
+from everyrank.workload import Workload
+
+__all__ = ["Keys", "Part", "parts_for_evaluation", "parts_for_updates"]
+
+
+class Keys(NamedTuple):
+    """What the loader fetches in one go: samples of one epoch."""
+
+    epoch: int
+    samples: list[int]
+
+
+class Part(NamedTuple):
+    """What to fetch for one `Batch`, and what that will be."""
+
+    keys: Keys
+    size: int
+    start: int
+    total: int
+
+
+def parts_for_updates(
+    workload: Workload, dataset: Any, updates: Iterable[Update], reads: Slice, accumulate: int, reverse: bool
+) -> Iterator[list[Part]]:
+    """For each update, the rank's part of each micro-batch. Raises `WorkloadError` for an order that cannot be."""
+    if workload.order == "shard":
+        yield from _by_shard(workload, dataset, updates, reads, accumulate)
+        return
+    order: Sequence[int] = []
+    epoch = -1
+    for update in updates:
+        if update.epoch != epoch:
+            order, epoch = _order(dataset, workload.seed, update.epoch), update.epoch
+        samples = update_samples(order, workload.global_batch, update.index)
+        micro = micro_batches(len(samples), accumulate)
+        yield [_part(samples, positions, reads, update.epoch, reverse) for positions in micro]
+
+
+def parts_for_evaluation(workload: Workload, dataset: Any, reads: Slice) -> Iterator[list[Part]]:
+    """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
+    length = len(dataset)
+    for start in range(0, length, workload.global_batch):
+        samples = range(start, min(start + workload.global_batch, length))
+        yield [_part(samples, range(len(samples)), reads, 0, reverse=False)]
+
+
+def _order(dataset: Any, seed: int, epoch: int) -> Sequence[int]:
+    """A stream comes in the order it has."""
+    return range(len(dataset)) if isinstance(dataset, Streamed) else epoch_order(len(dataset), seed, epoch)
+
+
+def _part(samples: Sequence[int], positions: range, reads: Slice, epoch: int, reverse: bool) -> Part:
+    own = cut(len(positions), reads)
+    chosen = list(samples[positions.start + own.start : positions.start + own.stop])
+    if reverse:
+        chosen.reverse()
+    borrowed = chosen or [samples[positions[0]]]
+    return Part(Keys(epoch, borrowed), len(chosen), positions.start + own.start, len(samples))
+
+
+def _by_shard(
+    workload: Workload, dataset: Any, updates: Iterable[Update], reads: Slice, accumulate: int
+) -> Iterator[list[Part]]:
+    """Each rank reads one contiguous part of the shards, laid end to end in an order of this epoch.
+
+    Parts differ by at most one sample, whatever the number and the lengths of the shards; and each update takes from
+    every part what keeps the global batch, so that all ranks come to the end of an epoch in the same update.
+    """
+    sizes: Sequence[int] | None = getattr(dataset, "shard_sizes", None)
+    if sizes is None or sum(sizes) != len(dataset):
+        raise WorkloadError(
+            "order='shard': train_data needs shard_sizes, the number of samples in each file (their sum is its length)"
+        )
+    order: list[int] = []
+    epoch = -1
+    own = cut(len(dataset), reads)
+    for update in updates:
+        if update.epoch != epoch:
+            order, epoch = shard_order(sizes, workload.seed, update.epoch), update.epoch
+        before, after = (
+            min(number * workload.global_batch, len(dataset)) for number in (update.index, update.index + 1)
+        )
+        first, last = len(cut(before, reads)), len(cut(after, reads))
+        samples = order[own.start + first : own.start + last]
+        micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(after - before, accumulate))]
+        borrowed = order[min(own.start, len(order) - 1)]
+        # where this part would stand in the global batch, had it been cut over ranks
+        start = cut(after, reads).start - cut(before, reads).start
+        yield [
+            Part(
+                Keys(update.epoch, samples[positions.start : positions.stop] or [borrowed]),
+                len(positions),
+                start + positions.start,
+                after - before,
+            )
+            for positions in micro
+        ]

@@ -1,0 +1,198 @@
+"""Files of many samples each: lines of text, JSONL, tar files in the WebDataset layout.
+
+An index of where each sample begins is made once, by looking through the files without decoding anything; then any
+sample can be read alone. So these work under both orders: `global`, where any rank may read any sample, and `shard`,
+where each rank keeps to one part of the files (`shard_sizes` says how many samples each has).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import mmap
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from everyrank.errors import EveryrankError, WorkloadError
+
+__all__ = ["JsonLines", "TarShards", "TextLines", "files_in"]
+
+
+def files_in(place: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The file `place`, or all files below it with one of these suffixes, sorted. Raises `WorkloadError` for none."""
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        raise WorkloadError(f"{place}: nothing is there; give a file or a folder")
+    found = sorted(
+        path
+        for path in place.rglob("*")
+        if path.is_file() and not path.name.startswith(".") and (not suffixes or path.suffix.lower() in suffixes)
+    )
+    if not found:
+        kinds = ", ".join(f"*{suffix}" for suffix in suffixes) or "files"
+        raise WorkloadError(f"{place}: no {kinds} there")
+    return found
+
+
+class _Files(Dataset[Any]):
+    """Samples numbered through all files. `shard_sizes` has how many each file holds."""
+
+    def __init__(self, files: Sequence[Path], sizes: Sequence[int], random: bool) -> None:
+        self.files = list(files)
+        self.shard_sizes = list(sizes)
+        self.starts = np.concatenate([[0], np.cumsum(self.shard_sizes)]).astype(np.int64)
+        self.deterministic = not random
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Of the names and sizes of all files; made when it is asked for, which rank 0 alone does."""
+        names = "\n".join(f"{path.name} {path.stat().st_size}" for path in self.files)
+        return f"sha256 of names and sizes: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(number of the file, number in it) of a sample."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return file, index - int(self.starts[file])
+
+
+class _Lines(_Files):
+    """Lines that are not empty."""
+
+    def __init__(self, files: Sequence[Path], random: bool) -> None:
+        self.borders = [_line_borders(path) for path in files]
+        super().__init__(files, [len(borders) for borders in self.borders], random)
+
+    def line(self, index: int) -> tuple[Path, int, bytes]:
+        """(file, number of the sample in it, bytes of the line)."""
+        file, inside = self.place(index)
+        begin, end = self.borders[file][inside].tolist()
+        with self.files[file].open("rb") as opened:
+            opened.seek(begin)
+            return self.files[file], inside, opened.read(end - begin)
+
+
+def _line_borders(path: Path) -> Any:
+    """(lines, 2): where each line that is not empty begins and ends, without its end of line."""
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                return np.zeros((0, 2), dtype=np.int64)
+            if file.read(2) == b"\x1f\x8b":
+                raise WorkloadError(f"{path}: compressed, so that no line of it can be read alone; unpack it")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                octets = np.frombuffer(content, dtype=np.uint8)
+                ends = np.flatnonzero(octets == ord("\n"))
+                size = len(octets)
+                if not len(ends) or ends[-1] != size - 1:
+                    ends = np.append(ends, size)
+                begins = np.concatenate([[0], ends[:-1] + 1])
+                returns = (ends > begins) & (octets[np.minimum(np.maximum(ends - 1, 0), size - 1)] == ord("\r"))
+                del octets  # the map cannot be closed while something looks into it
+    except OSError as error:
+        raise WorkloadError(f"{path}: cannot be read ({error.strerror})") from error
+    borders = np.stack([begins, ends - returns], axis=1)
+    return borders[borders[:, 1] > borders[:, 0]]
+
+
+class TextLines(_Lines):
+    """`to_sample(line)` for each line of UTF-8 text that is not empty.
+
+    Raises `WorkloadError` naming file and line for one that is no UTF-8.
+    """
+
+    def __init__(self, files: Sequence[Path], to_sample: Callable[[str], Any], random: bool = False) -> None:
+        super().__init__(files, random)
+        self.to_sample = to_sample
+
+    def __getitem__(self, index: int) -> Any:
+        path, number, content = self.line(index)
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise WorkloadError(f"{path}: sample {number} is no UTF-8 ({error.reason})") from error
+        return self.to_sample(text)
+
+
+class JsonLines(_Lines):
+    """`to_sample(value)` for each line of JSON. Raises `WorkloadError` naming file and line for one that is none."""
+
+    def __init__(self, files: Sequence[Path], to_sample: Callable[[Any], Any], random: bool = False) -> None:
+        super().__init__(files, random)
+        self.to_sample = to_sample
+
+    def __getitem__(self, index: int) -> Any:
+        path, number, content = self.line(index)
+        try:
+            value = json.loads(content)
+        except ValueError as error:
+            raise WorkloadError(f"{path}: sample {number} is no JSON ({error})") from error
+        return self.to_sample(value)
+
+
+class TarShards(_Files):
+    """`to_sample({"__key__": "0001", "jpg": bytes, "cls": bytes})` for each sample of tar files.
+
+    Files whose names are equal up to the first dot are one sample (WebDataset's layout). Compressed archives are
+    refused: nothing in them can be read alone.
+    """
+
+    def __init__(self, files: Sequence[Path], to_sample: Callable[[dict[str, Any]], Any], random: bool = False) -> None:
+        self.index = [_tar_index(path) for path in files]
+        self.to_sample = to_sample
+        super().__init__(files, [len(samples) for samples in self.index], random)
+
+    def __getitem__(self, index: int) -> Any:
+        file, inside = self.place(index)
+        key, members = self.index[file][inside]
+        sample: dict[str, Any] = {"__key__": key}
+        with self.files[file].open("rb") as opened:
+            for extension, (begin, size) in members.items():
+                opened.seek(begin)
+                sample[extension] = opened.read(size)
+        try:
+            return self.to_sample(sample)
+        except EveryrankError as error:
+            raise WorkloadError(f"{self.files[file]}: sample {key}: {error}") from error
+
+
+_Sample = tuple[str, dict[str, tuple[int, int]]]
+
+
+def _tar_index(path: Path) -> list[_Sample]:
+    """(key, extension -> (begin, bytes)) of each sample, in the order of the archive."""
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
+    try:
+        for name, begin, size in _tar_members(path):
+            folder, _, base = name.rpartition("/")
+            key, _, extension = base.partition(".")
+            if not key or not extension:
+                continue
+            members = samples.setdefault(f"{folder}/{key}" if folder else key, {})
+            if extension in members:
+                raise WorkloadError(f"{path}: {name} is there twice")
+            members[extension] = (begin, size)
+    except (tarfile.TarError, OSError) as error:
+        raise WorkloadError(f"{path}: cannot be read as an uncompressed tar file ({error})") from error
+    return list(samples.items())
+
+
+def _tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
+    size = path.stat().st_size
+    with tarfile.open(path, "r:") as archive:
+        for member in archive:
+            if member.isfile():
+                if member.offset_data + member.size > size:
+                    raise WorkloadError(f"{path}: cut off in {member.name}")
+                yield member.name, member.offset_data, member.size

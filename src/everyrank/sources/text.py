@@ -1,0 +1,88 @@
+"""Text of any files as bytes, in windows that do not overlap. The files are not read into memory."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from everyrank.errors import WorkloadError
+
+__all__ = ["TextWindows"]
+
+_CHUNK = 1 << 22
+
+
+class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
+    """Windows of `length` bytes within each file: ({"tokens": (T,), "positions": (T,)}, next bytes (T,)).
+
+    files      UTF-8, checked once
+    held_out   the last tenth of all windows, instead of what stands before it
+
+    Raises `WorkloadError` for a file that is no UTF-8, by its path and place, and for files shorter than two windows.
+    """
+
+    deterministic = True
+
+    def __init__(self, files: Sequence[Path], length: int, held_out: bool) -> None:
+        self.contents = [_content(path) for path in files]
+        self.length = length
+        sizes = np.asarray([max(0, len(content) - 1) // length for content in self.contents], dtype=np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        total = int(self.starts[-1])
+        border = total * 9 // 10
+        if border < 1 or border == total:
+            raise WorkloadError(f"{files[0].parent}: too little text for windows of {length} bytes ({total} of them)")
+        self.begin, self.end = (border, total) if held_out else (0, border)
+        inside = np.clip(self.starts, self.begin, self.end)
+        self.shard_sizes: list[int] = np.diff(inside).tolist()
+        self.positions = torch.arange(length)
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Of all the text; made when it is asked for, which rank 0 alone does."""
+        content = hashlib.sha256()
+        for part in self.contents:
+            content.update(part)
+        return f"sha256:{content.hexdigest()}"
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = self.begin + index
+        file = int(np.searchsorted(self.starts, number, side="right")) - 1
+        start = (number - int(self.starts[file])) * self.length
+        window = torch.from_numpy(self.contents[file][start : start + self.length + 1].astype(np.int64))
+        return {"tokens": window[:-1], "positions": self.positions}, window[1:]
+
+
+def _content(path: Path) -> Any:
+    """The bytes of a UTF-8 file, mapped into memory."""
+    try:
+        if path.stat().st_size == 0:
+            return np.zeros(0, dtype=np.uint8)
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+    except OSError as error:
+        raise WorkloadError(f"{path}: cannot be read ({error.strerror})") from error
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for begin in range(0, len(content), _CHUNK):
+        part = content[begin : begin + _CHUNK].tobytes()
+        try:
+            decoder.decode(part, final=begin + _CHUNK >= len(content))
+        except UnicodeDecodeError as error:
+            raise WorkloadError(
+                f"{path}: no UTF-8 text ({error.reason} near byte {begin + error.start:,}); "
+                "take it out, or give one file: --data FILE"
+            ) from error
+    return content

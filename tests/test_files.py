@@ -1,0 +1,376 @@
+"""Files of many samples each, tables, text of any files, and what may be fetched: real files, read in any order."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import io
+import json
+import math
+import random
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from everyrank import find_workload
+from everyrank.cli import main
+from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.sources import JsonLines, ParquetRows, TarShards, TextLines, TextWindows, files_in
+from everyrank.sources.download import File, download
+from everyrank.workloads.digits import Digits
+from everyrank.workloads.text import perplexity
+
+PIL = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+# --- lines
+
+
+def test_lines_are_found_wherever_they_end(tmp_path: Path) -> None:
+    """No newline at the end, Windows ends of line, empty lines, an empty file, letters of several bytes."""
+    (tmp_path / "a.txt").write_bytes("eins\r\nzwei\n\n\r\ndrei größer".encode())
+    (tmp_path / "b.txt").write_bytes(b"")
+    (tmp_path / "c.txt").write_bytes("四\n".encode())
+    lines = TextLines(files_in(tmp_path, [".txt"]), same)
+    assert [lines[index] for index in (3, 0, 2, 1)] == ["四", "eins", "drei größer", "zwei"]
+    assert lines.shard_sizes == [3, 0, 1]
+    assert lines.checksum != TextLines([tmp_path / "a.txt"], same).checksum
+
+
+def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": \n')
+    (tmp_path / "b.txt").write_bytes(b"fine\n\xff\xfe\n")
+    (tmp_path / "c.jsonl").write_bytes(b"\x1f\x8b\x08")
+    values = JsonLines([tmp_path / "a.jsonl"], same)
+    assert values[0] == {"x": 1}
+    with pytest.raises(WorkloadError, match=r"a\.jsonl: sample 1 is no JSON"):
+        values[1]
+    with pytest.raises(WorkloadError, match=r"b\.txt: sample 1 is no UTF-8"):
+        TextLines([tmp_path / "b.txt"], same)[1]
+    with pytest.raises(WorkloadError, match="compressed"):
+        JsonLines([tmp_path / "c.jsonl"], same)
+    with pytest.raises(WorkloadError, match=r"no \*\.csv there"):
+        files_in(tmp_path, [".csv"])
+    with pytest.raises(IndexError):
+        values[2]
+
+
+# --- tar files
+
+
+def jpeg_of(pixels: torch.Tensor) -> bytes:
+    """A digit of 8 x 8, enlarged to 32 x 32."""
+    image = PIL.fromarray((pixels[0] * 255).to(torch.uint8).numpy()).resize((32, 32))
+    content = io.BytesIO()
+    image.save(content, "JPEG")
+    return content.getvalue()
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+
+
+def digits_in_tars(folder: Path, num_files: int = 3, each: int = 12) -> None:
+    """train-*.tar and val-*.tar in the WebDataset layout, of the shipped digits."""
+    for kind, held_out in (("train", False), ("val", True)):
+        data = Digits(held_out)
+        for number in range(num_files):
+            members: list[tuple[str, bytes]] = []
+            for index in range(number * each, number * each + each):
+                image, label = data[index]
+                members += [(f"{index:05d}.jpg", jpeg_of(image)), (f"{index:05d}.cls", str(int(label)).encode())]
+            write_tar(folder / kind / f"{kind}-{number}.tar", members)
+
+
+def test_samples_of_a_tar_file(tmp_path: Path) -> None:
+    """Files of one sample are put together by their names, in folders too; any of them can be read alone."""
+    write_tar(tmp_path / "a.tar", [("x/1.seg.png", b"S"), ("x/1.txt", b"T"), ("2.txt", b"U"), (".hidden", b"")])
+    write_tar(tmp_path / "b.tar", [("1.txt", b"V" * 5000)])
+    data = TarShards([tmp_path / "a.tar", tmp_path / "b.tar"], same)
+    assert data.shard_sizes == [2, 1]
+    assert data[2] == {"__key__": "1", "txt": b"V" * 5000}
+    assert data[0] == {"__key__": "x/1", "seg.png": b"S", "txt": b"T"}
+
+
+def test_tar_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "cut.tar", [("1.txt", b"V" * 5000)])
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "cut.tar").read_bytes()[:2000])
+    write_tar(tmp_path / "twice.tar", [("1.txt", b"V"), ("1.txt", b"W")])
+    (tmp_path / "no.tar").write_bytes(b"no tar at all" * 100)
+    for name, words in (("cut", "cut"), ("twice", "is there twice"), ("no", "cannot be read")):
+        with pytest.raises(WorkloadError, match=f"{name}.tar.*{words}"):
+            TarShards([tmp_path / f"{name}.tar"], same)
+
+
+def test_imagenet_out_of_tar_files(tmp_path: Path, capfd: Any) -> None:
+    """Under order=shard the samples are audited and the trajectory is not verified; order=global equals single."""
+    digits_in_tars(tmp_path / "data")
+    words = ["imagenet", "--data", str(tmp_path / "data"), "--layout", "ddp", "--processes", "2", "--samples"]
+    small = ["--set", "classes=10", "size=16", "width=4", "batch=8", "epochs=1"]
+    assert main(["verify", *words, "--steps", "3", *small]) == 0
+    assert "36 samples, each read once" in capfd.readouterr().out
+    assert main(["verify", *words, "--steps", "3", *small, "order=shard"]) == 3
+    captured = capfd.readouterr()
+    assert "36 samples, each read once" in captured.out
+    assert "the ranks decide which update has which samples" in captured.err
+
+
+def test_labels_outside_the_classes_are_named(tmp_path: Path) -> None:
+    digits_in_tars(tmp_path, num_files=1)
+    workload = find_workload("imagenet", data=str(tmp_path), classes=2, size=16, width=4)
+    data = workload.train_data()
+    with pytest.raises(WorkloadError, match=r"train-0\.tar: sample 0000.*classes=N"):
+        [data[index] for index in range(len(data))]
+
+
+# --- tables
+
+
+def test_parquet_rows_in_any_order(tmp_path: Path) -> None:
+    """Several files, several groups of rows in each, chosen columns, lists as arrays."""
+    pyarrow = pytest.importorskip("pyarrow", reason="not verified here: needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="not verified here: needs pyarrow")
+    for number, rows in enumerate((7, 3)):
+        numbers = list(range(10 * number, 10 * number + rows))
+        table = pyarrow.table({"x": [[float(n), 0.5] for n in numbers], "y": numbers, "z": ["a"] * rows})
+        parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=2)
+    data = ParquetRows(files_in(tmp_path, [".parquet"]), same, columns=["x", "y"])
+    assert data.shard_sizes == [7, 3]
+    numbers = list(range(10))
+    random.Random(0).shuffle(numbers)
+    for index in numbers:
+        expected = index if index < 7 else index + 3
+        assert data[index] == {"x": [float(expected), 0.5], "y": expected}
+    with pytest.raises(WorkloadError, match="no column w; it has x, y, z"):
+        ParquetRows([tmp_path / "0.parquet"], same, columns=["w"])
+    (tmp_path / "no.parquet").write_bytes(b"nothing")
+    with pytest.raises(WorkloadError, match=r"no\.parquet: cannot be read as Parquet"):
+        ParquetRows([tmp_path / "no.parquet"], same)
+
+
+HUGGING_FACE = """
+import torch, torch.nn.functional as F
+from datasets import Dataset
+from everyrank import Workload
+from everyrank.sources import Rows
+from everyrank.workloads.digits import Digits
+
+def rows(held_out):
+    digits = Digits(held_out)
+    table = {"pixels": digits.tensors[0].flatten(1).tolist(), "label": digits.tensors[1].tolist()}
+    return Dataset.from_dict(table).select(range(60))
+
+def sample(row):
+    return torch.tensor(row["pixels"]), row["label"]
+
+def streamed():
+    rename = lambda row: {"input": row["pixels"], "target": row["label"]}
+    return rows(False).to_iterable_dataset(num_shards=3).map(rename).shuffle(0, buffer_size=20)
+
+class Pairs:
+    def __init__(self): self.rows = streamed()
+    def set_epoch(self, epoch): self.rows.set_epoch(epoch)
+    def __iter__(self): return ((torch.tensor(row["input"]), row["target"]) for row in self.rows)
+    def __len__(self): return 60
+
+def make(data):
+    return Workload(
+        name="table", model=lambda: torch.nn.Linear(64, 10), train_data=data,
+        eval_data=lambda: Rows(rows(True), sample),
+        loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), global_batch=16, epochs=2)
+
+by_row = make(lambda: Rows(rows(False), sample))
+by_stream = make(Pairs)
+"""
+
+
+def test_tables_of_the_datasets_library(tmp_path: Path) -> None:
+    """A map-style one and an iterable one, under ddp with a loader worker: equal to single, each sample once."""
+    pytest.importorskip("datasets", reason="not verified here: needs the datasets library")
+    (tmp_path / "table.py").write_text(HUGGING_FACE)
+    for name in ("by_row", "by_stream"):
+        words = ["verify", f"{tmp_path}/table.py:{name}", "--layout", "ddp", "--processes", "2", "--steps", "6"]
+        assert main([*words, "--samples", "--workers", "1", "--json", str(tmp_path / "r.json")]) == 0
+        [record] = json.loads((tmp_path / "r.json").read_text())
+        assert record["parity"]["status"] == "equal"
+        assert any("60 samples, each read once" in check for check in record["parity"]["checks"])
+
+
+# --- text
+
+
+def test_text_windows_of_any_files(tmp_path: Path) -> None:
+    """Windows stay inside their file, none is lost between training and held-out text, and nothing overlaps."""
+    texts = ["alpha " * 40, "", "größer " * 30, "x"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.md").write_text(text, encoding="utf-8")
+    files = files_in(tmp_path, ())
+    train, held_out = (TextWindows(files, 16, held_out) for held_out in (False, True))
+    windows = [
+        bytes([*data[index][0]["tokens"].tolist(), int(data[index][1][-1])])
+        for data in (train, held_out)
+        for index in range(len(data))
+    ]
+    expected = [
+        text.encode()[start : start + 17]
+        for text in texts
+        for start in range(0, 16 * ((len(text.encode()) - 1) // 16), 16)
+    ]
+    assert windows == expected
+    assert sum(train.shard_sizes) == len(train)
+    assert train.shard_sizes[1] == 0
+    assert torch.equal(train[0][0]["tokens"][1:], train[0][1][:-1])
+    assert train.checksum == held_out.checksum
+
+
+def test_text_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"text " * 100 + b"\xff\xff" + b"text " * 100)
+    with pytest.raises(WorkloadError, match=r"a\.bin: no UTF-8 text .*near byte 500"):
+        TextWindows([tmp_path / "a.bin"], 16, False)
+    (tmp_path / "b.txt").write_text("short")
+    with pytest.raises(WorkloadError, match="too little text"):
+        TextWindows([tmp_path / "b.txt"], 16, False)
+
+
+def test_training_on_text_of_ones_own(tmp_path: Path) -> None:
+    """--data DIR, under either order; perplexity is the exponential of the exact mean loss."""
+    (tmp_path / "texts").mkdir()
+    for number in range(5):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"the {number} quick brown foxes jump. " * 150)
+    for order in ("global", "shard"):
+        words = [
+            "train",
+            "text",
+            "--data",
+            str(tmp_path / "texts"),
+            "--layout",
+            "ddp",
+            "--processes",
+            "2",
+            "--steps",
+            "3",
+        ]
+        out = tmp_path / "runs" / order
+        assert main([*words, "--set", f"order={order}", "batch=8", "--out", str(out)]) == 0
+        [record] = json.loads((out / "record.json").read_text())
+        assert record["metrics"]["perplexity"] == math.exp(record["metrics"]["eval_loss"])
+        assert record["provenance"]["data_checksum"].startswith("sha256:")
+    assert perplexity({"eval_loss": 0.0}) == 1.0
+
+
+# --- what may be fetched
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A web server of a folder, on loopback."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}", folder
+        running.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def test_download(tmp_path: Path, server: tuple[str, Path]) -> None:
+    """Fetched once, unpacked, and not kept where the checksum is wrong or the network fails."""
+    url, folder = server
+    (folder / "plain.bin").write_bytes(b"content")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        about = tarfile.TarInfo("inside/file")
+        about.size = 3
+        archive.addfile(about, io.BytesIO(b"abc"))
+    (folder / "packed.tar.gz").write_bytes(packed.getvalue())
+    files = {"w": [File(f"{url}/plain.bin", md5(b"content")), File(f"{url}/packed.tar.gz", md5(packed.getvalue()))]}
+    data = tmp_path / "data"
+    download("w", data, files)
+    assert (data / "plain.bin").read_bytes() == b"content"
+    assert (data / "inside" / "file").read_bytes() == b"abc"
+    (folder / "plain.bin").unlink()
+    download("w", data, files)  # what is there is not asked for again
+    (data / "plain.bin").write_bytes(b"contenT")
+    with pytest.raises(EveryrankError, match=r"plain\.bin: File not found; fetch it by hand"):
+        download("w", data, files)
+    (folder / "plain.bin").write_bytes(b"another")
+    with pytest.raises(EveryrankError, match=r"its MD5 is .* it was not kept"):
+        download("w", data, files)
+    assert sorted(path.name for path in data.iterdir()) == ["inside", "packed.tar.gz", "plain.bin"]
+    with pytest.raises(UsageError, match="cannot be fetched; only that of mnist, cifar10, cifar100"):
+        download("imagenet", data)
+    with pytest.raises(UsageError, match="give --data DIR"):
+        download("mnist", None)
+
+
+def test_an_archive_cannot_write_outside(tmp_path: Path, server: tuple[str, Path]) -> None:
+    url, folder = server
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        about = tarfile.TarInfo("../outside")
+        about.size = 3
+        archive.addfile(about, io.BytesIO(b"abc"))
+    (folder / "evil.tar").write_bytes(packed.getvalue())
+    with pytest.raises(UsageError, match="outside"):
+        download("w", tmp_path / "data", {"w": [File(f"{url}/evil.tar", md5(packed.getvalue()))]})
+    assert not (tmp_path / "outside").exists()
+
+
+# --- another global batch
+
+
+def rate(workload: Any) -> float:
+    optimizer = workload.optimizer(torch.nn.Linear(1, 1))
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_another_batch_says_what_becomes_of_the_learning_rate() -> None:
+    """Off by default; linear and square root; a workload that takes `batch` makes its schedule anew."""
+    from everyrank.workload import Source, load
+
+    found = {rule: load(Source("digits", {"lr": 0.05}, 256, rule)) for rule in ("none", "linear", "sqrt")}
+    assert {rule: (workload.global_batch, rate(workload)) for rule, workload in found.items()} == {
+        "none": (256, 0.05),
+        "linear": (256, 0.2),
+        "sqrt": (256, 0.1),
+    }
+    assert found["linear"].batch_rule == "global batch 64 -> 256: learning rate x 4 (linear rule)"
+    assert "--lr-rule linear or sqrt would" in str(found["none"].batch_rule)
+    with pytest.raises(UsageError, match="give that too"):
+        load(Source("digits", {}, None, "linear"))
+    with pytest.raises(UsageError, match="--batch 0"):
+        load(Source("digits", {}, 0, "none"))
+
+
+def test_the_rule_is_printed(tmp_path: Path, capfd: Any) -> None:
+    words = ["train", "digits", "--batch", "128", "--lr-rule", "sqrt", "--steps", "2", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert "global batch 64 -> 128: learning rate x 1.41421 (sqrt rule)" in capfd.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert rows[0]["lr"] == pytest.approx(0.05 * np.sqrt(2))
