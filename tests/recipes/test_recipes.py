@@ -19,7 +19,8 @@ from everyrank import Launch, Record, find_workload, parse_layout, run
 
 PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
+ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
+NAMES = [name for name in ALL if name != "imagenet_ddp"]  # which reads images: its tests are at the end
 
 # The layout that is the same training. Recipes are float64 throughout, except the one that shows low precision.
 LAYOUTS = {
@@ -32,6 +33,8 @@ LAYOUTS = {
     "distributed_evaluation": "ddp:precision=float64",
     "zero1": "zero1:precision=float64",
     "fsdp": "fsdp:precision=float64",
+    "iterable_sharding": "ddp:precision=float64",
+    "checkpoint_resume": "ddp:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -51,6 +54,14 @@ MUTATIONS = {
         "batch.tensor_split(world_size)[0]\n            loss",
     ),
     "fsdp": ("(loss * world_size / len(batch))", "(loss / len(batch))"),  # the average taken for the sum
+    "iterable_sharding": (  # divided twice: by rank and worker, and then by worker again
+        "batch.tensor_split(self.world_size)[self.rank]",
+        "batch.tensor_split(self.world_size * WORKERS)[self.rank * WORKERS + update % WORKERS]",
+    ),
+    "checkpoint_resume": (  # the order of the samples is drawn anew where the training goes on
+        "manual_seed(SEED + epoch)",
+        "manual_seed(SEED + epoch + begin)",
+    ),
 }
 
 
@@ -74,7 +85,12 @@ def printed(folder: Path, name: str, text: str) -> Printed:
     """Run a recipe with its data beside it, by the command in its header."""
     (folder / f"{name}.py").write_text(text)
     (folder / "digits.csv.gz").write_bytes((PACKAGE / "workloads" / "digits.csv.gz").read_bytes())
-    (command,) = re.findall(r"^Run: (.*)$", text, re.MULTILINE)
+    stdout = "".join(output(folder, command) for command in re.findall(r"^Run: (.*)$", text, re.MULTILINE))
+    return read(stdout)
+
+
+def output(folder: Path, command: str) -> str:
+    """What a command prints in this folder."""
     words = shlex.split(command)
     programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     done = subprocess.run(
@@ -87,10 +103,17 @@ def printed(folder: Path, name: str, text: str) -> Printed:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    losses = re.findall(r"^update (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
-    assert [int(update) for update, _ in losses] == list(range(len(losses)))
-    numbers = re.findall(r"^(top1|eval_loss|eval_samples) (\S+)$", done.stdout, re.MULTILINE)
-    return Printed([float(loss) for _, loss in losses], {key: float(value) for key, value in numbers})
+    return done.stdout
+
+
+def read(stdout: str) -> Printed:
+    """The losses in it; of an update that was done twice, after a checkpoint, the later one."""
+    found = {
+        int(update): float(loss) for update, loss in re.findall(r"^update (\d+) loss (\S+)$", stdout, re.MULTILINE)
+    }
+    assert sorted(found) == list(range(len(found)))
+    numbers = re.findall(r"^(top1|top5|eval_loss|eval_samples) (\S+)$", stdout, re.MULTILINE)
+    return Printed([found[update] for update in sorted(found)], {key: float(value) for key, value in numbers})
 
 
 def distance(found: Printed, record: Record) -> float:
@@ -120,7 +143,7 @@ def test_mutation_differs(tmp_path: Path, name: str) -> None:
     assert distance(printed(tmp_path, name, text.replace(before, after)), library(LAYOUTS[name])) > 1e-9
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_recipe_is_standalone(name: str) -> None:
     """torch and the standard library only, never everyrank; short, with a command to run it by."""
     text = (RECIPES / f"{name}.py").read_text()
@@ -128,6 +151,90 @@ def test_recipe_is_standalone(name: str) -> None:
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {module.partition(".")[0] for module in modules}
-    assert roots <= {"torch", *sys.stdlib_module_names}
-    assert len(text.splitlines()) <= 130
+    images = {"PIL"} if name == "imagenet_ddp" else set()
+    assert roots <= {"torch", *images, *sys.stdlib_module_names}
+    assert len(text.splitlines()) <= (200 if images else 150)
     assert re.search(r"^Run: (python|torchrun) ", ast.get_docstring(tree) or "", re.MULTILINE)
+
+
+# --- imagenet_ddp: images in folders, made of the shipped digits
+
+WORKLOAD = """
+from pathlib import Path
+import torch, torch.nn.functional as F
+import imagenet_ddp as recipe
+from everyrank import Workload
+
+folder = Path(__file__).parent / "images"
+workload = Workload(
+    name="images", model=lambda: recipe.build(10, 8, False),
+    train_data=lambda: recipe.Images(folder / "train", 32, True),
+    eval_data=lambda: recipe.Images(folder / "val", 32, False),
+    loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
+    metrics={"top1": lambda output, target: ((output.argmax(1) == target).sum(), len(target))},
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4),
+    schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.1), global_batch=16, epochs=2)
+"""
+COMMAND = (
+    "torchrun --standalone --nproc-per-node {} imagenet_ddp.py images --batch 16 --size 32 --width 8 --workers {} "
+    "--epochs {} --float64"
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 images for training (so that batches are ragged), 23 held out, of 8 x 8 pixels enlarged to 40 x 40."""
+    image = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
+    from everyrank.workloads.digits import Digits
+
+    folder = tmp_path_factory.mktemp("images")
+    for kind, held_out, count in (("train", False, 50), ("val", True, 23)):
+        for number in range(count):
+            pixels, label = Digits(held_out)[number]
+            place = folder / kind / str(int(label))
+            place.mkdir(parents=True, exist_ok=True)
+            small = image.fromarray((pixels[0] * 255).byte().numpy())
+            small.resize((40, 40)).save(place / f"{number:03d}.png")
+    return folder
+
+
+def trained(folder: Path, images: Path, text: str, *commands: str) -> Printed:
+    (folder / "imagenet_ddp.py").write_text(text)
+    if not (folder / "images").exists():
+        (folder / "images").symlink_to(images)
+    return read("".join(output(folder, command) for command in commands))
+
+
+@pytest.fixture(scope="module")
+def by_library(images: Path) -> Record:
+    """The same training in one process by the library, of the script's own model, images and loss."""
+    (images.parent / "my_images").mkdir()
+    folder = images.parent / "my_images"
+    (folder / "imagenet_ddp.py").write_text((RECIPES / "imagenet_ddp.py").read_text())
+    (folder / "images").symlink_to(images)
+    (folder / "workload.py").write_text(WORKLOAD)
+    workload = find_workload(str(folder / "workload.py"))
+    return run(workload, parse_layout("single:precision=float64"), Launch(processes=1), show=False)[0]
+
+
+def test_imagenet_equals_the_library(tmp_path: Path, images: Path, by_library: Record) -> None:
+    """Two ranks with a loader worker each, stopped after an epoch and begun again; losses to 1e-12, top-1 exactly."""
+    text = (RECIPES / "imagenet_ddp.py").read_text()
+    found = trained(tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
+    assert found.losses == pytest.approx(by_library.loss, rel=1e-12)
+    assert found.numbers["top1"] == by_library.metrics["top1"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("[rank].tolist()", "[0].tolist()"),  # every rank reads the same
+        ("for number in (SEED, *key):", "for number in (os.getpid(), *key):"),  # augmentation of the process
+    ],
+)
+def test_imagenet_mutation_differs(tmp_path: Path, images: Path, by_library: Record, before: str, after: str) -> None:
+    text = (RECIPES / "imagenet_ddp.py").read_text()
+    assert text.count(before) == 1
+    wrong = trained(tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
+    gaps = [abs(a - b) / b for a, b in zip(wrong.losses, by_library.loss[:4], strict=True)]
+    assert max(gaps) > 1e-9

@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.path)
     args.path.write_text(recipes[args.recipe], encoding="utf-8")
     data = args.path.with_name("digits.csv.gz")
+    if data.name not in recipes[args.recipe]:
+        print(f"wrote {args.path}")
+        return 0
     if not data.exists():
         data.write_bytes((importlib.resources.files("everyrank.workloads") / "digits.csv.gz").read_bytes())
     print(f"wrote {args.path} and {data}")

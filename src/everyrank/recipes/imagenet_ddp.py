@@ -1,0 +1,200 @@
+"""ResNet-18 on ImageNet, or on any folders of images, under DistributedDataParallel.
+
+Run: torchrun --standalone --nproc-per-node 2 imagenet_ddp.py DIR
+
+DIR holds train/<class>/*.jpg and val/<class>/*.jpg. Needs Pillow. The script that everybody copies, with what is
+usually wrong in it put right:
+- The batch is that of all ranks; adding ranks does not change the training.
+- Augmentation is a function of (seed, epoch, image): not of the rank or the worker that happens to draw.
+- The last, smaller batch is not dropped, and no image is repeated to make ranks even: top-1 and top-5 are exact.
+- Batch norm is synchronised on CUDA. On CPU, where torch cannot, the network has group norm.
+- Nothing in the loop waits for the device or for another rank: no .item(), no barrier, no all-reduce of a metric.
+- The newest checkpoint is whole, whenever the machine goes down: start the same command again and it goes on.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import time
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+SEED = 0
+MEAN, DEVIATION = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+
+class Images:
+    """(image, class) of the files in folders of classes; a random part of the image for training."""
+
+    def __init__(self, folder, size, training):
+        self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        names = ((path, i) for i, name in enumerate(self.classes) for path in sorted((folder / name).rglob("*")))
+        self.samples = [(path, i) for path, i in names if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")]
+        self.size, self.training = size, training
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        path, label = self.samples[index]
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        width, height = image.size
+        side = min(width, height) * 224 / 256
+        box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
+        if self.training:  # 8% to all of the area, sides from 3:4 to 4:3
+            area = width * height * (0.08 + 0.92 * torch.rand(()).item())
+            shape = math.exp((2 * torch.rand(()).item() - 1) * math.log(4 / 3))
+            own_width, own_height = min(width, math.sqrt(area * shape)), min(height, math.sqrt(area / shape))
+            left, top = (torch.rand(2) * torch.tensor([width - own_width, height - own_height])).tolist()
+            box = (left, top, left + own_width, top + own_height)
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
+        if self.training and torch.rand(()) < 0.5:
+            pixels = pixels.flip(1)
+        return (pixels.permute(2, 0, 1) / 255 - MEAN) / DEVIATION, label
+
+
+class Seeded:
+    """`images[index]` for keys (epoch, index), with torch's generator seeded by (SEED, epoch, index)."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __getitem__(self, key):
+        state = 0  # splitmix64: seeds that differ in one bit give unrelated numbers
+        for number in (SEED, *key):
+            state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+            state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+            state ^= state >> 31
+        torch.manual_seed(state >> 1)
+        return self.images[key[1]]
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut (He et al. 2016)."""
+
+    def __init__(self, before, after, stride, norm):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), norm(after), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), norm(after))
+        projection = nn.Conv2d(before, after, 1, stride, bias=False), norm(after)
+        self.shortcut = nn.Identity() if stride == 1 and before == after else nn.Sequential(*projection)
+
+    def forward(self, features):
+        return F.relu(self.second(self.first(features)) + self.shortcut(features))
+
+
+def build(num_classes, width, cuda):
+    """ResNet-18, (N, 3, H, W) -> (N, num_classes), with the same weights in every process."""
+    norm = nn.BatchNorm2d if cuda else lambda channels: nn.GroupNorm(8, channels)
+    torch.manual_seed(SEED)
+    stem = nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    shape = [(width, 1), (width, 1), *((width * 2**i, stride) for i in (1, 2, 3) for stride in (2, 1))]
+    blocks = [Block(before, after, s, norm) for (before, _), (after, s) in pairwise([(width, 1), *shape])]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, num_classes))
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if cuda else model
+
+
+def parts(order, batch, rank, world_size):
+    """This rank's part of each batch: contiguous, sizes that differ by at most one; and the sizes of the batches."""
+    batches = order.split(batch)
+    return [part.tensor_split(world_size)[rank].tolist() for part in batches], [len(part) for part in batches]
+
+
+@torch.no_grad()
+def evaluate(model, data, args, rank, world_size, device, dtype):
+    """(top-1, top-5): each image is read by one rank, none is repeated."""
+    model.eval()
+    own, _ = parts(torch.arange(len(data)), args.batch, rank, world_size)
+    right = torch.zeros(2, dtype=torch.int64, device=device)
+    for images, labels in DataLoader(data, batch_sampler=[part for part in own if part], num_workers=args.workers):
+        output = model(images.to(device, dtype))
+        likeliest = output.topk(min(5, output.shape[1])).indices == labels.to(device)[:, None]
+        right += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
+    dist.all_reduce(right)
+    model.train()
+    return (right.double() / len(data)).tolist()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
+    for name, value in (("epochs", 90), ("batch", 256), ("workers", 8), ("size", 224), ("width", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=timedelta(minutes=30), device_id=device if cuda else None
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dtype = torch.float64 if args.float64 else torch.float32
+    low = torch.autocast("cuda", torch.bfloat16) if cuda and not args.float64 else contextlib.nullcontext()
+
+    data, held_out = Images(args.data / "train", args.size, True), Images(args.data / "val", args.size, False)
+    model = build(len(data.classes), args.width, cuda).to(device, dtype, memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, args.epochs // 3), gamma=0.1)
+    begin, done, top1, top5 = 0, 0, math.nan, math.nan
+    newest = Path("imagenet_ddp.pt")
+    if newest.exists():
+        saved = torch.load(newest, map_location=device, weights_only=True)
+        for part, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
+            part.load_state_dict(saved[name])
+        begin, done = saved["epoch"], saved["updates"]
+
+    for epoch in range(begin, args.epochs):
+        start = time.perf_counter()
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
+        own, sizes = parts(order, args.batch, rank, world_size)
+        keys = [[(epoch, i) for i in part or [0]] for part in own]  # a rank without a sample borrows one: it counts 0
+        loader = DataLoader(Seeded(data), batch_sampler=keys, num_workers=args.workers, pin_memory=cuda)
+        sums = torch.zeros(len(sizes), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images = images.to(device, dtype, non_blocking=True, memory_format=torch.channels_last)
+            with low:
+                loss = F.cross_entropy(ddp(images), labels.to(device, non_blocking=True), reduction="sum")
+            loss = loss * bool(own[index])
+            optimizer.zero_grad()
+            (loss * world_size / sizes[index]).backward()
+            optimizer.step()
+            sums[index] = loss.detach()
+        schedule.step()
+        dist.all_reduce(sums)
+        top1, top5 = evaluate(model, held_out, args, rank, world_size, device, dtype)
+        if rank == 0:
+            for index, total in enumerate(sums.tolist()):
+                print(f"update {done + index} loss {total / sizes[index]}")
+            print(f"epoch {epoch}: {time.perf_counter() - start:.1f} s, top1 {top1:.4f}, top5 {top5:.4f}")
+            named = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            state = {name: part.state_dict() for name, part in named.items()}
+            torch.save({**state, "epoch": epoch + 1, "updates": done + len(sizes)}, newest.with_suffix(".partial"))
+            newest.with_suffix(".partial").replace(newest)  # whole, or not there
+        done += len(sizes)
+
+    if rank == 0:
+        print(f"top1 {top1}\ntop5 {top5}")
+    del ddp  # before its process group
+    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
