@@ -34,7 +34,7 @@ from everyrank.world import World, alone
 def inside(world: World, name: str, layout: str) -> Inside:
     source: Any = find_workload(name) if name == "text" else zoo.workload(name)
     workload = load(source)
-    train_data, _ = open_data(workload, world.size)
+    train_data, _ = open_data(workload, world)
     with mock.patch("everyrank.measure.inside._PROFILED", 1):  # what is exposed is no matter here
         return look_inside(workload, train_data, parse_layout(layout), world)
 
@@ -117,7 +117,7 @@ def test_bytes_of_fsdp_equal_theory(ranks: Any, seen: Any, count: int) -> None:
 def counted(world: World, extra: bool) -> list[Any]:
     """The traffic of a step of ddp, into which somebody may have put an all-reduce too many."""
     workload = zoo.workload("frozen")
-    train_data, _ = open_data(workload, world.size)
+    train_data, _ = open_data(workload, world)
     layout = parse_layout("ddp")
     prepared = prepare(workload, layout, world)
     updates = run_updates(workload, train_data, layout, world, prepared, all_updates(6, 4))
@@ -191,7 +191,7 @@ def sleepy(what: str) -> Workload:
 def taken_apart(world: World, what: str) -> tuple[dict[str, float], dict[str, float]]:
     """This rank's median seconds of each phase, and the share of exposed communication in each."""
     workload, layout = sleepy(what), parse_layout("ddp")
-    data, _ = open_data(workload, world.size)
+    data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
     updates = run_updates(workload, data, layout, world, prepared, all_updates(14, 10))
     for _ in range(3):
@@ -232,7 +232,7 @@ def test_the_parts_are_the_whole(ranks: Any) -> None:
 
     def run(world: World) -> tuple[float, float]:
         workload, layout = sleepy("none"), parse_layout("single")
-        data, _ = open_data(workload, 1)
+        data, _ = open_data(workload, world)
         prepared = prepare(workload, layout, alone(world))
         updates = run_updates(workload, data, layout, alone(world), prepared, all_updates(20, 10))
         begin = time.perf_counter()
@@ -249,7 +249,7 @@ def test_no_phase_is_told_twice(ranks: Any) -> None:
 
     def run(world: World, accumulate: int) -> list[str]:
         workload, layout = sleepy("none"), parse_layout(f"single:accumulate={accumulate}")
-        data, _ = open_data(workload, 1)
+        data, _ = open_data(workload, world)
         prepared = prepare(workload, layout, alone(world))
         seen: list[str] = []
 
@@ -302,7 +302,7 @@ def test_an_optimizer_with_state_takes_more(ranks: Any) -> None:
             if name == "sgd"
             else (lambda model: torch.optim.Adam(model.parameters(), foreach=False)),
         )
-        data, _ = open_data(workload, 1)
+        data, _ = open_data(workload, world)
         return look_inside(workload, data, parse_layout("single"), alone(world)).peak_memory_bytes
 
     [sgd], [adam] = ranks(1, run, "sgd"), ranks(1, run, "adam")

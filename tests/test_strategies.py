@@ -69,7 +69,7 @@ def overflow(world: World, strategy: str) -> Any:
         schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
     )
     layout = parse_layout(f"{strategy}:precision=fp16")
-    train_data, _ = open_data(workload, world.size)
+    train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
     before = fingerprint(prepared)
     next(run_updates(workload, train_data, layout, world, prepared, all_updates(1, 4)))
@@ -91,7 +91,7 @@ def test_restore_puts_everything_back(ranks: Any, strategy: str) -> None:
 def train_twice(world: World, strategy: str) -> Any:
     workload = zoo.workload("tied", "adamw")
     layout = parse_layout(strategy)
-    train_data, _ = open_data(workload, world.size)
+    train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
     # DDP rebuilds its buckets after the first update, which moves last bits on more than two ranks
     saved = snapshot(prepared)
@@ -145,7 +145,7 @@ def tied_across_blocks(world: World) -> bool:
     from everyrank.parity import check_layout, subject_of
 
     workload = zoo.workload("frozen", model=TiedBlocks, blocks="blocks")
-    subject = subject_of(workload, *open_data(workload, world.size), steps=6)
+    subject = subject_of(workload, *open_data(workload, world), steps=6)
     parity, _ = check_layout(subject, parse_layout("fsdp"), world, "test/tied-blocks")
     return parity.status == "equal"
 

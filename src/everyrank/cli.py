@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         close_output()  # `everyrank new ddp_torchrun | head`
         status = 0
+    except OSError as error:  # a disk that is full, a folder that was taken away
+        print(f"everyrank: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        status = EveryrankError.exit_status
     if _is_a_rank():
         # Threads that wait for other ranks must not keep this one alive, and one of gloo's that lets go of a tensor
         # while Python says goodbye aborts the process.

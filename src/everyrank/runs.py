@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ __all__ = [
     "find_checkpoint",
     "is_better",
     "last_good",
+    "leave_behind",
     "mark_best",
     "new_folder",
     "prune",
@@ -47,8 +48,9 @@ __all__ = [
 ]
 
 _FOLDER = "checkpoints"
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d+)(\.old)?")  # .old: whole, and about to be replaced by one of the same step
 _UNFINISHED = ".tmp"
+_DAMAGED = ".damaged"
 _ABOUT = "about.json"
 _BEST = "best"
 _CHUNK = 1 << 20
@@ -98,8 +100,9 @@ class Checkpoint:
 
     @property
     def score(self) -> float | None:
-        """The metric by which the best is chosen; None where it was not evaluated."""
-        return self.about.metrics.get(self.about.best_by)
+        """The metric by which the best is chosen; None where it was not evaluated, or is no number."""
+        score = self.about.metrics.get(self.about.best_by)
+        return score if score is not None and math.isfinite(score) else None
 
     @property
     def num_bytes(self) -> int:
@@ -134,10 +137,13 @@ def commit(folder: Path) -> Path:
     """Give a checkpoint its name, now that it is whole; the step that a crash cannot tear."""
     final = folder.with_name(folder.name.removesuffix(_UNFINISHED))
     _sync(folder)
-    if final.exists():  # the same step again, after going on from an older one
-        _remove(final)
+    old = final.with_name(final.name + ".old")
+    if final.exists():  # the same step again: at no moment is there none
+        final.rename(old)
     folder.rename(final)
     _sync(final.parent)
+    if old.exists():
+        _remove(old)
     return final
 
 
@@ -153,16 +159,17 @@ def _sync(folder: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Take its name away first: a crash in the middle must not leave half of it under a name that says whole."""
-    gone = folder.with_name(folder.name + ".old" + _UNFINISHED)
+    gone = folder.with_name(folder.name + _UNFINISHED)
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def prune(run: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints and the best one."""
+def prune(run: Path, keep: int, step: int) -> None:
+    """Remove all but the last `keep` checkpoints up to this step, and the best one. Newer ones are not ours to judge."""
     there = checkpoints_of(run)
     best = _best(there)
+    there = [one for one in there if one.about.step <= step]
     for old in there[:-keep]:
         if best is None or old.path != best.path:
             _remove(old.path)
@@ -198,50 +205,89 @@ def is_better(score: float, than: float | None, name: str) -> bool:
 def checkpoints_of(run: Path) -> list[Checkpoint]:
     """All checkpoints under their final names, oldest first; what cannot be read as one is left out."""
     found: list[Checkpoint] = []
-    for path in (run / _FOLDER).glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            with contextlib.suppress(UsageError):
-                found.append(checkpoint_named(path))
-    return sorted(found, key=lambda one: one.about.step)
+    for path in _named_steps(run):
+        with contextlib.suppress(UsageError):
+            found.append(_read(path))
+    return found
+
+
+def _named_steps(run: Path) -> list[Path]:
+    """Folders with the name of a whole checkpoint, oldest first, whatever is in them."""
+    there = {path: match for path in (run / _FOLDER).glob("step-*") if (match := _NAME.fullmatch(path.name))}
+    finals = {match[1] for match in there.values() if not match[2]}
+    kept = [path for path, match in there.items() if path.is_dir() and not (match[2] and match[1] in finals)]
+    return sorted(kept, key=lambda path: int(there[path][1]))
 
 
 def find_checkpoint(place: Path) -> Checkpoint:
-    """The newest checkpoint of a run's folder, or the checkpoint that `place` is. Raises `UsageError` without one."""
-    if (place / _ABOUT).is_file():
+    """The newest checkpoint of a run's folder, or the checkpoint that `place` is.
+
+    Raises `UsageError` without one, and for one that cannot be read, with the last good one.
+    """
+    if (place / _ABOUT).exists():
         return checkpoint_named(place.resolve())
     run = place.parent if place.name == _FOLDER else place
-    there = checkpoints_of(run)
+    there = _named_steps(run)
     if there:
-        return there[-1]
+        return checkpoint_named(there[-1].resolve())
     if place.is_file():
         raise UsageError(f"{place}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
     if not place.exists():
         raise UsageError(f"{place}: nothing is there; give the folder of a run, or one of its checkpoints")
+    if _NAME.fullmatch(place.name) and place.parent.name == _FOLDER:
+        return checkpoint_named(place.resolve())
     if (place / ".metadata").is_file():
         raise UsageError(f"{place}: a checkpoint of another program (no {_ABOUT}); only everyrank's own can go on")
-    raise UsageError(f"{place}: no whole checkpoint there (step-*/{_ABOUT}); the run saved none, or all were damaged")
+    raise UsageError(f"{place}: no whole checkpoint there (step-*/{_ABOUT}); the run has saved none")
 
 
 def checkpoint_named(path: Path) -> Checkpoint:
     """The checkpoint in this very folder. Raises `UsageError` where about.json is missing, cut off or foreign."""
+    try:
+        return _read(path)
+    except UsageError as error:
+        raise UsageError(f"{error}{_offer(path)}") from None
+
+
+def _read(path: Path) -> Checkpoint:
     try:
         content: Any = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
         names = {entry.name for entry in dataclasses.fields(About)}
         content["files"] = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
         about = About(**{name: value for name, value in content.items() if name in names})
         _check_types(about)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path}: no checkpoint that can be read ({_ABOUT}: {error}){_offer(path)}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path}: no checkpoint that can be read ({_ABOUT}: {what})") from None
     return Checkpoint(path, about)
 
 
 def _check_types(about: About) -> None:
-    if not isinstance(about.step, int) or about.step < 0 or not isinstance(about.metrics, Mapping):
-        raise TypeError("its fields are not those of a checkpoint")
+    """Raise `TypeError` or `ValueError` for what `About` cannot hold: the file may be anybody's."""
+    for entry in dataclasses.fields(About):
+        value = getattr(about, entry.name)
+        kinds = _KINDS[str(entry.type).partition("[")[0]]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{entry.name} is {type(value).__name__}")
+    for name in ("step", "world_size", "updates_per_epoch", "global_batch"):
+        if getattr(about, name) < (name != "step"):
+            raise ValueError(f"{name} is {getattr(about, name)}")
+    if not all(isinstance(value, int | float) for value in about.metrics.values()):
+        raise TypeError("a metric is no number")
+    if not all(isinstance(value, str) for value in about.aliases.values()):
+        raise TypeError("an alias is no name")
     for name in about.files:
         if Path(name).name != name:
             raise ValueError(f"a file named {name!r}")
+
+
+_KINDS: dict[str, Any] = {
+    "int": int,
+    "str": str,
+    "float | None": int | float | None,
+    "str | None": str | None,
+    "dict": dict,
+}
 
 
 def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = True) -> str | None:
@@ -270,6 +316,29 @@ def crc_of(path: Path) -> int:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc
+
+
+def leave_behind(checkpoint: Checkpoint) -> None:
+    """Make this the newest checkpoint of its run, for a training that goes on from it: damaged newer ones are renamed.
+
+    Raises `UsageError` where a newer one is whole: going on would leave two trainings in one folder.
+    """
+    run = checkpoint.path.parent.parent
+    for path in _named_steps(run):
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[1]) <= checkpoint.about.step:
+            continue
+        try:
+            is_whole = damage(_read(path)) is None
+        except UsageError:
+            is_whole = False
+        if is_whole:
+            raise UsageError(
+                f"{checkpoint.path}: {path.name} of the same run is newer, and whole; give another --out to go on "
+                "from here beside it, or remove it"
+            )
+        shutil.rmtree(path.with_name(path.name + _DAMAGED), ignore_errors=True)
+        path.rename(path.with_name(path.name + _DAMAGED))
 
 
 def last_good(damaged: Path) -> Checkpoint | None:

@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_LONGEST_GOODBYE_SECONDS = 10.0
 _WORLDS_OPENED = itertools.count()
 
 
@@ -140,6 +141,18 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     gc.collect()
     meet(world, "end")
     dist.destroy_process_group()
+    _leave(world, facts.hosts_store)
+
+
+def _leave(world: World, hosts_store: bool) -> None:
+    """Go, the rank that hosts the store last: the others still ask it who has come to the end."""
+    if not hosts_store:
+        world.store.set(f"left/{world.rank}", "gone")
+        return
+    deadline = time.monotonic() + _LONGEST_GOODBYE_SECONDS
+    waiting = [f"left/{rank}" for rank in range(world.size) if rank != world.rank]
+    while time.monotonic() < deadline and waiting and not world.store.check(waiting):
+        time.sleep(0.005)
 
 
 def alone(world: World) -> World:

@@ -9,6 +9,7 @@ Any rank may know only a part (a shard, or the parameters whose optimizer state 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,14 +94,15 @@ def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
 
 
 def values_of(prepared: Prepared) -> dict[str, Any]:
-    """Groups of the optimizer without their parameters, schedule, loss scale: the same on every rank."""
+    """Copies of the optimizer's groups without their parameters, of schedule and loss scale: alike on every rank."""
     groups = [
-        {key: value for key, value in group.items() if key != "params"} for group in prepared.optimizer.param_groups
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in prepared.optimizer.param_groups
     ]
     scale = prepared.scale
     return {
         "groups": groups,
-        "schedule": prepared.schedule.state_dict() if prepared.schedule is not None else None,
+        "schedule": copy.deepcopy(prepared.schedule.state_dict()) if prepared.schedule is not None else None,
         "scale": [scale.scale, scale.good_steps] if scale is not None else None,
     }
 

@@ -68,7 +68,7 @@ class Saver:
         self.stalls: list[float] = []
         self.last_saved: int | None = None
         if world.rank == 0:
-            clear_unfinished(run)
+            clear_unfinished(run)  # of a crash
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Save the training after `step` updates. Raises `SaveError` where that failed; the one before stays.
@@ -120,7 +120,7 @@ class Saver:
             write_about(folder, dataclasses.replace(about, files=files))
             final = commit(folder)
             mark_best(self.run)
-            prune(self.run, self.keep)
+            prune(self.run, self.keep, about.step)
         except OSError as error:
             self._discard(folder)
             raise SaveError(f"{error.filename or folder}: {error.strerror}") from error
@@ -158,7 +158,14 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
     tensors = targets_for(prepared, world, kept)
     group = group_for_saving(world) if prepared.reads.count > 1 else None
     read(tensors, checkpoint, group)
-    put_back(prepared, world, tensors, read_values(checkpoint))
+    try:
+        put_back(prepared, world, tensors, read_values(checkpoint))
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{checkpoint.path}: training.pt does not hold what this training needs ({type(error).__name__}: {error})"
+        ) from error
     return checkpoint.about.step
 
 

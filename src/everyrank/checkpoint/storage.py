@@ -8,9 +8,13 @@ holds tensors alone; with anything else the reader stops.
 from __future__ import annotations
 
 import datetime
+import errno
 import io
+import os
 import pathlib
 import pickle
+import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from everyrank.world import World
 __all__ = ["SaveError", "contents_of", "group_for_saving", "read", "read_values", "write", "write_values"]
 
 _VALUES = "training.pt"
+_LITTLE_ROOM = 1 << 20  # bytes: below, a write that failed most likely failed for this
 
 
 class SaveError(EveryrankError):
@@ -54,7 +59,7 @@ def write(
     try:
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
-        raise SaveError(_first_cause(error)) from error
+        raise SaveError(_room(folder) + _first_cause(error)) from error
     # DCP puts the rank into the names of its files; the table of contents is rank 0's
     own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     own += [folder / ".metadata"] if rank == 0 else []
@@ -119,14 +124,31 @@ def read(tensors: dict[str, Tensor], checkpoint: Checkpoint, group: dist.Process
     Raises `UsageError` for files that cannot be read.
     """
     try:
-        dcp.load(tensors, storage_reader=_Reader(checkpoint.path), process_group=group, no_dist=group is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+            dcp.load(tensors, storage_reader=_Reader(checkpoint.path), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise UsageError(f"{checkpoint.path}: cannot be read ({_first_cause(error)})") from error
 
 
 def _first_cause(error: CheckpointException) -> str:
+    """One line. What a writer in C++ says of a full disk is not what the system said: that stands behind it."""
     failures = sorted(error.failures.items())
-    return _line(failures[0][1][0]) if failures else _line(error)
+    cause: BaseException | None = failures[0][1][0] if failures else error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return _line(cause)
+        cause = cause.__cause__ or cause.__context__
+    return _line(failures[0][1][0] if failures else error)
+
+
+def _room(folder: Path) -> str:
+    """What there is to say of the disk where writing failed."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"{os.strerror(errno.ENOSPC)}: {folder}; " if free < _LITTLE_ROOM else ""
 
 
 def _line(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             found: Any = load_file(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a pickle that is not torch's: what follows says it
+                found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"--pretrained {path}: it holds more than tensors, and opening that could run a program; "
+            "save a state dict, or safetensors"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--pretrained {path}: cannot be read ({error})") from error
     except Exception as error:  # torch's readers raise anything

@@ -7,6 +7,7 @@ was made by our own parent with access for this user alone, which is why its pic
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-from everyrank.errors import EveryrankError, describe
+from everyrank.errors import EveryrankError, WorkloadError, describe
 from everyrank.launch.facts import RankFacts, facts_from_environment
 from everyrank.launch.job import Job
 
@@ -99,14 +100,15 @@ def _write_to(log: Path) -> None:
 
 def report_error(error: BaseException, facts: RankFacts, directory: Path, logs: Path) -> None:
     """Leave the error where the parent finds it, and its frames in this rank's log."""
-    with (logs / f"rank{facts.rank}.log").open("a") as log:
+    with contextlib.suppress(OSError), (logs / f"rank{facts.rank}.log").open("a") as log:  # the disk may be full
         log.write("".join(traceback.format_exception(error)))
     row = {
         "rank": facts.rank,
         "kind": type(error).__name__ if isinstance(error, EveryrankError) else "",
         "message": describe(error),
         # only code that is not ours has frames worth reading
-        "has_frames": not isinstance(error, EveryrankError) or error.__cause__ is not None,
+        "has_frames": not isinstance(error, EveryrankError)
+        or (isinstance(error, WorkloadError) and error.__cause__ is not None),
         "time": time.time(),
     }
     _write(directory / f"rank{facts.rank}.error", json.dumps(row).encode())

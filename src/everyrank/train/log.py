@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,13 +45,14 @@ def _belongs(row: Mapping[str, Any], before: int) -> bool:
 
 
 class Log:
-    """Files of one run; rank 0 alone has one."""
+    """Files of one run; rank 0 alone has one. `trouble` says why they cannot be written: no reason to stop training."""
 
     def __init__(
         self, run: Path, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], trackers: Sequence[Tracker]
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
         self.trackers = trackers
+        self.trouble = ""
         self.files = [_beside(run / name) for name in _FILES]
         self.lines, self.events, self.updates, self.epochs = self.files
         self.update_table = csv.writer(self.updates, lineterminator="\n")
@@ -62,19 +63,22 @@ class Log:
         self.epoch_table.writeheader()
         for row in rows:
             self._write(row)
-        self.flush()
+        for file in self.files:
+            file.flush()
         for name in _FILES:
             (run / f"{name}.partial").replace(run / name)
 
     def update(self, row: Mapping[str, Any]) -> None:
         """One update."""
-        self._write(row)
+        with self._noted():
+            self._write(row)
         for tracker in self.trackers:
             tracker.log(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
 
     def event(self, row: Mapping[str, Any]) -> None:
         """An evaluation, the end of an epoch, a checkpoint: anything with the number of updates done as `step`."""
-        self._write(row)
+        with self._noted():
+            self._write(row)
         values = {
             **row.get("evaluation", {}),
             **{key: row[key] for key in ("epoch_seconds", "stall_seconds") if key in row},
@@ -84,7 +88,8 @@ class Log:
 
     def final(self, metrics: Mapping[str, float]) -> None:
         """The last row of the updates."""
-        self.lines.write(json.dumps({"final": dict(metrics)}) + "\n")
+        with self._noted():
+            self.lines.write(json.dumps({"final": dict(metrics)}) + "\n")
 
     def _write(self, row: Mapping[str, Any]) -> None:
         file = self.lines if "loss" in row else self.events
@@ -98,14 +103,23 @@ class Log:
     def flush(self) -> None:
         """What is written can be read by others."""
         for file in self.files:
-            file.flush()
+            with self._noted():
+                file.flush()
 
     def close(self) -> None:
         """The end."""
         for file in self.files:
-            file.close()
+            with self._noted():
+                file.close()
         for tracker in self.trackers:
             tracker.close()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
 
 
 def _beside(path: Path) -> IO[str]:

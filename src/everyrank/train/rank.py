@@ -22,7 +22,7 @@ from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.options import TrainOptions
 from everyrank.record import Record
-from everyrank.runs import About, checkpoint_named
+from everyrank.runs import About, checkpoint_named, leave_behind
 from everyrank.strategies import prepare
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.pace import Pace
@@ -30,7 +30,7 @@ from everyrank.train.trackers import open_tracker
 from everyrank.train.training import Subject, Training, evaluated
 from everyrank.train.watch import Watch, numbers
 from everyrank.workload import Source, Workload, load
-from everyrank.world import from_rank_0, open_world
+from everyrank.world import from_rank_0, on_rank_0, open_world
 
 __all__ = ["train_rank"]
 
@@ -63,6 +63,8 @@ def train_rank(
         begin, best, origin = 0, None, {}
         if options.resume is not None:
             checkpoint = checkpoint_named(options.resume)
+            if options.out is not None and checkpoint.path.parent.parent == options.out.resolve():
+                on_rank_0(world, "leave behind", lambda: leave_behind(checkpoint))
             begin, best = resume(prepared, world, checkpoint, about), checkpoint.score
             origin = {"resumed_from": str(options.resume), "resumed_at_update": begin}
         if options.pretrained is not None:

@@ -45,7 +45,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # what an earlier attempt wrote after the checkpoint is no longer true
-        self.writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step or None)
+        self.writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One point in each curve."""
@@ -66,7 +66,13 @@ class _Wandb:
         try:
             # the folder's name is the run's: one that goes on is the same run there too
             self.run: Any = wandb.init(
-                project="everyrank", id=run.name, name=run.name, dir=str(run), resume="allow", config=dict(about)
+                project="everyrank",
+                id=run.name,
+                name=run.name,
+                dir=str(run),
+                resume="allow",
+                config=dict(about),
+                settings=wandb.Settings(silent=True),
             )
         except Exception as error:  # it has many kinds: no key, no network, ...
             line = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -80,4 +86,4 @@ class _Wandb:
 
     def close(self) -> None:
         """Finish the run."""
-        self.run.finish(quiet=True)
+        self.run.finish()

@@ -83,6 +83,7 @@ class Training:
         self.metrics: dict[str, float] = {}
         self.evaluated_at = -1
         self.best = best
+        self.warned = False
         epoch = pace.begin // pace.per_epoch
         now = [row for row in earlier if row["epoch"] == epoch]
         self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
@@ -157,6 +158,9 @@ class Training:
             self._note(done, total, count)
         if self.log is not None:
             self.log.flush()
+            if self.log.trouble and not self.warned:
+                self.warned = True
+                self.watch.line(f"the log cannot be written ({self.log.trouble}); the training goes on")
         return num_asked > 0, int(next_look)
 
     def _note(self, done: _Done, total: float, count: float) -> None:

@@ -1,0 +1,757 @@
+"""The command line around checkpoints: killed, stopped and gone on with; evaluated, predicted, exported, logged."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import json
+import os
+import shutil
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from everyrank.cli import main
+from everyrank.record import read_records
+from everyrank.runs import checkpoints_of, damage, find_checkpoint
+from test_faults import Cli, by_hand, free_port
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
+)
+
+WORKLOAD = """\
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from everyrank import Workload
+
+SLEEP = float(os.environ.get("SLEEP", "0"))  # of every sample
+
+
+class Noisy(Dataset):
+    def __init__(self, length, noise):
+        generator = torch.Generator().manual_seed(length)
+        self.inputs = torch.randn(length, 5, generator=generator)
+        self.targets = torch.randn(length, 2, generator=generator)
+        self.noise = noise
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        if self.noise:
+            time.sleep(SLEEP)
+            Path("reached").touch()
+        noise = torch.randn(5) + random.random() + float(np.random.rand())
+        return self.inputs[index] + self.noise * noise, self.targets[index]
+
+
+def squared(output, target):
+    return (output - target).square().sum(), len(target)
+
+
+def model():
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+
+
+workload = Workload(
+    name="mine",
+    model=model,
+    train_data=lambda: Noisy(46, 0.1),
+    eval_data=lambda: Noisy(16, 0.0),
+    loss=squared,
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8),
+    global_batch=8,
+    clip_norm=1.0,
+    steps=30,
+)
+"""
+
+STEPS, SAVE_EVERY = 30, 5
+
+
+# --- ranks that start in no time
+
+
+class Done(NamedTuple):
+    """How a command ended: the status of every rank, and what rank 0 said."""
+
+    statuses: list[int]
+    out: str
+    err: str
+
+    @property
+    def status(self) -> int:
+        assert len(set(self.statuses)) == 1, self
+        return self.statuses[0]
+
+
+class Forge:
+    """A process that has imported everything, and forks ranks which then run the command line.
+
+    They find themselves in an environment like torchrun's; a real start takes seconds.
+    """
+
+    def __init__(self) -> None:
+        where = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import test_resume; test_resume.serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=where,
+        )
+
+    def __call__(self, folder: Path, *words: object, size: int = 1, **variables: str) -> Done:
+        """Run `everyrank *words` on so many ranks, in that folder."""
+        asked = {"folder": str(folder), "words": list(map(str, words)), "size": size, "variables": variables}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({**asked, "port": free_port()}) + "\n")
+        self.process.stdin.flush()
+        statuses = json.loads(self.process.stdout.readline())
+        return Done(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
+
+    def close(self) -> None:
+        self.process.communicate(timeout=20)
+
+
+def serve() -> None:
+    """In a process of its own: fork what is asked for, answer with how it ended."""
+    import everyrank.predict
+    import everyrank.train
+
+    assert everyrank.predict
+    assert everyrank.train
+    for line in sys.stdin:
+        asked = json.loads(line)
+        agent = _open_store(asked["port"])
+        children: list[int] = []
+        for rank in range(asked["size"]):
+            child = os.fork()
+            if child == 0:
+                _run_rank(rank, asked)
+            children.append(child)
+        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
+        print(json.dumps(ended), flush=True)
+
+
+def _open_store(port: str) -> int:
+    """A process that has the ranks' store open, as torchrun has; its own threads must not be in what is forked."""
+    reading, writing = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
+        os.write(writing, b"x")
+        signal.pause()
+        os._exit(int(store is None))
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.close(reading)
+    return agent
+
+
+def _run_rank(rank: int, asked: dict[str, Any]) -> None:
+    os.chdir(asked["folder"])
+    for number, name in ((1, f"rank{rank}.out"), (2, f"rank{rank}.err")):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    size = str(asked["size"])
+    facts = by_hand(rank, asked["port"]) | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    facts |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(facts | asked["variables"])
+    status = 99
+    try:
+        status = main(asked["words"])
+    finally:
+        os._exit(status)
+
+
+@pytest.fixture(scope="module")
+def forge() -> Iterator[Forge]:
+    started = Forge()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    started = Cli(tmp_path)
+    yield started
+    for pid in started.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if started.process is not None:
+        started.process.communicate(timeout=20)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line with which the command line ends, with status 2."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        status = main([str(word) for word in words])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    printed = capsys.readouterr()
+    assert status == 2, printed.out + printed.err
+    return one_line(printed.err)
+
+
+def one_line(stderr: str) -> str:
+    assert "Traceback" not in stderr
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("everyrank: "), stderr
+    return lines[0]
+
+
+# --- (1) killed, and gone on with
+
+
+def words_for(layout: str, *more: str, out: str = "run") -> list[str]:
+    (options, comma) = (layout.partition(":")[2], "," if ":" in layout else ":")
+    assert not options or comma == ","
+    return [
+        "train",
+        "mine.py",
+        "--layout",
+        f"{layout}{comma}precision=float64",
+        "--save-every",
+        "5",
+        "--out",
+        out,
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run under a layout on two ranks that nothing happened to."""
+    made: dict[str, Path] = {}
+
+    def run(layout: str) -> Path:
+        if layout not in made:
+            folder = tmp_path_factory.mktemp(layout)
+            (folder / "mine.py").write_text(WORKLOAD)
+            done = forge(folder, *words_for(layout), size=2)
+            assert done.status == 0, done
+            made[layout] = folder / "run"
+        return made[layout]
+
+    return run
+
+
+def logged(run: Path) -> list[tuple[int, int, float, float, float]]:
+    """Step, epoch, loss, rate and number of terms of every update in the log, in the order of the file."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [(row["step"], row["epoch"], row["loss"], row["lr"], row["terms"]) for row in rows if "step" in row]
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def weights_of(place: Path, to: Path) -> dict[str, torch.Tensor]:
+    assert main(["checkpoint", "export", str(place), str(to)]) == 0
+    return torch.load(to, weights_only=True)
+
+
+def is_the_same_run(run: Path, expected: Path, folder: Path) -> None:
+    """One trajectory: every update once and as it would have been, and the same weights, to the last bit."""
+    rows = logged(run)
+    assert [row[0] for row in rows] == list(range(STEPS))
+    assert rows == logged(expected)
+    columns = ("step", "epoch", "loss", "lr", "terms")
+    one, other = table(run / "log.csv"), table(expected / "log.csv")
+    assert [[row[name] for name in columns] for row in one] == [[row[name] for name in columns] for row in other]
+    one, other = table(run / "epochs.csv"), table(expected / "epochs.csv")
+    assert [row["epoch"] for row in one] == ["0", "1", "2", "3", "4"]
+    assert [float(row["loss"]) for row in one] == pytest.approx([float(row["loss"]) for row in other], rel=1e-12)
+    assert [row["eval_loss"] for row in one] == [row["eval_loss"] for row in other]
+    (record,), (expected_record,) = read_records(run / "record.json"), read_records(expected / "record.json")
+    assert record.loss == expected_record.loss
+    assert record.metrics == expected_record.metrics
+    assert find_checkpoint(run).about.step == STEPS
+    weights, others = weights_of(run, folder / "one.pt"), weights_of(expected, folder / "other.pt")
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+
+
+def wait_for(condition: Callable[[], Any], cli: Cli, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert cli.process is not None
+        if time.monotonic() > deadline or cli.process.poll() is not None:
+            pytest.fail(f"it never came to that: {cli.process.communicate(timeout=5)}")
+        time.sleep(0.02)
+
+
+def first_checkpoint(run: Path) -> Callable[[], bool]:
+    return lambda: (run / "checkpoints" / f"step-{SAVE_EVERY:08d}").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [("ddp", ["--workers", "1"]), ("zero1", ["--save-async"]), ("fsdp", [])],
+    ids=["ddp", "zero1", "fsdp"],
+)
+def test_a_run_that_is_killed_goes_on_to_the_last_bit(
+    cli: Cli, forge: Forge, whole: Callable[[str], Path], layout: str, more: list[str]
+) -> None:
+    """SIGKILL to all its processes at a random moment; the same command with --resume makes the same run of it."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    run = cli.folder / "run"
+    cli.start(*words_for(layout, "--processes", "2", *more), SLEEP="0.01")
+    wait_for(first_checkpoint(run), cli)
+    pause = random.Random(layout).uniform(0.0, 0.6)
+    time.sleep(pause)
+    for pid in cli.processes():
+        os.kill(pid, signal.SIGKILL)
+    assert cli.left() == {}
+    for one in checkpoints_of(run):
+        assert damage(one) is None
+    assert find_checkpoint(run).about.step < STEPS, f"killed too late, after {pause} s"
+    assert not (run / "record.json").exists()
+    if layout == "ddp":
+        cli.start(*words_for(layout, "--processes", "2", *more, "--resume"))
+        status, out, err = cli.end()
+    else:
+        status, out, err = forge(cli.folder, *words_for(layout, *more, "--resume"), size=2)
+        status = max(status)
+    assert status == 0, err
+    assert "going on after update" in out
+    is_the_same_run(run, whole(layout), cli.folder)
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint(
+    forge: Forge, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Beside the run, in a folder of its own: in the same one, what came after it would be lost, or mixed up."""
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    done = forge(tmp_path, *words_for("ddp", "--steps", "20"), size=2)
+    assert done.status == 0, done
+    older = tmp_path / "run" / "checkpoints" / "step-00000010"
+    words = words_for("ddp", "--steps", "15", "--resume", str(older))
+    done = forge(tmp_path, *words, size=2)
+    assert done.status == 2
+    assert "newer, and whole; give another --out" in done.err
+    assert [row[0] for row in logged(tmp_path / "run")] == list(range(20))
+    done = forge(tmp_path, *words, "--out", "other", size=2)
+    assert done.status == 0, done
+    assert [row[0] for row in logged(tmp_path / "other")] == list(range(15))
+    done = forge(tmp_path, *words_for("ddp", "--resume", "--out", "other"), size=2)
+    assert done.status == 0, done
+    is_the_same_run(tmp_path / "other", whole("ddp"), tmp_path)
+
+
+# --- (2) stopped by a signal
+
+
+def test_sigterm_saves_and_says_how_to_go_on(cli: Cli, forge: Forge, whole: Callable[[str], Path]) -> None:
+    """Status 143; the update in progress is done and saved, no rank is left, and --resume makes the same run of it."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    run = cli.folder / "run"
+    cli.start(*words_for("ddp", "--processes", "2", "--workers", "1"), SLEEP="0.06")
+    wait_for(first_checkpoint(run), cli)
+    wait_for(lambda: (run / "log.jsonl").read_text().count("\n") == SAVE_EVERY + 1, cli)
+    assert cli.process is not None
+    os.kill(cli.process.pid, signal.SIGTERM)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert status == 143, err
+    assert time.monotonic() - begun < 5
+    line = one_line(err)
+    assert f"saved in {run}" in line
+    assert "--resume" in line
+    assert cli.left() == {}
+    saved = find_checkpoint(run)
+    assert damage(saved) is None
+    assert saved.about.step % SAVE_EVERY, "the test was meant to stop between two checkpoints"
+    assert f"after update {saved.about.step} of {STEPS}" in line
+    assert [row[0] for row in logged(run)] == list(range(saved.about.step))
+    done = forge(cli.folder, *words_for("ddp", "--resume"), size=2)
+    assert done.status == 0, done
+    is_the_same_run(run, whole("ddp"), cli.folder)
+
+
+def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli) -> None:
+    """Status 138. A step takes 0.3 s: the answer comes after the one in progress, and not after many."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    run = cli.folder / "run"
+    cli.start(*words_for("fsdp", "--processes", "2"), SLEEP="0.075")
+    wait_for((cli.folder / "reached").exists, cli)
+    time.sleep(1.0)
+    assert cli.process is not None
+    os.kill(cli.process.pid, signal.SIGUSR1)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert time.monotonic() - begun < 4
+    assert status == 138, err
+    assert "saved in" in one_line(err)
+    assert cli.left() == {}
+    saved = find_checkpoint(run)
+    assert 1 <= saved.about.step <= 12
+    assert damage(saved) is None
+
+
+def test_a_second_sigterm_ends_at_once(cli: Cli) -> None:
+    """Who cannot wait for a step of four seconds need not."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    cli.start(*words_for("ddp", "--processes", "2"), SLEEP="1")
+    wait_for((cli.folder / "reached").exists, cli)
+    assert cli.process is not None
+    os.kill(cli.process.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(cli.process.pid, signal.SIGTERM)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert time.monotonic() - begun < 3.5
+    assert status == 143, err
+    one_line(err)
+    assert cli.left() == {}
+
+
+# --- (3) started by torchrun
+
+
+def rank_process(cli: Cli, rank: int) -> int | None:
+    """The process of a rank that torchrun started, not its loader's."""
+    for pid in sorted(cli.processes()):
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in variables:
+                return pid
+    return None
+
+
+def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli) -> None:
+    """Without --out all ranks write into one folder; SIGUSR1 to rank 1 alone ends all of them, with a checkpoint."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = ["train", "mine.py", "--layout", "fsdp", "--save-every", "5"]
+    cli.start("-m", "everyrank", *words, command=torchrun, SLEEP="0.03")
+    wait_for(lambda: any((cli.folder / "runs").glob("*/checkpoints/step-00000005")), cli)
+    pid = rank_process(cli, 1)
+    assert pid is not None
+    os.kill(pid, signal.SIGUSR1)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert time.monotonic() - begun < 10
+    assert status != 0
+    assert "everyrank: stopped after update" in err
+    assert cli.left() == {}
+    (run,) = (cli.folder / "runs").iterdir()
+    saved = find_checkpoint(run)
+    assert saved.about.step < STEPS
+    assert saved.about.world_size == 2
+    assert damage(saved) is None
+    assert {path.name for path in saved.path.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert [row[0] for row in logged(run)] == list(range(saved.about.step))
+
+
+# --- one run of digits that is then used in every way
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """30 updates under ddp on two ranks, and what the command said. --resume finds nothing there, and begins."""
+    folder = tmp_path_factory.mktemp("digits")
+    words = "train digits --layout ddp --processes 2 --set width=4 --steps 30 --save-every 10 --keep 2"
+    command = [sys.executable, "-m", "everyrank", *words.split(), "--evaluate-every", "10", "--out", "run", "--resume"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done.stdout
+
+
+WIDTH = ("--set", "width=4")
+
+
+# --- (4) what cannot be gone on with
+
+
+def test_nothing_to_go_on_from_is_said(digits: tuple[Path, str]) -> None:
+    assert "nothing to go on from in run: beginning" in digits[1].splitlines()
+
+
+def test_going_on_needs_a_place(capsys: pytest.CaptureFixture[str], digits: tuple[Path, str]) -> None:
+    """Neither --resume without a place nor --out on top of another run is guessed at."""
+    assert "--out DIR" in refused(capsys, "train", "digits", *WIDTH, "--resume")
+    line = refused(capsys, "train", "digits", *WIDTH, "--out", digits[0])
+    assert "it holds a run already" in line
+    assert "--resume" in line
+    line = refused(capsys, "train", "digits", *WIDTH, "--evaluate")
+    assert "--resume" in line
+    assert "--pretrained" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--set", "width=4", "seed=1"), ["seed=0", "seed=1"]),
+        (("--set", "width=5"), ["width=4", "width=5"]),
+        (("--set", "width=4", "lr=0.1"), ["lr=0.1"]),
+        (("--set", "width=4", "--batch", "32"), ["global_batch=64", "global_batch=32"]),
+        (("--set", "width=4", "--steps", "20"), ["30 updates are done already", "20"]),
+    ],
+    ids=["seed", "width", "rate", "batch", "steps"],
+)
+def test_another_training_is_not_gone_on_with(
+    forge: Forge, digits: tuple[Path, str], tmp_path: Path, words: tuple[str, ...], expected: list[str]
+) -> None:
+    """Status 2, and the line names what differs; the run is as it was."""
+    run = digits[0]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = forge(tmp_path, "train", "digits", *words, "--out", run, "--resume")
+    assert done.status == 2, done
+    line = one_line(done.err)
+    for word in expected:
+        assert word in line
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_another_workload_is_not_gone_on_with(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    done = forge(tmp_path, "train", "mine.py", "--resume", digits[0])
+    assert done.status == 2, done
+    line = one_line(done.err)
+    assert "digits" in line
+    assert "mine" in line
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+# --- (5) evaluated, predicted, exported
+
+
+@pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("single", 1), ("fsdp", 3)])
+def test_evaluating_says_what_training_said(
+    forge: Forge, digits: tuple[Path, str], tmp_path: Path, layout: str, size: int
+) -> None:
+    """Under any layout: top1 to the last digit, and nothing is trained or written into the run."""
+    run = digits[0]
+    (trained,) = read_records(run / "record.json")
+    before = sorted(run.rglob("*"))
+    words = ("--evaluate", "--resume", run, "--layout", layout, "--json", "r.json")
+    done = forge(tmp_path, "train", "digits", *WIDTH, *words, size=size)
+    assert done.status == 0, done
+    (record,) = read_records(tmp_path / "r.json")
+    assert record.metrics["top1"] == trained.metrics["top1"]
+    assert record.metrics["eval_loss"] == pytest.approx(trained.metrics["eval_loss"], rel=1e-6)
+    assert record.world_size == size
+    assert not record.loss
+    assert sorted(run.rglob("*")) == before
+    assert not (tmp_path / "runs").exists()
+
+
+def test_predictions_are_in_the_order_of_the_data(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
+    """Identical on 1, 2 and 3 ranks, a row for each held-out image; .npy says the same."""
+    from everyrank.workloads.digits import Digits
+
+    run = digits[0]
+    (trained,) = read_records(run / "record.json")
+    found: dict[int, list[dict[str, Any]]] = {}
+    for size in (1, 2, 3):
+        layout = "single" if size == 1 else "ddp"
+        words = ("--resume", run, "--layout", layout, "--out", f"p{size}.jsonl")
+        done = forge(tmp_path, "predict", "digits", *WIDTH, *words, size=size)
+        assert done.status == 0, done
+        assert "359 predictions" in done.out
+        found[size] = [json.loads(line) for line in (tmp_path / f"p{size}.jsonl").read_text().splitlines()]
+        assert [row["index"] for row in found[size]] == list(range(359))
+    words = ("--resume", run, "--layout", "fsdp", "--out", "p.npy")
+    assert forge(tmp_path, "predict", "digits", *WIDTH, *words, size=2).status == 0
+    assert found[1] == found[2] == found[3]
+    values = {size: np.array([row["prediction"] for row in rows]) for size, rows in found.items()}
+    values[0] = np.load(tmp_path / "p.npy")
+    assert np.array_equal(values[0], values[1])
+    classes = values[1] if values[1].ndim == 1 else values[1].argmax(1)
+    labels = Digits(held_out=True).tensors[1].numpy()
+    assert float((classes == labels).mean()) == pytest.approx(trained.metrics["top1"], abs=1e-12)
+
+
+def test_exported_weights_are_the_model(
+    forge: Forge, digits: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """.safetensors and .pt hold the same tensors, open without everyrank, and give the same metrics."""
+    from safetensors.torch import load_file
+
+    run = digits[0]
+    (trained,) = read_records(run / "record.json")
+    for name in ("w.pt", "w.safetensors"):
+        assert main(["checkpoint", "export", str(run), str(tmp_path / name)]) == 0
+    one, other = torch.load(tmp_path / "w.pt", weights_only=True), load_file(tmp_path / "w.safetensors")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    for name in ("w.pt", "w.safetensors"):
+        words = ("--evaluate", "--pretrained", name, "--json", "r.json")
+        done = forge(tmp_path, "train", "digits", *WIDTH, *words)
+        assert done.status == 0, done
+        (record,) = read_records(tmp_path / "r.json")
+        assert record.metrics["top1"] == trained.metrics["top1"]
+        assert record.metrics["eval_loss"] == pytest.approx(trained.metrics["eval_loss"], rel=1e-6)
+
+
+class Hostile:
+    """A pickle that calls a function when it is opened."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_weights_that_are_none_are_refused(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
+    """Of another model, no weights at all, cut off, hostile: status 2, one line, and nothing of it happens."""
+    mark = tmp_path / "it-ran"
+    assert main(["checkpoint", "export", str(digits[0]), str(tmp_path / "w.pt")]) == 0
+    assert main(["checkpoint", "export", str(digits[0]), str(tmp_path / "w.safetensors")]) == 0
+    state = torch.load(tmp_path / "w.pt", weights_only=True)
+    name = next(iter(state))
+    torch.save({key: value for key, value in state.items() if key != name}, tmp_path / "missing.pt")
+    torch.save({**state, "another": torch.ones(1)}, tmp_path / "foreign.pt")
+    torch.save({**state, name: torch.ones(1)}, tmp_path / "shape.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({**state, name: Hostile(mark)}, tmp_path / "hostile.pt")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Hostile(mark)))
+    for suffix in (".pt", ".safetensors"):
+        content = (tmp_path / f"w{suffix}").read_bytes()
+        (tmp_path / f"cut{suffix}").write_bytes(content[: len(content) // 2])
+    expected = {
+        "missing.pt": name,
+        "foreign.pt": "another",
+        "shape.pt": name,
+        "list.pt": "list",
+        "hostile.pt": "weights",
+        "pickle.pt": "weights",
+        "cut.pt": "cut.pt",
+        "cut.safetensors": "cut.safetensors",
+        "nothing.pt": "no such file",
+        "mine.py": "safetensors",
+    }
+    for file, word in expected.items():
+        done = forge(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", file)
+        assert done.status == 2, (file, done)
+        line = one_line(done.err)
+        assert file in line
+        assert word in line
+        assert not mark.exists(), file
+
+
+def test_hostile_weights_for_a_rank_that_we_start(cli: Cli) -> None:
+    """The same line, and no other one, where the rank is a process of ours."""
+    mark = cli.folder / "it-ran"
+    torch.save({"weight": Hostile(mark)}, cli.folder / "hostile.pt")
+    cli.start("train", "digits", *WIDTH, "--evaluate", "--pretrained", "hostile.pt")
+    status, _, err = cli.end()
+    assert status == 2, err
+    assert "hostile.pt" in one_line(err)
+    assert not mark.exists()
+
+
+# --- (6) what a run leaves
+
+
+def test_a_run_leaves_what_it_says(digits: tuple[Path, str]) -> None:
+    """A row for every update and every epoch, an evaluation every 10 updates, the last two checkpoints and the best."""
+    run, said = digits
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows[:-1]] == list(range(30))
+    (record,) = read_records(run / "record.json")
+    assert rows[-1] == {"final": record.metrics}
+    assert record.loss == [row["loss"] for row in rows[:-1]]
+    updates = table(run / "log.csv")
+    assert [int(row["step"]) for row in updates] == list(range(30))
+    assert [float(row["loss"]) for row in updates] == record.loss
+    (epoch,) = table(run / "epochs.csv")
+    assert (epoch["epoch"], epoch["step"]) == ("0", "23")
+    losses = sum(row["loss"] * row["terms"] for row in rows[:23]) / sum(row["terms"] for row in rows[:23])
+    assert float(epoch["loss"]) == pytest.approx(losses, rel=1e-12)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    scores = {row["step"]: row["evaluation"] for row in events if "evaluation" in row and "seconds" in row}
+    assert list(scores) == [10, 20, 30]
+    assert scores[30] == record.metrics
+    there = checkpoints_of(run)
+    best = max(scores, key=lambda step: scores[step]["top1"])
+    assert [one.about.step for one in there] == sorted({20, 30, best})
+    assert [one.about.metrics for one in there] == [scores[one.about.step] for one in there]
+    assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
+    assert f"{len(there)} checkpoints, the newest step-00000030" in said
+    assert {path.name for path in run.iterdir() if path.is_file()} == {
+        "log.jsonl", "log.csv", "events.jsonl", "epochs.csv", "record.json"
+    }  # fmt: skip
+
+
+# --- (7) trackers
+
+
+def test_tensorboard_has_the_losses(forge: Forge, tmp_path: Path) -> None:
+    """Every loss under the number of updates done; after going on, each of them once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ("train", "digits", *WIDTH, "--out", "run", "--save-every", "4", "--tracker", "tensorboard")
+    for more in (("--steps", "6"), ("--steps", "9", "--resume")):
+        done = forge(tmp_path, *words, *more)
+        assert done.status == 0, done
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006", ignore_errors=True)  # as if it had crashed
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    rows = logged(tmp_path / "run")
+    losses = events.Scalars("loss")
+    assert [one.step for one in losses] == list(range(1, 10))
+    assert [one.value for one in losses] == pytest.approx([row[2] for row in rows], rel=1e-6)
+    assert [one.step for one in events.Scalars("top1")][-1] == 9
+
+
+def test_wandb_keeps_its_run_here(tmp_path: Path) -> None:
+    """Offline it needs neither key nor network, and leaves its run in ours."""
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip("logging to wandb is not verified: it is not installed")
+    command = [sys.executable, "-m", "everyrank", "train", "digits", *WIDTH, "--steps", "3", "--save-every", "0"]
+    done = subprocess.run(
+        [*command, "--out", "run", "--tracker", "wandb"],
+        cwd=tmp_path,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    assert b"eval_loss" in file.read_bytes()
+
+
+def test_a_tracker_nobody_knows(forge: Forge, tmp_path: Path) -> None:
+    """Status 2, one line that names those there are; no folder of a run is left."""
+    done = forge(tmp_path, "train", "digits", *WIDTH, "--steps", "3", "--tracker", "nonsense")
+    assert done.status == 2, done
+    line = one_line(done.err)
+    assert "--tracker nonsense" in line
+    assert "tensorboard, wandb" in line
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
