@@ -7,9 +7,9 @@ import csv
 import importlib.util
 import json
 import os
-import shutil
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys

@@ -1,0 +1,137 @@
+"""Images a second of the input pipeline alone, beside what decoding allows one loader worker.
+
+    python benchmarks/input.py --json benchmarks/records/input-cpu.json
+
+JPEG files of 500 x 375 pixels (the size of most of ImageNet) go through what `imagenet` does to them for training:
+decode, random resized crop to 224, flip, normalise, collate into batches. *decoding alone* is a plain loop over the
+files in one process that decodes, and does nothing else: no pipeline of one worker can be faster. Then the pipeline as
+training has it, with no worker and with some, in turns. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everyrank import Launch, Record, find_workload
+from everyrank.data import Slice, all_updates, batches_for_updates
+from everyrank.launch import RankFacts, run
+from everyrank.measure.clock import interval
+from everyrank.measure.provenance import provenance
+from everyrank.record import write_records
+from everyrank.sources.folder import read_image
+from everyrank.workloads.digits import Digits
+from everyrank.world import open_world
+
+BATCH = 32
+NUM_IMAGES = 256
+
+
+def write_images(folder: Path) -> None:
+    """Digits enlarged to a photograph's size, with the grain of one: about 60 kB each."""
+    import numpy as np
+    from PIL import Image
+
+    noise = np.random.default_rng(0)
+    for kind, held_out, count in (("train", False, NUM_IMAGES), ("val", True, 8)):
+        data = Digits(held_out)
+        for number in range(count):
+            pixels, label = data[number]
+            small = Image.fromarray((pixels[0] * 255).byte().numpy())
+            large = np.asarray(small.resize((500, 375), Image.Resampling.BICUBIC), dtype=np.float32)[..., None]
+            grain = noise.normal(0, 12, (375, 500, 3))
+            place = folder / kind / str(int(label))
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((large + grain).clip(0, 255).astype(np.uint8)).save(place / f"{number}.jpg", quality=85)
+
+
+def measure(
+    facts: RankFacts, launch: Launch, folder: Path, workers: list[int], rounds: int, command: list[str]
+) -> list[Record]:
+    """In the one rank: the arms in turns."""
+    with open_world(facts, launch) as world:
+        job = find_workload("imagenet", data=str(folder), batch=BATCH)
+        data: Any = job.train_data()
+        speeds: dict[str, list[float]] = {"decoding alone": []}
+        for _round in range(rounds):
+            start = time.perf_counter()
+            for path, _ in data.samples:
+                read_image(path)
+            speeds["decoding alone"].append(len(data) / (time.perf_counter() - start))
+            for count in workers:
+                here = dataclasses.replace(world, loader_workers=count)
+                # two epochs: starting the workers and filling their queues is in the first, which is not timed
+                updates = all_updates(3 * len(data) // BATCH, len(data) // BATCH)
+                batches = batches_for_updates(job, data, updates, Slice(0, 1), 1, here, torch.float32)
+                for _ in range(len(data) // BATCH):
+                    next(batches)
+                start, images = time.perf_counter(), 0
+                for parts in batches:
+                    images += sum(part.size for part in parts)
+                speeds.setdefault(f"{count} workers" if count else "no worker", []).append(
+                    images / (time.perf_counter() - start)
+                )
+        records: list[Record] = []
+        for name, found in speeds.items():
+            source = provenance(job, data, world, command)
+            ratios = interval([own / alone for own, alone in zip(found, speeds["decoding alone"], strict=True)])
+            source["input"] = {"arm": name, "x_decoding_alone": dataclasses.asdict(ratios)}
+            records.append(
+                Record(
+                    workload="imagenet, input alone",
+                    layout="single",
+                    launcher="spawn",
+                    backend="none",
+                    device="cpu",
+                    world_size=1,
+                    throughput_samples_per_second=interval(found),
+                    provenance=source,
+                )
+            )
+        return records
+
+
+def show(records: list[Record]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="JPEG of 500 x 375 pixels to batches of 3 x 224 x 224", title_justify="left")
+    for name in ("", "images/s (95%)", "x decoding alone (95%)"):
+        table.add_column(name, justify="left" if not name else "right")
+    for row in records:
+        speed, ratio = row.throughput_samples_per_second, row.provenance["input"]["x_decoding_alone"]
+        assert speed is not None
+        table.add_row(
+            row.provenance["input"]["arm"],
+            f"{speed.median:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})",
+            f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    launch = Launch(device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        write_images(Path(folder))
+        [records] = run(
+            launch, measure, launch, Path(folder), args.workers, args.rounds, ["python", *sys.argv]
+        ).values()
+    show(records)
+    if args.json:
+        write_records(records, args.json)
+
+
+if __name__ == "__main__":
+    main()
