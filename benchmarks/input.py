@@ -67,8 +67,9 @@ def measure(
             speeds["decoding alone"].append(len(data) / (time.perf_counter() - start))
             for count in workers:
                 here = dataclasses.replace(world, loader_workers=count)
-                # two epochs: starting the workers and filling their queues is in the first, which is not timed
-                updates = all_updates(3 * len(data) // BATCH, len(data) // BATCH)
+                # Starting the workers is in the first epoch, which is not timed. Of the other six a batch less one
+                # worker's may have been begun before the clock: two parts in a hundred for two workers.
+                updates = all_updates(7 * len(data) // BATCH, len(data) // BATCH)
                 batches = batches_for_updates(job, data, updates, Slice(0, 1), 1, here, torch.float32)
                 for _ in range(len(data) // BATCH):
                     next(batches)

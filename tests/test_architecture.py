@@ -50,6 +50,7 @@ ORDER = [
 ]
 INSIDE = {
     "workload": ["noun", "batch", "finding"],
+    "runs": ["about", "folder"],
     "launch": ["facts", "stop", "job", "spawn", "torchrun", "ranks", "processes", "worker"],
     "checkpoint": ["generators", "contents", "storage", "saver", "weights"],
     "train": ["trackers", "log", "watch", "pace", "training", "rank"],

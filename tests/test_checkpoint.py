@@ -954,7 +954,9 @@ def test_another_training_is_refused(ranks: Any, tmp_path: Path) -> None:
         ({"train_data": lambda: zoo.Augmented(24)}, "samples"),
         ({"model": Wider}, "head.bias"),
         ({"model": Other}, "offset"),
-        ({"schedule": None, "optimizer": two_groups}, "groups"),
+        ({"optimizer": two_groups}, "groups"),
+        ({"schedule": None}, "SGD and NoneType"),
+        ({"optimizer": lambda model: torch.optim.Adagrad(model.parameters())}, "Adagrad"),
     ]
     for changes, word in expected:
         (line,) = ranks(1, try_other, place, changes)

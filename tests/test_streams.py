@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from everyrank import Workload, parse_layout
 from everyrank.audit import audit, fingerprint
@@ -256,17 +256,29 @@ class Sized(Stream):
         return self.said
 
 
+class Endless:
+    def __init__(self, endless: bool) -> None:
+        self.endless = endless
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.zeros(4), torch.zeros(1)
+
+
 def opened(world: World, kind: str) -> str:
-    endless = iter(lambda: (torch.zeros(4), torch.zeros(1)), None)
     data: Any = {
         "too long": Sized(20, 10),
         "too short": Sized(20, 30),
         "by rank": Files([10 + world.rank]),
         "empty": Stream(0),
-        "endless": endless,
-        "endless, with steps": endless,
+        "endless": Endless(False),
+        "endless, with steps": Endless(True),
+        "endless, counted": Endless(False),
+        "generator": ((torch.zeros(4), torch.zeros(1)) for _ in range(10)),
+        "loader": DataLoader(Files([10])),
     }[kind]
-    changes: dict[str, Any] = {"epochs": None, "steps": 5} if kind == "endless, with steps" else {}
+    changes: dict[str, Any] = {"epochs": None, "steps": 10**9 if kind == "endless, counted" else 5}
+    changes = changes if kind.startswith("endless, ") else {}
     here = dataclasses.replace(world, timeout_seconds=0.05)
     workload = workload_of(data, **changes)
     try:
@@ -282,12 +294,15 @@ def opened(world: World, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("too long", "more samples than the 10 that its __len__ says"),
+        ("too long", "more samples than the 10 it said"),
         ("too short", "ended after 20 samples of 30"),
         ("by rank", "11 samples on rank 1 and 10 on rank 0"),
         ("empty", "the dataset is empty"),
         ("endless", "give Workload.steps"),
         ("endless, with steps", "40"),
+        ("endless, counted", "or endless = True"),
+        ("generator", "a generator can be gone through once"),
+        ("loader", "a DataLoader; give the dataset"),
     ],
 )
 def test_lengths_that_are_not_so(ranks: Any, kind: str, words: str) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -62,10 +63,11 @@ def audit(
     text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, each read once"
     if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
         is_stream = isinstance(train_data, Streamed)
-        if is_stream and not hasattr(train_data.dataset, "set_epoch"):
-            text += " (a stream, in the same order in both: it has no set_epoch)"
+        keeps_order = is_stream and getattr(train_data.dataset, "keeps_order", False)
+        if keeps_order or (is_stream and not hasattr(train_data.dataset, "set_epoch")):
+            text += " (a stream, in the same order in both)"
         else:
-            hint = "; a stream that is meant to keep its order has no set_epoch" if is_stream else ""
+            hint = "; if it is meant to stay, give the stream keeps_order = True" if is_stream else ""
             problems.append(
                 f"epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch){hint}"
             )
@@ -115,7 +117,9 @@ def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str)
     wanted = Counter(range(expected) if isinstance(expected, int) else expected)
     length = sum(wanted.values())
     times = Counter(numbers)
-    place = {number: place for place, number in enumerate(wanted)}  # a stream's samples are told by where they stand
+    place: dict[int, int] = {}  # a stream's samples are told by where they first stand
+    for index, number in enumerate(range(expected) if isinstance(expected, int) else expected):
+        place.setdefault(number, index)
     missing = [place[number] for number, count in wanted.items() if times[number] < count]
     repeated = [place[number] for number, count in times.items() if 0 < wanted[number] < count]
     foreign = [number for number in times if number not in wanted]
@@ -147,8 +151,17 @@ def fingerprint(sample: Any) -> int:
             content.update(f"{len(value)}".encode())
             for item in value:
                 take(item)
-        elif hasattr(value, "tobytes"):
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            content.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+        elif isinstance(value, np.ndarray):
+            take(value.tolist())
+        elif isinstance(value, set | frozenset):
+            content.update("".join(sorted(map(repr, value))).encode())
+        elif hasattr(value, "tobytes"):  # an image
             content.update(value.tobytes())
+        elif type(value).__repr__ is object.__repr__ or dataclasses.is_dataclass(value):  # repr would be an address
+            content.update(type(value).__qualname__.encode())
+            take(vars(value) if hasattr(value, "__dict__") else ())
         else:
             content.update(repr(value).encode())
 

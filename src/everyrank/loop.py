@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from everyrank.collectives import gather, sum_over_ranks
 from everyrank.data import (
@@ -80,6 +81,8 @@ def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
 
 def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
     """The data, which has a length from here on: the same on every rank."""
+    if isinstance(data, DataLoader):
+        raise WorkloadError(f"{name}: a DataLoader; give the dataset: batches and workers are made here")
     if is_stream(data):
         with blame_workload():
             data = Streamed(data, *count_samples(data, limit, world.timeout_seconds))

@@ -73,12 +73,23 @@ def _predict(
             with blame_workload():
                 own = _own(workload, prepared.predict(batch), batch)
             if prepared.reads.count > 1:
+                _check_alike(own, world)
                 # parts of a batch are contiguous and in the order of the ranks
                 rows = gather(own, world)
                 own = torch.cat([row.reshape(-1, *own.shape[1:]) for row in rows])
             if world.rank == 0:
                 write(first, own.cpu().numpy())
             first += batch.total
+
+
+def _check_alike(own: Tensor, world: World) -> None:
+    """Raise `WorkloadError` where the rows of one rank have another shape than those of another."""
+    shapes = [tuple(row.tolist()) for row in gather(torch.tensor(own.shape[1:], dtype=torch.int64), world)]
+    if len(set(shapes)) > 1:
+        raise WorkloadError(
+            f"predict: rows of shape {shapes[0]} on one rank and {min(set(shapes) - {shapes[0]})} on another; "
+            "pad all batches alike, or give Workload.predict = (output) -> rows of one shape"
+        )
 
 
 def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -30,14 +31,29 @@ def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], 
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _rows(partial) if path.suffix == ".jsonl" else _array(partial, length) as write:
-            yield write
-        partial.replace(path)
-    except OSError as error:
-        raise UsageError(f"--out {path}: cannot be written ({error.strerror}); give another place") from error
+        with _blamed(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = contextlib.ExitStack()
+            write = file.enter_context(_rows(partial) if path.suffix == ".jsonl" else _array(partial, length))
+
+        def written(first: int, values: Any) -> None:
+            with _blamed(path):
+                write(first, values)
+
+        with file:
+            yield written
+        with _blamed(path):
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _blamed(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--out {path}: cannot be written ({error.strerror}); give another place") from error
 
 
 @contextlib.contextmanager
@@ -47,9 +63,17 @@ def _rows(path: Path) -> Generator[Callable[[int, Any], None]]:
 
         def write(first: int, values: Sequence[Any]) -> None:
             for offset, value in enumerate(values):
-                opened.write(json.dumps({"index": first + offset, "prediction": value.tolist()}) + "\n")
+                row = {"index": first + offset, "prediction": _plain(value.tolist())}
+                opened.write(json.dumps(row, allow_nan=False) + "\n")
 
         yield write
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

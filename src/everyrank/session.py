@@ -117,6 +117,8 @@ def predict(
     check_suffix(out)
     if resume is None and pretrained is None:
         raise UsageError("predict needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE")
+    if resume is not None and pretrained is not None:
+        raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
     _check_one_process(layout, launch)
     weights = pretrained.absolute() if pretrained is not None else None
     options = PredictOptions(_command(), out.absolute(), _checkpoint(resume), weights, training_data, show)

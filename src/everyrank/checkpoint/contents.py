@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from everyrank.checkpoint.generators import generators, set_generators
@@ -102,9 +103,15 @@ def values_of(prepared: Prepared) -> dict[str, Any]:
     scale = prepared.scale
     return {
         "groups": groups,
+        "kinds": _kinds(prepared),
         "schedule": copy.deepcopy(prepared.schedule.state_dict()) if prepared.schedule is not None else None,
         "scale": [scale.scale, scale.good_steps] if scale is not None else None,
     }
+
+
+def _kinds(prepared: Prepared) -> list[str]:
+    """Names of the classes of optimizer and schedule."""
+    return [type(prepared.optimizer).__name__, type(prepared.schedule).__name__]
 
 
 def targets_for(prepared: Prepared, world: World, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
@@ -143,6 +150,11 @@ def _empty(parameter: nn.Parameter, about: TensorStorageMetadata) -> Tensor:
     """A tensor for the optimizer's state; one of the parameter's shape is cut as the parameter is."""
     if about.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=about.properties.dtype).detach()
+    if isinstance(parameter, DTensor) and about.size.numel() > 1:
+        raise UsageError(
+            f"the optimizer keeps a state of shape {tuple(about.size)} for a parameter of {tuple(parameter.shape)}, "
+            "which cannot be cut as the parameter is; go on under ddp or single"
+        )
     return torch.zeros(about.size, dtype=about.properties.dtype)
 
 
@@ -151,6 +163,9 @@ def put_back(prepared: Prepared, world: World, tensors: Mapping[str, Tensor], va
     """Give optimizer, schedule, scale and generators what was read; the model's tensors were read in place."""
     optimizer = prepared.optimizer
     state = optimizer.state_dict()
+    if values["kinds"] != _kinds(prepared):
+        was, now = " and ".join(values["kinds"]), " and ".join(_kinds(prepared))
+        raise UsageError(f"it was trained with {was} (optimizer and schedule), this is {now}: another training")
     if len(values["groups"]) != len(state["param_groups"]):
         raise UsageError(
             f"the optimizer had {len(values['groups'])} groups of parameters and has {len(state['param_groups'])} now: "

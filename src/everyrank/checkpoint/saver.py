@@ -6,7 +6,9 @@ sum of each file, are on the disk. Until then the one before is the newest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,20 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from everyrank.checkpoint.contents import put_back, targets_for, tensors_of, values_of
 from everyrank.checkpoint.storage import (
     SaveError,
+    check_values,
     contents_of,
     group_for_saving,
     read,
     read_values,
+    told_by_rank_0,
     write,
     write_values,
 )
 from everyrank.collectives import gather
-from everyrank.errors import EveryrankError, UsageError
+from everyrank.errors import UsageError
 from everyrank.runs import (
     About,
     Checkpoint,
@@ -64,23 +69,25 @@ class Saver:
         # a layout of one process has nothing to agree on with others
         self.group = group_for_saving(world) if prepared.reads.count > 1 else None
         self.thread = ThreadPoolExecutor(1, "everyrank-save") if in_background else None
-        self.waiting: Future[Path | None] | None = None
+        self.waiting: Future[None] | None = None
         self.stalls: list[float] = []
         self.last_saved: int | None = None
+        check_values(values_of(prepared))  # rather now than after an epoch
+        tensors_of(prepared, world)
         if world.rank == 0:
             clear_unfinished(run)  # of a crash
 
-    def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Save the training after `step` updates. Raises `SaveError` where that failed; the one before stays.
+    def save(self, step: int, metrics: dict[str, float]) -> SaveError | None:
+        """Save the training after `step` updates; what went wrong with the one before, written in the background.
 
-        In the background, a failure is raised by the next call.
+        Raises `SaveError`, on every rank, where this one could not be saved; the one before stays.
         """
         start = time.perf_counter()
-        failure: SaveError | None = None
+        earlier: SaveError | None = None
         try:
             self.finish()
         except SaveError as error:
-            failure = error  # of the one before; this one is tried all the same
+            earlier = error
         try:
             about = dataclasses.replace(self.about, step=step, metrics=metrics)
             tensors, values = tensors_of(self.prepared, self.world), values_of(self.prepared)
@@ -94,40 +101,58 @@ class Saver:
             self.last_saved = step
         finally:
             self.stalls.append(time.perf_counter() - start)
-        if failure is not None:
-            raise failure
+        return earlier
 
     def finish(self) -> None:
-        """Wait for what is still being written. Raises `SaveError` where it failed."""
+        """Wait for what is still being written. Raises `SaveError`, on every rank, where it failed."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
-            waiting.result()
+            try:
+                waiting.result()
+            except SaveError:
+                self.last_saved = None
+                raise
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint of the run."""
         there = checkpoints_of(self.run)
         return there[-1].path if there else None
 
-    def _write(self, tensors: dict[str, Tensor], values: dict[str, Any], about: About) -> Path | None:
+    def _write(self, tensors: dict[str, Tensor], values: dict[str, Any], about: About) -> None:
+        """All of it, on all ranks, which learn alike how it ended."""
         folder = new_folder(self.run, about.step)
+        failure = ""
         try:
             if self.world.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             files = write(tensors, folder, self.world.rank, self.group)
-            if self.world.rank != 0:
-                return None
-            files |= write_values(values, folder)
-            write_about(folder, dataclasses.replace(about, files=files))
-            final = commit(folder)
-            mark_best(self.run)
-            prune(self.run, self.keep, about.step)
-        except OSError as error:
-            self._discard(folder)
-            raise SaveError(f"{error.filename or folder}: {error.strerror}") from error
-        except EveryrankError:
+            if self.world.rank == 0:
+                failure = self._commit(folder, files, values, about)
+        except SaveError:  # every rank has it
             self._discard(folder)
             raise
-        return final
+        failure = told_by_rank_0(failure, self.group)
+        if failure:
+            self._discard(folder)
+            raise SaveError(failure)
+
+    def _commit(self, folder: Path, files: dict[str, tuple[int, int]], values: dict[str, Any], about: About) -> str:
+        """What rank 0 does alone when all parts are written; what went wrong."""
+        try:
+            absent = [name for name in files if not (folder / name).exists()]
+            if absent:
+                return f"{folder}: {absent[0]} is not there: all hosts have to share the folder of the run"
+            files |= write_values(values, folder)
+            write_about(folder, dataclasses.replace(about, files=files))
+            commit(folder)
+        except OSError as error:
+            return f"{error.filename or folder}: {error.strerror}"
+        except SaveError as error:
+            return str(error)
+        with contextlib.suppress(OSError):  # the checkpoint is whole; the next one tries again
+            mark_best(self.run, about.best_by)
+            prune(self.run, self.keep, about.step, about.best_by)
+        return ""
 
     def _discard(self, folder: Path) -> None:
         """Give the room back: on a full disk the next attempt needs it."""
@@ -139,10 +164,19 @@ def _copied(tensor: Tensor) -> Tensor:
     """A copy on CPU that training does not change."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local().to("cpu", copy=True)
+        mesh = _on_cpu(tensor.device_mesh)
         return DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     return tensor.to("cpu", copy=True, non_blocking=True)
+
+
+@functools.cache
+def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh on CPU: a part of a tensor would be moved to the device of its mesh."""
+    if mesh.device_type == "cpu":
+        return mesh
+    return init_device_mesh("cpu", tuple(mesh.mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
 
 
 def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: About) -> int:
@@ -172,8 +206,8 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
 def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None:
     """Put the model alone where a checkpoint left it, whatever else changed since. Raises as `resume` does."""
     _check_whole(checkpoint, prepared, world)
-    kept = contents_of(checkpoint)
-    tensors = {name: tensor for name, tensor in targets_for(prepared, world, kept).items() if name.startswith("model/")}
+    kept = {name: about for name, about in contents_of(checkpoint).items() if name.startswith("model/")}
+    tensors = targets_for(prepared, world, kept)
     read(tensors, checkpoint, group_for_saving(world) if prepared.reads.count > 1 else None)
 
 

@@ -27,13 +27,24 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.parallel.shard import local_tensors
 from everyrank.runs import Checkpoint, crc_of
 from everyrank.world import World
 
-__all__ = ["SaveError", "contents_of", "group_for_saving", "read", "read_values", "write", "write_values"]
+__all__ = [
+    "SaveError",
+    "check_values",
+    "contents_of",
+    "group_for_saving",
+    "read",
+    "read_values",
+    "told_by_rank_0",
+    "write",
+    "write_values",
+]
 
 _VALUES = "training.pt"
-_LITTLE_ROOM = 1 << 20  # bytes: below, a write that failed most likely failed for this
+_LITTLE_ROOM = 1 << 20  # bytes beside the tensors
 
 
 class SaveError(EveryrankError):
@@ -59,11 +70,12 @@ def write(
     try:
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
-        raise SaveError(_room(folder) + _first_cause(error)) from error
-    # DCP puts the rank into the names of its files; the table of contents is rank 0's
-    own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
-    own += [folder / ".metadata"] if rank == 0 else []
+        needed = sum(tensor.nbytes for tensor in local_tensors(list(tensors.values())))
+        raise SaveError(_room(folder, needed) + _first_cause(error)) from error
     try:
+        # DCP puts the rank into the names of its files; the table of contents is rank 0's
+        own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+        own += [folder / ".metadata"] if rank == 0 else []
         sums: Any = {path.name: (path.stat().st_size, crc_of(path)) for path in own}
     except OSError as error:
         sums = f"{error.filename}: {error.strerror}"
@@ -77,11 +89,16 @@ def write(
     return {name: pair for row in rows for name, pair in row.items()}
 
 
-def write_values(values: Mapping[str, Any], folder: Path) -> dict[str, tuple[int, int]]:
-    """Write plain values; what `write` returns, for that one file.
+def told_by_rank_0(text: str, group: dist.ProcessGroup | None) -> str:
+    """Rank 0's `text`, on all ranks. A collective."""
+    rows = [text]
+    if group is not None:
+        dist.broadcast_object_list(rows, group_src=0, group=group)
+    return rows[0]
 
-    Raises `SaveError`, and `WorkloadError` for a value that only a pickle could carry.
-    """
+
+def check_values(values: Mapping[str, Any]) -> bytes:
+    """The values as they will be in their file. Raises `WorkloadError` for one that only a pickle could carry."""
     content = io.BytesIO()
     torch.save(dict(values), content)
     try:
@@ -92,12 +109,17 @@ def write_values(values: Mapping[str, Any], folder: Path) -> dict[str, tuple[int
             f"the schedule or the optimizer's groups hold an object that cannot be saved safely ({what}); "
             "train with --save-every 0"
         ) from error
+    return content.getvalue()
+
+
+def write_values(values: Mapping[str, Any], folder: Path) -> dict[str, tuple[int, int]]:
+    """Write plain values; what `write` returns, for that one file. Raises `OSError`."""
     path = folder / _VALUES
-    try:
-        path.write_bytes(content.getvalue())
-        return {_VALUES: (path.stat().st_size, crc_of(path))}
-    except OSError as error:
-        raise SaveError(f"{path}: {error.strerror}") from error
+    with path.open("wb") as file:
+        file.write(check_values(values))
+        file.flush()
+        os.fsync(file.fileno())
+    return {_VALUES: (path.stat().st_size, crc_of(path))}
 
 
 def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -142,13 +164,13 @@ def _first_cause(error: CheckpointException) -> str:
     return _line(failures[0][1][0] if failures else error)
 
 
-def _room(folder: Path) -> str:
-    """What there is to say of the disk where writing failed."""
+def _room(folder: Path, needed: int) -> str:
+    """What there is to say of the disk where writing failed: what torch's writer says of a full one is not that."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f"{os.strerror(errno.ENOSPC)}: {folder}; " if free < _LITTLE_ROOM else ""
+    return f"{os.strerror(errno.ENOSPC)}: {folder}; " if free < needed + _LITTLE_ROOM else ""
 
 
 def _line(error: BaseException) -> str:
@@ -172,13 +194,18 @@ class _Reader(dcp.FileSystemReader):
             raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)})") from error
         if not isinstance(found, Metadata):
             raise UsageError(f"{path}: no table of contents of a checkpoint, but {type(found).__name__}")
-        storage: Any = found.storage_data
-        for info in storage.values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise UsageError(f"{path}: it points outside its folder, at {info.relative_path}")
-        meta: Any = found.storage_meta
-        if meta is not None:
-            meta.load_id = self.load_id
+        try:
+            storage: Any = found.storage_data
+            outside = [
+                info.relative_path for info in storage.values() if Path(info.relative_path).name != info.relative_path
+            ]
+            meta: Any = found.storage_meta
+            if meta is not None:
+                meta.load_id = self.load_id
+        except (AttributeError, TypeError) as error:
+            raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)})") from error
+        if outside:
+            raise UsageError(f"{path}: it points outside its folder, at {outside[0]}")
         return found
 
 

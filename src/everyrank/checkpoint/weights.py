@@ -38,6 +38,9 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     check_suffix(path, "export")
     require_whole(checkpoint, deep=True)
     kept = {name: about for name, about in contents_of(checkpoint).items() if name.startswith("model/")}
+    for alias, name in checkpoint.about.aliases.items():
+        if f"model/{name}" not in kept:
+            raise UsageError(f"{checkpoint.path}: {alias} is tied to {name}, which is not there")
     tensors = {name: torch.zeros(about.size, dtype=about.properties.dtype) for name, about in kept.items()}
     read(tensors, checkpoint)
     state = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -52,9 +55,11 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
             state |= {name: state[kept] for name, kept in checkpoint.about.aliases.items()}
             torch.save(state, partial)
         partial.replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer and that of safetensors have their own
+        what = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(f"{path}: cannot be written ({what}); give another place") from error
+    finally:
         partial.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error
     return state
 
 

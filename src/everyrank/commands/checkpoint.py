@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from everyrank.commands.shared import check_writable
 from everyrank.errors import CHECK_FAILED
-from everyrank.runs import Checkpoint, checkpoints_of, damage, find_checkpoint
+from everyrank.runs import Checkpoint, all_of, damage, find_checkpoint
 
 __all__ = ["HELP", "add", "run"]
 
@@ -29,31 +30,38 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
-    found = find_checkpoint(args.place)
     if args.kind == "export":
         from everyrank.checkpoint import export
 
+        found = find_checkpoint(args.place)
+        check_writable(args.out)
         state = export(found, args.out)
         print(f"wrote {args.out}: {len(state)} tensors after update {found.about.step}, from {found.path}")
         return 0
-    is_one = found.path == args.place.resolve()
-    there = [found] if is_one else checkpoints_of(args.place)
+    run = args.place.parent if args.place.name == "checkpoints" else args.place
+    there = all_of(run)
+    if not any(one for _, one in there):
+        found = find_checkpoint(args.place)  # one checkpoint; or it says what there is instead
+        there = [(found.path, found)]
     return _inspect(there, args.json)
 
 
-def _inspect(there: list[Checkpoint], json_file: Path | None) -> int:
+def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | None) -> int:
     """A row for each; 1 when one is damaged."""
     from everyrank.report import print_table
     from everyrank.report.table import Table
 
     rows: list[list[str]] = []
-    states = [damage(one) for one in there]
-    best = (there[0].path.parent / "best").resolve()
-    for one, found in zip(there, states, strict=True):
-        about = one.about
+    best = (there[0][0].parent / "best").resolve()
+    for path, one in there:
+        name = path.name + (" (best)" if path.resolve() == best else "")
+        if one is None:
+            rows.append([name, "", "", "", "", "", "DAMAGED: about.json cannot be read"])
+            continue
+        about, found = one.about, damage(one)
         rows.append(
             [
-                one.path.name + (" (best)" if one.path.resolve() == best else ""),
+                name,
                 str(about.step),
                 f"{about.step / about.updates_per_epoch:.2f}",
                 f"{about.layout} on {about.world_size}",
@@ -62,14 +70,14 @@ def _inspect(there: list[Checkpoint], json_file: Path | None) -> int:
                 "whole" if found is None else f"DAMAGED: {found}",
             ]
         )
+    whole = [one for _, one in there if one is not None]
     if json_file is not None:
         check_writable(json_file)
-        about_all = [{"path": str(one.path), **dataclasses.asdict(one.about)} for one in there]
+        about_all = [{"path": str(one.path), **dataclasses.asdict(one.about)} for one in whole]
         json_file.write_text(json.dumps(about_all, indent=1), encoding="utf-8")
-    last = there[-1].about
+    last = whole[-1].about
     title = f"{last.workload} · seed {last.seed} · global batch {last.global_batch} · {last.samples:,} samples"
     header = ["checkpoint", "update", "epoch", "layout", "MiB", "metrics", "state"]
-    print_table(
-        title, Table(header, rows), [f"everyrank {last.versions.get('everyrank')}, torch {last.versions.get('torch')}"]
-    )
-    return CHECK_FAILED if any(states) else 0
+    versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
+    print_table(title, Table(header, rows), [versions])
+    return CHECK_FAILED if any(row[-1] != "whole" for row in rows) else 0

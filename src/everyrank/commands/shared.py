@@ -116,7 +116,7 @@ def source_of(args: argparse.Namespace) -> Source:
     settings = parse_settings(args.set)
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
-    if args.download and os.environ.get("RANK", "0") == "0":  # the others come to the data after meeting rank 0
+    if args.download and os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this host wait for it at the start
         from everyrank.sources.download import download
 
         download(args.workload, args.data)
@@ -195,10 +195,11 @@ def check_writable(path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        with path.open("a"):
+        # not under its own name: another rank may look whether it is there
+        probe = path if path.exists() else path.with_name(f".{path.name}.{os.getpid()}")
+        with probe.open("a"):
             pass
-        if not existed:
-            path.unlink(missing_ok=True)
+        if probe != path:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error

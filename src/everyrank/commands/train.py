@@ -52,7 +52,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-async", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--keep", type=int, default=3, metavar="K", help="the last K checkpoints stay (default 3)")
     parser.add_argument(
-        "--best", metavar="METRIC", help="which metric says the best, which stays too; default: the workload's first"
+        "--best",
+        metavar="METRIC",
+        help="which metric says the best, which stays too (NAME, NAME:min or NAME:max); default: the workload's first",
     )
     parser.add_argument(
         "--tracker", nargs="+", action="extend", default=[], metavar="T", help="also log to tensorboard, wandb"
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     from everyrank import session
 
     layout = parse_layout(args.layout)
+    if args.resume is not None and args.pretrained is not None:
+        raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
     resume = _resumed(args)
     if args.evaluate and resume is None and args.pretrained is None:
         raise UsageError(
@@ -97,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
             trackers=args.tracker,
         )
     except UsageError as error:
-        if args.out is None and resume is None and out is not None and error.log is None:
-            shutil.rmtree(out, ignore_errors=True)  # nothing was trained, and nobody asked for this folder
+        if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
+            shutil.rmtree(out, ignore_errors=True)  # nobody asked for this folder
         raise
     if records:
         if out is not None:
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
         if args.json is not None:
             write_records(records, args.json)
-        if args.profile is not None:
+        if args.profile is not None and not args.evaluate:
             print(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
     return 0
 
@@ -130,15 +134,23 @@ def _resumed(args: argparse.Namespace) -> Path | None:
 
 def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Path:
     """The folder of the run. Raises `UsageError` for one that holds another run."""
-    if resume is not None and (args.out is None or args.out.resolve() == resume.parent.parent.resolve()):
-        return resume.parent.parent
+    if resume is not None and resume.parent.name == "checkpoints":
+        run = resume.parent.parent
+        if args.out is None or args.out.resolve() == run.resolve():
+            return run
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = f"{Path(args.workload.partition(':')[0]).stem}-{strategy}-{stamp}-{os.getpid()}"
     out = args.out or Path("runs") / name
-    begins_again = args.resume == _NEWEST and not checkpoints_of(out)  # a run that died before its first checkpoint
+    # a run that died before its first checkpoint begins again; one that came to its end is not overwritten
+    begins_again = args.resume == _NEWEST and not checkpoints_of(out) and not (out / "record.json").exists()
     if (out / "log.jsonl").exists() and not begins_again:
         raise UsageError(f"--out {out}: it holds a run already; go on with --resume, or give another folder")
     return out
+
+
+def _has_trained(out: Path) -> bool:
+    log = out / "log.jsonl"
+    return bool(checkpoints_of(out)) or (log.exists() and log.stat().st_size > 0)
 
 
 def _saved(out: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,12 +101,21 @@ def _fetch(
                 collate_fn=collate,
                 num_workers=world.loader_workers,
                 pin_memory=is_pinned,
-            )
+                timeout=world.timeout_seconds if world.loader_workers else 0,
+                worker_init_fn=_leave_requests_to_the_rank,
+            ),
+            world.timeout_seconds,
         )
     return _batches(fetched, asked, functools.partial(_move, device=world.device, dtype=dtype))
 
 
-def _told_by_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+def _leave_requests_to_the_rank(_: int) -> None:
+    """A request to stop may reach the whole process group; the rank still needs its workers to finish the update."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _told_by_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iterator[Any]:
     """What the workers fetch; an error of ours arrives with a traceback in its text, of which the end is kept."""
     fetched = iter(loader)  # here the workers start
 
@@ -115,6 +125,12 @@ def _told_by_workers(loader: DataLoader[Any]) -> Iterator[Any]:
         except EveryrankError as error:
             message = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
             raise type(error)(message or str(error)) from None
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            raise EveryrankError(
+                f"the data loader's workers gave no batch within {timeout_seconds:g} s (--timeout)"
+            ) from error
 
     return batches()
 

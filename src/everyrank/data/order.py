@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "Update",
     "all_updates",
     "epoch_order",
+    "numbers",
     "samples_before",
     "shard_order",
     "update_samples",
@@ -27,25 +29,22 @@ class Update:
     index: int
 
 
-def epoch_order(length: int, seed: int, epoch: int) -> list[int]:
-    """The samples of one epoch in order. The permutation is the one torch's DistributedSampler draws."""
+def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
+    """The samples of one epoch in order, (length,). The permutation is the one torch's DistributedSampler draws."""
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
-    return torch.randperm(length, generator=generator).tolist()
+    return torch.randperm(length, generator=generator)
 
 
-def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> list[int]:
-    """All samples, file after file: the files in an order of this epoch, and the samples of each in one of theirs."""
+def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
+    """All samples, file after file: the files in an order of this epoch, the samples of each in theirs; (length,)."""
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
-    order: list[int] = []
-    for shard in torch.randperm(len(sizes), generator=generator).tolist():
-        inside = torch.randperm(sizes[shard], generator=generator) + starts[shard]
-        order += inside.tolist()
-    return order
+    files = torch.randperm(len(sizes), generator=generator).tolist()
+    return torch.cat([torch.randperm(sizes[file], generator=generator) + starts[file] for file in files])
 
 
 def updates_per_epoch(length: int, global_batch: int) -> int:
@@ -58,9 +57,14 @@ def all_updates(steps: int, per_epoch: int) -> Iterator[Update]:
     return (Update(step, step // per_epoch, step % per_epoch) for step in range(steps))
 
 
-def update_samples(order: Sequence[int], global_batch: int, index: int) -> Sequence[int]:
+def update_samples(order: Tensor | range, global_batch: int, index: int) -> list[int]:
     """The samples of batch `index` in an epoch of this order."""
-    return order[index * global_batch : (index + 1) * global_batch]
+    return numbers(order[index * global_batch : (index + 1) * global_batch])
+
+
+def numbers(part: Tensor | range) -> list[int]:
+    """A part of an order as plain numbers; the whole of it would take five times the memory of a tensor."""
+    return part.tolist() if isinstance(part, Tensor) else list(part)
 
 
 def samples_before(step: int, length: int, global_batch: int) -> int:

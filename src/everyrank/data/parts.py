@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from everyrank.data.order import Update, epoch_order, shard_order, update_samples
+from torch import Tensor
+
+from everyrank.data.order import Update, epoch_order, numbers, shard_order, update_samples
 from everyrank.data.slicing import Slice, cut, micro_batches
 from everyrank.data.stream import Streamed
 from everyrank.errors import WorkloadError
@@ -35,9 +37,9 @@ def parts_for_updates(
 ) -> Iterator[list[Part]]:
     """For each update, the rank's part of each micro-batch. Raises `WorkloadError` for an order that cannot be."""
     if workload.order == "shard":
-        yield from _by_shard(workload, dataset, updates, reads, accumulate)
+        yield from _by_shard(workload, dataset, updates, reads, accumulate, reverse)
         return
-    order: Sequence[int] = []
+    order: Tensor | range = range(0)
     epoch = -1
     for update in updates:
         if update.epoch != epoch:
@@ -55,7 +57,7 @@ def parts_for_evaluation(workload: Workload, dataset: Any, reads: Slice) -> Iter
         yield [_part(samples, range(len(samples)), reads, 0, reverse=False)]
 
 
-def _order(dataset: Any, seed: int, epoch: int) -> Sequence[int]:
+def _order(dataset: Any, seed: int, epoch: int) -> Tensor | range:
     """A stream comes in the order it has."""
     return range(len(dataset)) if isinstance(dataset, Streamed) else epoch_order(len(dataset), seed, epoch)
 
@@ -70,7 +72,7 @@ def _part(samples: Sequence[int], positions: range, reads: Slice, epoch: int, re
 
 
 def _by_shard(
-    workload: Workload, dataset: Any, updates: Iterable[Update], reads: Slice, accumulate: int
+    workload: Workload, dataset: Any, updates: Iterable[Update], reads: Slice, accumulate: int, reverse: bool
 ) -> Iterator[list[Part]]:
     """Each rank reads one contiguous part of the shards, laid end to end in an order of this epoch.
 
@@ -82,7 +84,7 @@ def _by_shard(
         raise WorkloadError(
             "order='shard': train_data needs shard_sizes, the number of samples in each file (their sum is its length)"
         )
-    order: list[int] = []
+    order: Tensor | range = range(0)
     epoch = -1
     own = cut(len(dataset), reads)
     for update in updates:
@@ -92,14 +94,15 @@ def _by_shard(
             min(number * workload.global_batch, len(dataset)) for number in (update.index, update.index + 1)
         )
         first, last = len(cut(before, reads)), len(cut(after, reads))
-        samples = order[own.start + first : own.start + last]
+        samples = numbers(order[own.start + first : own.start + last])
         micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(after - before, accumulate))]
-        borrowed = order[min(own.start, len(order) - 1)]
+        place = min(own.start, len(order) - 1)
+        borrowed = numbers(order[place : place + 1])
         # where this part would stand in the global batch, had it been cut over ranks
         start = cut(after, reads).start - cut(before, reads).start
         yield [
             Part(
-                Keys(update.epoch, samples[positions.start : positions.stop] or [borrowed]),
+                Keys(update.epoch, samples[positions.start : positions.stop][:: -1 if reverse else 1] or borrowed),
                 len(positions),
                 start + positions.start,
                 after - before,

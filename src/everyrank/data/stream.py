@@ -48,20 +48,28 @@ class Streamed:
 def count_samples(dataset: Any, limit: int | None, patience_seconds: float) -> tuple[int, bool]:
     """(samples of an epoch, whether the stream ends there): by its `__len__`, else by going through it once.
 
-    Counting stops at `limit`. Raises `WorkloadError` for a stream that does not end.
+    Counting stops at `limit`; a stream that says it is `endless` is not counted. Raises `WorkloadError` for one that
+    does not end, or that can be gone through but once.
     """
     if hasattr(dataset, "__len__"):
         return len(dataset), True
+    if isinstance(dataset, Iterator):
+        raise WorkloadError("a generator can be gone through once; give an object whose __iter__ begins anew")
+    if getattr(dataset, "endless", False):
+        if limit is None:
+            raise WorkloadError("the stream is endless; give Workload.steps")
+        return limit, False
     deadline = time.monotonic() + patience_seconds
     count = 0
     for _ in _items(dataset, 0):
         if count == limit:
             return count, False
         count += 1
-        if count % 1000 == 0 and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
+            fix = "give Workload.steps, or" if limit is None else f"{limit:,} are needed; give"
             raise WorkloadError(
-                f"train_data: {count:,} samples in {patience_seconds:g} s, and the stream has not ended; "
-                "give Workload.steps, or the dataset a __len__"
+                f"{count:,} samples counted in {patience_seconds:g} s, and the stream has not ended; {fix} the dataset "
+                "a __len__, or endless = True"
             )
     return count, True
 
@@ -124,7 +132,7 @@ class Forward(Dataset[Any]):
             ) from None
         self.position += 1
         if self.position == len(self.stream) and self.stream.is_whole and self._goes_on():
-            raise WorkloadError(f"the stream has more samples than the {len(self.stream)} that its __len__ says")
+            raise WorkloadError(f"the stream has more samples than the {len(self.stream)} it said, or had, before")
         return item
 
     def _goes_on(self) -> bool:

@@ -31,13 +31,13 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
 
     Functions of a notebook or a script are sent by value. Where this process was itself started as a rank (by
     torchrun), the function is called here and the result is that of this rank alone. When `stop` is asked, the ranks
-    are: they get SIGUSR1 until they end by themselves.
+    are: they get SIGUSR1 until they end by themselves; where this is the rank, the function gets `stop` at the end.
 
     Raises the error of the rank that failed first, labelled with it; the other ranks are ended within five seconds.
     """
     facts = facts_from_environment(os.environ)
     if facts is not None:
-        return {facts.rank: _call_here(facts, function, arguments)}
+        return {facts.rank: _call_here(facts, function, (*arguments, stop) if stop is not None else arguments)}
     directory = _temporary_folder("everyrank-")
     logs = launch.logs or _temporary_folder("everyrank-logs-")
     keep_logs = launch.logs is not None

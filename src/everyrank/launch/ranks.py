@@ -41,8 +41,8 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Ranks:
-        for stale in [*self.logs.glob("rank*.log"), *self.logs.glob("torchrun.log")]:  # of an earlier run
-            stale.unlink()
+        for stale in [*self.logs.glob("rank*.log"), *self.logs.glob("torchrun.log")]:  # of the run before
+            stale.replace(stale.with_name(stale.name + ".before"))
         # torchrun's own messages are kept away from the screen: what it says of a failure is not what failed.
         if self.launch.launcher == "torchrun":
             self.launcher_log = (self.logs / "torchrun.log").open("wb")
@@ -189,10 +189,11 @@ class Ranks:
         """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
         groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
         pids = self._pids()
-        _signal(os.killpg, groups, signal.SIGTERM)
-        deadline = time.monotonic() + _END_SECONDS
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
-            time.sleep(0.02)
+        if self.stop is None or self.launch.launcher == "torchrun":  # ranks that listen take it for a request
+            _signal(os.killpg, groups, signal.SIGTERM)
+            deadline = time.monotonic() + _END_SECONDS
+            while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+                time.sleep(0.02)
         _signal(os.killpg, groups, signal.SIGKILL)
         if self.launch.launcher == "torchrun":
             _signal(os.kill, pids, signal.SIGKILL)

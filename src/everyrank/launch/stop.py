@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 __all__ = ["Stop", "listen"]
 
@@ -21,20 +22,20 @@ class Stop:
 
 @contextlib.contextmanager
 def listen(*signals: signal.Signals) -> Generator[Stop]:
-    """Note the first of these signals instead of being ended by it; the second one does what it did before.
+    """Note these signals instead of being ended by them; a SIGTERM after one of them does what it did before.
 
     Outside the main thread nothing can be listened for, and nothing is ever asked.
     """
     stop = Stop()
-    before = {}
+    before: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         earlier = before[signal.Signals(number)]
-        if stop.asked is None:
-            stop.asked = signal.Signals(number)
+        if stop.asked is None or number != signal.SIGTERM:
+            stop.asked = stop.asked or signal.Signals(number)
         elif callable(earlier):
             earlier(number, frame)
-        elif number == signal.SIGTERM:
+        else:
             raise SystemExit(128 + number)
 
     if threading.current_thread() is threading.main_thread():

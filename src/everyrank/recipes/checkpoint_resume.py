@@ -34,7 +34,7 @@ EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
 EVERY = 10  # updates between two checkpoints
-FOLDER = Path("checkpoints")
+FOLDER = Path("checkpoints")  # that all hosts share
 DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 
 
@@ -84,15 +84,17 @@ def save(model, optimizer, updates, rank):
         unfinished.rename(final)
 
 
-def load_newest(model, optimizer):
+def load_newest(model, optimizer, device):
     """How many updates the newest checkpoint has done, once model and optimizer are as it has them; 0 without one."""
-    there = sorted(path for path in FOLDER.glob("*") if path.name.isdigit())
-    if not there:
+    updates = torch.tensor(max((int(path.name) for path in FOLDER.glob("*") if path.name.isdigit()), default=0))
+    updates = updates.to(device)
+    dist.broadcast(updates, src=0)  # one rank decides: with two opinions they would wait for each other
+    if not updates:
         return 0
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=there[-1])
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=FOLDER / f"{updates.item():06d}")
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return int(there[-1].name)
+    return updates.item()
 
 
 def main():
@@ -110,7 +112,7 @@ def main():
     model = build().to(device, DTYPE)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    begin = load_newest(model, optimizer)
+    begin = load_newest(model, optimizer, device)
 
     per_epoch = -(-len(images) // BATCH)
     for update in range(begin, EPOCHS * per_epoch):

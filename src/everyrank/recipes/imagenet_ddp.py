@@ -36,8 +36,9 @@ MEAN, DEVIATION = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406)
 class Images:
     """(image, class) of the files in folders of classes; a random part of the image for training."""
 
-    def __init__(self, folder, size, training):
-        self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    def __init__(self, folder, size, training, classes=None):
+        there = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+        self.classes = classes or there  # the held-out images have the numbers of the training classes
         names = ((path, i) for i, name in enumerate(self.classes) for path in sorted((folder / name).rglob("*")))
         self.samples = [(path, i) for path, i in names if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")]
         self.size, self.training = size, training
@@ -147,14 +148,17 @@ def main():
     dtype = torch.float64 if args.float64 else torch.float32
     low = torch.autocast("cuda", torch.bfloat16) if cuda and not args.float64 else contextlib.nullcontext()
 
-    data, held_out = Images(args.data / "train", args.size, True), Images(args.data / "val", args.size, False)
+    data = Images(args.data / "train", args.size, True)
+    held_out = Images(args.data / "val", args.size, False, data.classes)
     model = build(len(data.classes), args.width, cuda).to(device, dtype, memory_format=torch.channels_last)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, args.epochs // 3), gamma=0.1)
     begin, done, top1, top5 = 0, 0, math.nan, math.nan
-    newest = Path("imagenet_ddp.pt")
-    if newest.exists():
+    newest = Path("imagenet_ddp.pt")  # in a folder that all hosts share
+    goes_on = torch.tensor([newest.exists()], device=device)
+    dist.broadcast(goes_on, src=0)  # one rank decides: with two opinions they would train two models
+    if goes_on:
         saved = torch.load(newest, map_location=device, weights_only=True)
         for part, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
             part.load_state_dict(saved[name])
@@ -185,7 +189,10 @@ def main():
             print(f"epoch {epoch}: {time.perf_counter() - start:.1f} s, top1 {top1:.4f}, top5 {top5:.4f}")
             named = {"model": model, "optimizer": optimizer, "schedule": schedule}
             state = {name: part.state_dict() for name, part in named.items()}
-            torch.save({**state, "epoch": epoch + 1, "updates": done + len(sizes)}, newest.with_suffix(".partial"))
+            with newest.with_suffix(".partial").open("wb") as file:
+                torch.save({**state, "epoch": epoch + 1, "updates": done + len(sizes)}, file)
+                file.flush()
+                os.fsync(file.fileno())
             newest.with_suffix(".partial").replace(newest)  # whole, or not there
         done += len(sizes)
 

@@ -8,6 +8,8 @@ What is there already and has the right checksum is not fetched again. Nothing i
 from __future__ import annotations
 
 import hashlib
+import http.client
+import os
 import shutil
 import tarfile
 import urllib.error
@@ -69,16 +71,16 @@ def download(workload: str, folder: Path | None, files: dict[str, list[File]] = 
             path = folder / file.name
             if not path.is_file() or _md5(path) != file.md5:
                 _fetch(file, path)
-                if tarfile.is_tarfile(path):
-                    with tarfile.open(path) as archive:
-                        archive.extractall(folder, filter="data")  # nothing outside the folder, no links out of it
+            if tarfile.is_tarfile(path):  # also one that was fetched by hand, or half unpacked
+                with tarfile.open(path) as archive:
+                    archive.extractall(folder, filter="data")  # nothing outside the folder, no links out of it
     except (OSError, tarfile.TarError) as error:
         raise UsageError(f"--download: {folder}: {error}") from error
 
 
 def _fetch(file: File, path: Path) -> None:
     """Into a file beside it first: what stands under the right name is whole."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
         with (
@@ -95,8 +97,9 @@ def _fetch(file: File, path: Path) -> None:
         if found != file.md5:
             raise EveryrankError(f"--download: {file.url}: its MD5 is {found}, not {file.md5}; it was not kept")
         shutil.move(partial, path)
-    except urllib.error.URLError as error:
-        raise EveryrankError(f"--download: {file.url}: {error.reason}; fetch it by hand into {path.parent}") from error
+    except (urllib.error.URLError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or repr(error)
+        raise EveryrankError(f"--download: {file.url}: {reason}; fetch it by hand into {path.parent}") from error
     finally:
         partial.unlink(missing_ok=True)
 

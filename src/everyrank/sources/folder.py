@@ -57,7 +57,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             for number, name in enumerate(self.classes)
             if name in there
             for path in sorted((folder / name).rglob("*"))
-            if path.suffix.lower() in _SUFFIXES
+            if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
         ]
         self.skipped: list[Path] = []
         if broken == "skip":
@@ -100,9 +100,8 @@ def read_image(place: Path | BinaryIO, name: str | None = None) -> Any:
             return image.convert("RGB")
     except Exception as error:  # each format has its own kinds
         what = " ".join(str(error).split()) or type(error).__name__
-        raise WorkloadError(
-            f"{name or place}: cannot be read as an image ({what}); mend it, or leave such files out: --set broken=skip"
-        ) from error
+        hint = "" if name else "; mend it, or leave such files out: --set broken=skip"
+        raise WorkloadError(f"{name or place}: cannot be read as an image ({what}){hint}") from error
 
 
 def _can_be_read(path: Path) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import mmap
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.utils.data import Dataset
 
 from everyrank.errors import EveryrankError, WorkloadError
 
-__all__ = ["JsonLines", "TarShards", "TextLines", "files_in"]
+__all__ = ["JsonLines", "TarShards", "TextLines", "checksum_of_names", "files_in"]
 
 
 def files_in(place: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -33,12 +32,26 @@ def files_in(place: Path, suffixes: Sequence[str]) -> list[Path]:
     found = sorted(
         path
         for path in place.rglob("*")
-        if path.is_file() and not path.name.startswith(".") and (not suffixes or path.suffix.lower() in suffixes)
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(place).parts)
+        and (not suffixes or path.suffix.lower() in suffixes)
     )
     if not found:
         kinds = ", ".join(f"*{suffix}" for suffix in suffixes) or "files"
         raise WorkloadError(f"{place}: no {kinds} there")
     return found
+
+
+def checksum_of_names(files: Sequence[Path]) -> str:
+    """Of the names and sizes of files."""
+    names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+    return f"sha256 of names and sizes: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
+
+
+_CHUNK = 1 << 24
+_TAR_BLOCK = 512
+_SHORT_LINE = 8  # bytes: a longer line of nothing but blanks is taken for text
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh")  # gzip, zstd, xz, bzip2
 
 
 class _Files(Dataset[Any]):
@@ -53,8 +66,7 @@ class _Files(Dataset[Any]):
     @functools.cached_property
     def checksum(self) -> str:
         """Of the names and sizes of all files; made when it is asked for, which rank 0 alone does."""
-        names = "\n".join(f"{path.name} {path.stat().st_size}" for path in self.files)
-        return f"sha256 of names and sizes: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
+        return checksum_of_names(self.files)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -80,30 +92,38 @@ class _Lines(_Files):
         begin, end = self.borders[file][inside].tolist()
         with self.files[file].open("rb") as opened:
             opened.seek(begin)
-            return self.files[file], inside, opened.read(end - begin)
+            return self.files[file], inside, opened.read(end - begin).removesuffix(b"\r")
 
 
 def _line_borders(path: Path) -> Any:
-    """(lines, 2): where each line that is not empty begins and ends, without its end of line."""
+    """(lines, 2): where each line with something in it begins and ends, without its end of line."""
+    begins: list[Any] = []
+    offset = 0
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                return np.zeros((0, 2), dtype=np.int64)
-            if file.read(2) == b"\x1f\x8b":
-                raise WorkloadError(f"{path}: compressed, so that no line of it can be read alone; unpack it")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                octets = np.frombuffer(content, dtype=np.uint8)
-                ends = np.flatnonzero(octets == ord("\n"))
-                size = len(octets)
-                if not len(ends) or ends[-1] != size - 1:
-                    ends = np.append(ends, size)
-                begins = np.concatenate([[0], ends[:-1] + 1])
-                returns = (ends > begins) & (octets[np.minimum(np.maximum(ends - 1, 0), size - 1)] == ord("\r"))
-                del octets  # the map cannot be closed while something looks into it
+            while chunk := file.read(_CHUNK):
+                if offset == 0 and chunk.startswith(_COMPRESSED):
+                    raise WorkloadError(f"{path}: compressed, so that no line of it can be read alone; unpack it")
+                begins.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")) + (offset + 1))
+                offset += len(chunk)
     except OSError as error:
         raise WorkloadError(f"{path}: cannot be read ({error.strerror})") from error
-    borders = np.stack([begins, ends - returns], axis=1)
-    return borders[borders[:, 1] > borders[:, 0]]
+    after = np.concatenate([np.zeros(1, dtype=np.int64), *begins])  # where a line begins
+    ends = np.append(after[1:] - 1, size)
+    borders = np.stack([after, ends], axis=1)
+    return borders[_has_content(path, borders)]
+
+
+def _has_content(path: Path, borders: Any) -> Any:
+    """Whether each line has more in it than blanks. Short lines alone are looked into."""
+    lengths = borders[:, 1] - borders[:, 0]
+    found = lengths > 0
+    with path.open("rb") as file:
+        for line in np.flatnonzero(found & (lengths <= _SHORT_LINE)):
+            file.seek(int(borders[line, 0]))
+            found[line] = bool(file.read(int(lengths[line])).strip())
+    return found
 
 
 class TextLines(_Lines):
@@ -119,7 +139,7 @@ class TextLines(_Lines):
     def __getitem__(self, index: int) -> Any:
         path, number, content = self.line(index)
         try:
-            text = content.decode("utf-8")
+            text = content.decode("utf-8-sig" if number == 0 else "utf-8")  # some editors begin a file with a mark
         except UnicodeDecodeError as error:
             raise WorkloadError(f"{path}: sample {number} is no UTF-8 ({error.reason})") from error
         return self.to_sample(text)
@@ -177,6 +197,7 @@ def _tar_index(path: Path) -> list[_Sample]:
         for name, begin, size in _tar_members(path):
             folder, _, base = name.rpartition("/")
             key, _, extension = base.partition(".")
+            extension = extension.lower()
             if not key or not extension:
                 continue
             members = samples.setdefault(f"{folder}/{key}" if folder else key, {})
@@ -189,10 +210,23 @@ def _tar_index(path: Path) -> list[_Sample]:
 
 
 def _tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, begin, bytes) of each file in a tar. What `tarfile` ends at in silence is an error here."""
     size = path.stat().st_size
     with tarfile.open(path, "r:") as archive:
         for member in archive:
+            if member.issparse() or member.islnk() or member.issym():
+                raise WorkloadError(f"{path}: {member.name} is a link or a sparse file; pack plain files")
             if member.isfile():
                 if member.offset_data + member.size > size:
                     raise WorkloadError(f"{path}: cut off in {member.name}")
                 yield member.name, member.offset_data, member.size
+        end = int(archive.offset)  # pyright: ignore[reportAttributeAccessIssue]  (documented nowhere, there since 2.3)
+    with path.open("rb") as file:
+        file.seek(end)
+        rest = 0
+        while chunk := file.read(_CHUNK):
+            rest += len(chunk)
+            if chunk.count(0) != len(chunk):
+                raise WorkloadError(f"{path}: damaged, or two archives in one file, from byte {end:,} on")
+    if rest < _TAR_BLOCK:
+        raise WorkloadError(f"{path}: cut off at byte {end:,}: the end of the archive is missing")

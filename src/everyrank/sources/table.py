@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from everyrank.errors import CannotRunError, WorkloadError
+from everyrank.sources.shards import checksum_of_names
 
 __all__ = ["ParquetRows", "Rows"]
 
@@ -42,9 +43,10 @@ class Rows(Dataset[Any]):
 
 
 class ParquetRows(Dataset[Any]):
-    """`to_sample(row)` for each row of Parquet files; `row` is a dict of Python values and numpy arrays.
+    """`to_sample(row)` for each row of Parquet files; `row` is a dict of Python values.
 
-    files     in order; each is one shard. A group of rows is read when one of its rows is, and kept until another is
+    files     in order. A group of rows is read when one of its rows is, and kept until another is; so each group is a
+              shard, and order="shard" reads each once, where order="global" reads one for nearly every sample
     columns   those that are needed; None: all
 
     Raises `WorkloadError` for files that are none or lack a column, `CannotRunError` without pyarrow.
@@ -66,7 +68,6 @@ class ParquetRows(Dataset[Any]):
         self.deterministic = not random
         self.groups: list[tuple[Path, int]] = []
         sizes: list[int] = []
-        self.shard_sizes: list[int] = []
         for path in self.files:
             try:
                 about: Any = parquet.read_metadata(path)
@@ -79,9 +80,14 @@ class ParquetRows(Dataset[Any]):
             inside = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
             self.groups += [(path, group) for group in range(len(inside))]
             sizes += inside
-            self.shard_sizes.append(sum(inside))
+        self.shard_sizes = sizes
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.kept: tuple[int, Any] | None = None
+
+    @property
+    def checksum(self) -> str:
+        """Of the names and sizes of all files."""
+        return checksum_of_names(self.files)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -96,8 +102,13 @@ class ParquetRows(Dataset[Any]):
 
     def _group(self, group: int) -> Any:
         if self.kept is None or self.kept[0] != group:
+            import pyarrow
             from pyarrow import parquet
 
             path, number = self.groups[group]
-            self.kept = (group, parquet.ParquetFile(path).read_row_group(number, columns=self.columns))
+            try:
+                table: Any = parquet.ParquetFile(path).read_row_group(number, self.columns, use_threads=False)
+            except (OSError, pyarrow.ArrowException) as error:
+                raise WorkloadError(f"{path}: its group of rows {number} cannot be read ({error})") from error
+            self.kept = (group, table)
         return self.kept[1]

@@ -67,8 +67,9 @@ class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return {"tokens": window[:-1], "positions": self.positions}, window[1:]
 
 
+@functools.cache
 def _content(path: Path) -> Any:
-    """The bytes of a UTF-8 file, mapped into memory."""
+    """The bytes of a UTF-8 file, mapped into memory; checked once, for training and held-out text together."""
     try:
         if path.stat().st_size == 0:
             return np.zeros(0, dtype=np.uint8)

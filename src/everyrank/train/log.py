@@ -51,7 +51,7 @@ class Log:
         self, run: Path, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], trackers: Sequence[Tracker]
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        self.trackers = trackers
+        self.trackers = list(trackers)
         self.trouble = ""
         self.files = [_beside(run / name) for name in _FILES]
         self.lines, self.events, self.updates, self.epochs = self.files
@@ -72,8 +72,7 @@ class Log:
         """One update."""
         with self._noted():
             self._write(row)
-        for tracker in self.trackers:
-            tracker.log(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
+        self._track(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
 
     def event(self, row: Mapping[str, Any]) -> None:
         """An evaluation, the end of an epoch, a checkpoint: anything with the number of updates done as `step`."""
@@ -83,8 +82,8 @@ class Log:
             **row.get("evaluation", {}),
             **{key: row[key] for key in ("epoch_seconds", "stall_seconds") if key in row},
         }
-        for tracker in self.trackers if values else ():
-            tracker.log(row["step"], values)
+        if values:
+            self._track(row["step"], values)
 
     def final(self, metrics: Mapping[str, float]) -> None:
         """The last row of the updates."""
@@ -112,7 +111,19 @@ class Log:
             with self._noted():
                 file.close()
         for tracker in self.trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:  # what the training came to must not be lost for it
+                self.trouble = f"{type(tracker).__name__.strip('_')}: {error}"
+
+    def _track(self, step: int, values: Mapping[str, float]) -> None:
+        """A tracker that fails is let go; it has many ways to, and none is a reason to stop training."""
+        for tracker in list(self.trackers):
+            try:
+                tracker.log(step, values)
+            except Exception as error:
+                self.trouble = f"{type(tracker).__name__.strip('_')}: {error}"
+                self.trackers.remove(tracker)
 
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import time
@@ -13,7 +14,7 @@ import torch
 
 import everyrank
 from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
-from everyrank.data import updates_per_epoch
+from everyrank.data import Streamed, updates_per_epoch
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.launch import Launch, RankFacts, Stop, listen
 from everyrank.layout import Layout
@@ -22,7 +23,7 @@ from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.options import TrainOptions
 from everyrank.record import Record
-from everyrank.runs import About, checkpoint_named, leave_behind
+from everyrank.runs import About, best_of, checkpoint_named, checkpoints_of, leave_behind, score_of
 from everyrank.strategies import prepare
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.pace import Pace
@@ -30,24 +31,31 @@ from everyrank.train.trackers import open_tracker
 from everyrank.train.training import Subject, Training, evaluated
 from everyrank.train.watch import Watch, numbers
 from everyrank.workload import Source, Workload, load
-from everyrank.world import from_rank_0, on_rank_0, open_world
+from everyrank.world import World, from_rank_0, on_rank_0, open_world
 
 __all__ = ["train_rank"]
 
 
 def train_rank(
-    facts: RankFacts, what: Source | Workload, layout: Layout, launch: Launch, options: TrainOptions
+    facts: RankFacts,
+    what: Source | Workload,
+    layout: Layout,
+    launch: Launch,
+    options: TrainOptions,
+    stop: Stop | None = None,
 ) -> Record | None:
     """Train in this rank, or evaluate alone; the Record on rank 0, None elsewhere.
 
-    Raises `StoppedError` after a request to stop, when the update in progress is done and saved.
+    `stop` is who hears a request to stop, where this process was listening before it was a rank. Raises
+    `StoppedError` after such a request, when the update in progress is done and saved.
     """
-    # A launcher of ours asks with SIGUSR1; its SIGTERM ends a rank that must not go on.
-    started_by_us = facts.started_by == "spawn" or launch.launcher == "torchrun"
-    heard = [signal.SIGUSR1] if started_by_us else [signal.SIGTERM, signal.SIGUSR1]
-    with listen(*heard) as stop, open_world(facts, launch) as world:
-        if options.out is not None:  # where others start the ranks, each has made up a name of its own
-            options = dataclasses.replace(options, out=Path(from_rank_0(world, "out", lambda: str(options.out))))
+    with contextlib.ExitStack() as stack:
+        if stop is None:
+            stop = stack.enter_context(listen(signal.SIGTERM, signal.SIGUSR1))
+        world = stack.enter_context(open_world(facts, launch))
+        options = _agreed(options, world)
+        if isinstance(what, Source):
+            what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
         workload = load(what)
         if options.epochs is not None or options.steps is not None:
             workload = dataclasses.replace(workload, epochs=options.epochs, steps=options.steps)
@@ -60,20 +68,12 @@ def train_rank(
             prepared = prepare(workload, layout, world)
         subject = Subject(workload, train_data, eval_data, layout, world, prepared)
         about = _about(subject, options)
-        begin, best, origin = 0, None, {}
-        if options.resume is not None:
-            checkpoint = checkpoint_named(options.resume)
-            if options.out is not None and checkpoint.path.parent.parent == options.out.resolve():
-                on_rank_0(world, "leave behind", lambda: leave_behind(checkpoint))
-            begin, best = resume(prepared, world, checkpoint, about), checkpoint.score
-            origin = {"resumed_from": str(options.resume), "resumed_at_update": begin}
-        if options.pretrained is not None:
-            origin |= {"pretrained": str(options.pretrained)}
+        begin = _go_on(subject, options, about) if options.resume is not None else 0
         watch = Watch(world.rank == 0 and options.show)
         if options.evaluate_only:
             results: dict[str, Any] = {"metrics": evaluated(subject)}
         else:
-            results = _train(subject, options, about, begin, best, watch, stop)
+            results = _train(subject, options, about, begin, watch, stop)
         device, backend = world.device.type, world.backend
         del prepared, subject
         if world.rank != 0:
@@ -85,21 +85,48 @@ def train_rank(
             backend=backend,
             device=device,
             world_size=world.size,
-            provenance=provenance(workload, train_data, world, options.command) | origin,
+            provenance=provenance(workload, train_data, world, options.command) | _origin(options, begin),
             **results,
         )
         watch.line(_how_it_ended(record, begin))
         return record
 
 
+def _agreed(options: TrainOptions, world: World) -> TrainOptions:
+    """Rank 0's folders: where others start the ranks, each has looked for itself, and made up a name of its own."""
+    places = {"out": options.out, "resume": options.resume}
+    told = from_rank_0(world, "places", lambda: {name: str(place) if place else None for name, place in places.items()})
+    return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
+
+
+def _go_on(subject: Subject, options: TrainOptions, about: About) -> int:
+    """Put the training where the checkpoint left it; the number of updates done."""
+    assert options.resume is not None
+    checkpoint = checkpoint_named(options.resume)
+    begin, end = checkpoint.about.step, planned_updates(subject.workload, len(subject.train_data))
+    if begin > end and not options.evaluate_only:
+        raise UsageError(f"{options.resume}: {begin} updates are done already, of {end} asked for; give more")
+    resume(subject.prepared, subject.world, checkpoint, about)
+    if options.out is not None and checkpoint.path.parent.parent == options.out.resolve():
+        on_rank_0(subject.world, "leave behind", lambda: leave_behind(checkpoint))
+    return begin
+
+
+def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if options.resume is not None:
+        found = {"resumed_from": str(options.resume), "resumed_at_update": begin}
+    if options.pretrained is not None:
+        found["pretrained"] = str(options.pretrained)
+    return found
+
+
 def _train(
-    subject: Subject, options: TrainOptions, about: About, begin: int, best: float | None, watch: Watch, stop: Stop
+    subject: Subject, options: TrainOptions, about: About, begin: int, watch: Watch, stop: Stop
 ) -> dict[str, Any]:
     """Train; the fields of the Record that come of it."""
     workload, data, _, layout, world, prepared = subject
     end = planned_updates(workload, len(data))
-    if begin > end:
-        raise UsageError(f"{options.resume}: {begin} updates are done already, and {end} were asked for; give more")
     pace = Pace(begin, end, len(data), workload.global_batch)
     saver = None
     if options.out is not None and options.save_every != 0:
@@ -108,7 +135,9 @@ def _train(
     losses_before = [row for row in earlier if "loss" in row]
     if len(losses_before) != begin:  # the log is not there, or not whole
         losses_before = []
-    training = Training(subject, options, pace, watch, log, saver, stop, losses_before, best)
+    best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
+    score = score_of(best, about.best_by) if best is not None else None
+    training = Training(subject, options, pace, watch, log, saver, stop, losses_before, score)
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
     if world.rank == 0 and workload.batch_rule is not None:
         watch.line(workload.batch_rule)
@@ -157,10 +186,15 @@ def _about(subject: Subject, options: TrainOptions) -> About:
     """What a checkpoint of this training says of itself."""
     workload, data, _, layout, world, prepared = subject
     names = [*workload.metrics, "eval_loss", *workload.derived]
-    if options.best_by is not None and options.best_by not in names:
-        raise UsageError(f"--best {options.best_by}: workload {workload.name} has {', '.join(names)}")
+    name, _, direction = (options.best_by or names[0]).partition(":")
+    if name not in names or direction not in ("", "min", "max"):
+        raise UsageError(
+            f"--best {options.best_by}: workload {workload.name} has {', '.join(names)}; NAME:min or NAME:max"
+        )
     source = workload.source
     settings = dict(source.settings) if source else {}
+    if source and source.epochs is not None and workload.schedule is not None:
+        settings["epochs"] = source.epochs  # the schedule may have been built on it
     if source and source.batch is not None:  # the global batch is a field of its own
         settings["--lr-rule"] = source.lr_rule
     return About(
@@ -170,7 +204,7 @@ def _about(subject: Subject, options: TrainOptions) -> About:
         seed=workload.seed,
         global_batch=workload.global_batch,
         clip_norm=workload.clip_norm,
-        samples=len(data),
+        samples=0 if isinstance(data, Streamed) and not data.is_whole else len(data),
         # rank 0 alone compares it and writes it: making it may read all the data
         data_checksum=getattr(data, "checksum", None) if world.rank == 0 else None,
         layout=str(layout),

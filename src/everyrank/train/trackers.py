@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,10 +65,9 @@ class _Wandb:
         import wandb
 
         try:
-            # the folder's name is the run's: one that goes on is the same run there too
             self.run: Any = wandb.init(
                 project="everyrank",
-                id=run.name,
+                id=_id_of(run),
                 name=run.name,
                 dir=str(run),
                 resume="allow",
@@ -81,9 +81,17 @@ class _Wandb:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One point in each curve."""
+        """One point in each curve; those before the last one logged are dropped there."""
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
         """Finish the run."""
         self.run.finish()
+
+
+def _id_of(run: Path) -> str:
+    """The run's name there: kept in its folder, so that one that goes on is the same run, and no two share one."""
+    file = run / "wandb-id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12])
+    return file.read_text().strip()

@@ -133,6 +133,8 @@ class Training:
         except NotFiniteError:
             if waiting:
                 self._look(waiting)  # every rank comes here: the good losses before the bad one are not lost
+            if self.saver is not None:
+                self._finish_saving()  # nor the checkpoint that is being written
             raise
 
     def _rate(self) -> float:
@@ -207,8 +209,11 @@ class Training:
         self.evaluated_at = done
         if self.log is not None:
             self.log.event({"step": done, "evaluation": self.metrics, "seconds": time.perf_counter() - start})
-        score = self.metrics.get(self.saver.about.best_by) if self.saver is not None else None
-        if score is None or self.saver is None or not is_better(score, self.best, self.saver.about.best_by):
+        if self.saver is None:
+            return False
+        best_by = self.saver.about.best_by
+        score = self.metrics.get(best_by.partition(":")[0])
+        if not is_better(score, self.best, best_by):
             return False
         self.best = score
         return True
@@ -231,7 +236,9 @@ class Training:
         """Save; a failure is said, and the training goes on: nothing of it is lost, and the next attempt may do."""
         assert self.saver is not None
         try:
-            self.saver.save(done, self.metrics if self.evaluated_at == done else {})
+            earlier = self.saver.save(done, self.metrics if self.evaluated_at == done else {})
+            if earlier is not None:
+                self.watch.line(f"{self._not_saved(earlier)}; the training goes on")
         except SaveError as error:
             if is_last:
                 raise EveryrankError(self._not_saved(error)) from error

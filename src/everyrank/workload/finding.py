@@ -46,17 +46,20 @@ def load(what: Source | Workload) -> Workload:
     """The `Workload` of a source, imported in this process; a `Workload` is returned as it is."""
     if isinstance(what, Workload):
         return what
-    found = _made(what)
-    if what.batch is not None:
-        if what.batch < 1:
-            raise UsageError(f"--batch {what.batch}: give at least 1 sample")
-        takes_batch = "batch" in _parameters(_find(what.place)[0])
-        other = (
-            _made(dataclasses.replace(what, settings={**what.settings, "batch": what.batch})) if takes_batch else found
-        )
-        found = with_batch(other, found.global_batch, what.batch, what.lr_rule)
-    elif what.lr_rule != "none":
+    takes = _parameters(_find(what.place)[0])
+    asked = {"batch": what.batch, "epochs": what.epochs, "steps": what.steps}
+    # a function that takes them builds its schedule on them
+    settings = {name: value for name, value in asked.items() if value is not None and name in takes}
+    if what.batch is not None and what.batch < 1:
+        raise UsageError(f"--batch {what.batch}: give at least 1 sample")
+    if what.batch is None and what.lr_rule != "none":
         raise UsageError(f"--lr-rule {what.lr_rule}: it says how the learning rate follows --batch N; give that too")
+    found = _made(dataclasses.replace(what, settings={**what.settings, **settings}))
+    if what.batch is not None:
+        before = what.settings.get("batch", takes["batch"]) if "batch" in takes else found.global_batch
+        found = with_batch(found, before, what.batch, what.lr_rule)
+    if what.epochs is not None or what.steps is not None:
+        found = dataclasses.replace(found, epochs=what.epochs, steps=what.steps)
     return dataclasses.replace(found, source=what)
 
 
@@ -81,14 +84,14 @@ def _made(what: Source) -> Workload:
     return found
 
 
-def _parameters(function: object) -> list[str]:
-    """Names of the parameters of a function; [] for anything else."""
+def _parameters(function: object) -> dict[str, Any]:
+    """Names of the parameters of a function, with their defaults; {} for anything else."""
     if isinstance(function, Workload) or not callable(function):
-        return []
+        return {}
     try:
-        return list(inspect.signature(function).parameters)
+        return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     except (ValueError, TypeError):  # a class of C, which has no signature
-        return []
+        return {}
 
 
 def _find(place: str) -> tuple[object, str]:

@@ -21,13 +21,16 @@ class Source:
     """Where a workload comes from: what travels to the ranks, because lambdas do not pickle.
 
     `place` is a built-in name or `path/file.py[:name]`; `settings` go to the function found there. `batch` is another
-    global batch than the workload's own, and `lr_rule` how the learning rate follows it (`batch.LR_RULES`).
+    global batch than the workload's own, and `lr_rule` how the learning rate follows it (`batch.LR_RULES`); `epochs` or
+    `steps` another length.
     """
 
     place: str
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     batch: int | None = None
     lr_rule: str = "none"
+    epochs: int | None = None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)

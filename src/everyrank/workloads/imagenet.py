@@ -71,6 +71,12 @@ def workload(
     def plain(image: Image) -> Tensor:
         return normalise(to_pixels(resize_and_centre_crop(image, size)), _MEAN, _DEVIATION)
 
+    kinds = {name: bool(_tar_files(place / name)) for name in ("train", "val")}
+    if kinds["train"] != kinds["val"]:
+        raise WorkloadError(f"{place}: train and val have to be both folders of classes, or both *.tar")
+    if kinds["train"] and broken == "skip":
+        raise WorkloadError("--set broken=skip: images in tar files cannot be left out; take them out of the archive")
+
     @functools.cache
     def train_data() -> ImageFolder | TarShards:
         if shards := _tar_files(place / "train"):
@@ -109,7 +115,7 @@ def workload(
 
 
 def _tar_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.tar")) if folder.is_dir() else []
+    return sorted(path for path in folder.glob("*.tar") if path.name[0] != ".") if folder.is_dir() else []
 
 
 def _from_tar(

@@ -40,7 +40,7 @@ def make_schedule(
         left = updates - warmup
         if kind in ("step", "multistep"):
             parts = milestones if kind == "multistep" else (1 / 3, 2 / 3)
-            places = sorted({max(1, round(part * updates) - warmup) for part in parts})
+            places = sorted(max(1, round(part * updates) - warmup) for part in parts)  # two at one place count twice
             after: LRScheduler = MultiStepLR(optimizer, places, gamma=0.1)
         elif kind == "linear":
             after = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=left)
