@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint.py --json benchmarks/records/checkpoint-cpu.json
 
-A decoder with AdamW on two ranks, saved three ways in turns, each between two barriers: the stall is the time of the
-slowest rank, from one barrier to the other. `on disk` is when the last byte is there. torch.save gathers a sharded
-model on rank 0 first, which writes alone and then calls fsync, as DCP does.
+A decoder with AdamW on two ranks, saved three ways in turns: the stall is how long the training stands still, of the
+slowest rank. Then one update is done, beside the writing where that goes on in the background, and timed too; `on disk`
+is when the last byte was there without it. torch.save gathers a sharded model on rank 0 first, which writes alone and
+calls fsync, as DCP does. everyrank's two ways also sum every file (CRC-32), and remove the checkpoint before.
 
     --model 1b --device cuda     a billion parameters and Adam, for a GPU
 """
@@ -66,75 +67,90 @@ def workload(model: str) -> Workload:
 def measure(
     facts: RankFacts, launch: Launch, model: str, layout_text: str, rounds: int, folder: Path, command: list[str]
 ) -> list[Record] | None:
-    """In a rank: the arms in turns."""
+    """In a rank: all ways, and a Record of each."""
     with open_world(facts, launch) as world:
-        job, layout = workload(model), parse_layout(layout_text)
-        prepared = prepare(job, layout, world)
+        job = workload(model)
         data = job.train_data()
-        list(run_updates(job, data, layout, world, prepared, all_updates(1, 1)))  # the optimizer has its state now
-        about = About(0, job.name, {}, 0, 2, None, len(data), None, layout_text, world.size, 1, "eval_loss", {}, "")
-        savers = {
-            name: Saver(folder / name.replace(" ", "-"), prepared, world, about, keep=1, in_background=is_background)
-            for name, is_background in zip(ARMS[1:], (False, True), strict=True)
-        }
-        arms: dict[str, Callable[[int], tuple[float, float]]] = {
-            ARMS[0]: functools.partial(torch_save, prepared, world, folder)
-        }
-        for name, saver in savers.items():
-            arms[name] = functools.partial(save, saver, world)
-        stalls: dict[str, list[float]] = {name: [] for name in arms}
-        durable: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(rounds + 1):
-            for name, arm in arms.items():
-                stall, on_disk = arm(number)
-                if number > 0:  # the first round makes buffers
-                    stalls[name].append(stall)
-                    durable[name].append(on_disk)
-        num_bytes = savers[ARMS[1]].newest()
-        records = [record(name, stalls, durable, num_bytes, job, layout_text, data, world, command) for name in arms]
-        del prepared, savers, arms
+        times, newest = turns(world, job, data, layout_text, rounds, folder)
+        records = [record(name, times, newest, job, layout_text, data, world, command) for name in ARMS]
         return records if world.rank == 0 else None
 
 
-def slowest(seconds: list[float], world: World) -> list[float]:
-    rows = gather(torch.tensor(seconds, dtype=torch.float64), world)
-    return torch.stack(rows).max(dim=0).values.tolist()
+@dataclasses.dataclass
+class Times:
+    """Seconds, a round each."""
+
+    stall: list[float] = dataclasses.field(default_factory=list[float])
+    on_disk: list[float] = dataclasses.field(default_factory=list[float])
+    next_update: list[float] = dataclasses.field(default_factory=list[float])
 
 
-def torch_save(prepared: Prepared, world: World, folder: Path, number: int) -> tuple[float, float]:
-    path = folder / f"{number}.pt"
+def turns(
+    world: World, job: Workload, data: Any, layout_text: str, rounds: int, folder: Path
+) -> tuple[dict[str, Times], Path | None]:
+    """The ways in turns; their times, and a checkpoint to look at."""
+    layout = parse_layout(layout_text)
+    prepared = prepare(job, layout, world)
+
+    def update() -> None:
+        list(run_updates(job, data, layout, world, prepared, all_updates(1, 1)))
+
+    update()  # the optimizer has its state now
+    about = About(0, job.name, {}, 0, 2, None, len(data), None, layout_text, world.size, 1, "eval_loss", {}, "")
+    saver, behind = (
+        Saver(folder / kind, prepared, world, about, keep=1, in_background=kind == "behind")
+        for kind in ("here", "behind")
+    )
+    ways: dict[str, tuple[Callable[[int], object], Callable[[], None]]] = {
+        ARMS[0]: (functools.partial(torch_save, prepared, world, folder), lambda: None),
+        ARMS[1]: (functools.partial(saver.save, metrics={}), saver.finish),
+        ARMS[2]: (functools.partial(behind.save, metrics={}), behind.finish),
+    }
+    times = {name: Times() for name in ways}
+    for number in range(rounds + 1):
+        for name, (save, finish) in ways.items():
+            begun = now(world.device)
+            seconds_of(world, functools.partial(save, 2 * number))
+            finish()
+            on_disk = slowest(now(world.device) - begun, world)
+            stall = seconds_of(world, functools.partial(save, 2 * number + 1))
+            updating = seconds_of(world, update)
+            finish()
+            if number > 0:  # the first round makes buffers
+                times[name].on_disk.append(on_disk)
+                times[name].stall.append(stall)
+                times[name].next_update.append(updating)
+    return times, saver.newest()
+
+
+def seconds_of(world: World, function: Callable[[], object]) -> float:
+    """Of the slowest rank, all of which begin together."""
     dist.barrier()
     start = now(world.device)
+    function()
+    return slowest(now(world.device) - start, world)
+
+
+def slowest(seconds: float, world: World) -> float:
+    return max(float(row) for row in gather(torch.tensor([seconds], dtype=torch.float64), world))
+
+
+def torch_save(prepared: Prepared, world: World, folder: Path, _: int) -> None:
+    """All of it on rank 0, which writes; the others wait for it, as they would at the next update."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model, optimizer = get_state_dict(prepared.model, prepared.optimizer, options=options)
     if world.rank == 0:
-        with path.open("wb") as file:
+        with (folder / "partial.pt").open("wb") as file:
             torch.save({"model": model, "optimizer": optimizer}, file)
             file.flush()
             os.fsync(file.fileno())
+        (folder / "partial.pt").replace(folder / "all.pt")
     dist.barrier()
-    seconds = now(world.device) - start
-    if world.rank == 0:
-        path.unlink()
-    stall, on_disk = slowest([seconds, seconds], world)
-    return stall, on_disk
-
-
-def save(saver: Saver, world: World, number: int) -> tuple[float, float]:
-    dist.barrier()
-    start = now(world.device)
-    saver.save(number, {})
-    stall = now(world.device) - start
-    saver.finish()
-    on_disk = now(world.device) - start
-    stall, on_disk = slowest([stall, on_disk], world)
-    return stall, on_disk
 
 
 def record(
     name: str,
-    stalls: dict[str, list[float]],
-    durable: dict[str, list[float]],
+    times: dict[str, Times],
     newest: Path | None,
     job: Workload,
     layout: str,
@@ -143,15 +159,16 @@ def record(
     command: list[str],
 ) -> Record:
     source = provenance(job, data, world, command)
-    beside = interval([own / first for own, first in zip(stalls[name], stalls[ARMS[0]], strict=True)])
+    beside = interval([own / first for own, first in zip(times[name].stall, times[ARMS[0]].stall, strict=True)])
     with torch.device("meta"):
         model: nn.Module = job.model()
     source["checkpoint"] = {
         "arm": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": sum(file.stat().st_size for file in newest.iterdir()) if newest is not None else None,
-        "on_disk_seconds": dataclasses.asdict(interval(durable[name])),
+        "on_disk_seconds": dataclasses.asdict(interval(times[name].on_disk)),
         "stall_beside_torch_save": dataclasses.asdict(beside),
+        "next_update_seconds": dataclasses.asdict(interval(times[name].next_update)),
     }
     return Record(
         workload=job.name,
@@ -160,7 +177,7 @@ def record(
         backend=world.backend,
         device=world.device.type,
         world_size=world.size,
-        checkpoint_stall_seconds=interval(stalls[name]),
+        checkpoint_stall_seconds=interval(times[name].stall),
         provenance=source,
     )
 
@@ -170,9 +187,10 @@ def show(records: list[Record]) -> None:
     from rich.table import Table
 
     first = records[0].provenance["checkpoint"]
-    title = f"{first['parameters']:,} parameters with AdamW, {first['bytes'] / 2**20:,.0f} MiB, two ranks"
+    size = f"{first['parameters']:,} parameters with AdamW, {first['bytes'] / 2**20:,.0f} MiB"
+    title = f"{size}, {records[0].world_size} ranks"
     table = Table(title=title, title_justify="left")
-    for name in ("layout", "", "stall ms (95%)", "x torch.save (95%)", "on disk after ms"):
+    for name in ("layout", "", "stall ms (95%)", "x torch.save (95%)", "on disk after ms", "next update ms"):
         table.add_column(name, justify="left" if name in ("layout", "") else "right")
     for row in records:
         stall, own = row.checkpoint_stall_seconds, row.provenance["checkpoint"]
@@ -184,6 +202,7 @@ def show(records: list[Record]) -> None:
             f"{stall.median * 1e3:,.0f} ({stall.low * 1e3:,.0f} to {stall.high * 1e3:,.0f})",
             f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
             f"{own['on_disk_seconds']['median'] * 1e3:,.0f}",
+            f"{own['next_update_seconds']['median'] * 1e3:,.0f}",
         )
     Console(width=120).print(table)
 

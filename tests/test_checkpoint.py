@@ -415,7 +415,7 @@ def saves(world: World, run: Path, name: str, scores: list[float | None], keep: 
     going = Going(world, zoo.workload("frozen"), "single")
     saver = going.saver(run, keep=keep, best_by=name)
     for step, score in enumerate(scores, first):
-        saver.save(step, {} if score is None else {name: score})
+        saver.save(step, {} if score is None else {name.partition(":")[0]: score})
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
@@ -430,8 +430,11 @@ def saves(world: World, run: Path, name: str, scores: list[float | None], keep: 
         ("eval_loss", [None] * 5, 2, [4, 5], None),
         ("top1", [0.4, 0.4, 0.4], 1, [1, 3], 1),
         ("eval_loss", [math.nan, 0.5, 0.7], 1, [2, 3], 2),
+        ("wer", [0.5, 0.7, 0.9], 1, [1, 3], 1),
+        ("points:min", [0.5, 0.7, 0.9], 1, [1, 3], 1),
+        ("eval_loss:max", [0.5, 0.9, 0.7], 1, [2, 3], 2),
     ],
-    ids=["loss", "top1", "the last", "once", "perplexity", "never", "a tie", "no number"],
+    ids=["loss", "top1", "the last", "once", "perplexity", "never", "a tie", "no number", "error", "min", "max"],
 )
 def test_the_last_and_the_best_stay(
     ranks: Any, tmp_path: Path, name: str, scores: list[float | None], keep: int, left: list[int], best: int | None

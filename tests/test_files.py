@@ -48,6 +48,28 @@ def test_lines_are_found_wherever_they_end(tmp_path: Path) -> None:
     assert lines.checksum != TextLines([tmp_path / "a.txt"], same).checksum
 
 
+def test_lines_of_blanks_marks_and_hidden_files(tmp_path: Path) -> None:
+    """A byte order mark and lines of blanks are no content; what begins with a dot is not read."""
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf"eins"\n  \n\t\r\n"zwei"')
+    for hidden in (".git/b.jsonl", ".ipynb_checkpoints/a.jsonl", ".c.jsonl"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).write_text('"no"\n')
+    (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbferste\n")
+    assert TextLines([tmp_path / "d.txt"], same)[0] == "erste"
+    values = TextLines(files_in(tmp_path, [".jsonl"]), same)
+    assert [values[index] for index in range(len(values))] == ['"eins"', '"zwei"']
+
+
+def test_lines_over_the_borders_of_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are looked through piece by piece; where a piece ends makes no difference."""
+    content = b"".join(b"%d\n" % number for number in range(0, 3000, 7))
+    (tmp_path / "a.txt").write_bytes(content)
+    for chunk in (1, 2, 3, 64):
+        monkeypatch.setattr("everyrank.sources.shards._CHUNK", chunk)
+        lines = TextLines([tmp_path / "a.txt"], int)
+        assert [lines[index] for index in range(len(lines))] == list(range(0, 3000, 7))
+
+
 def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": \n')
     (tmp_path / "b.txt").write_bytes(b"fine\n\xff\xfe\n")
@@ -113,7 +135,26 @@ def test_tar_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "cut.tar").write_bytes((tmp_path / "cut.tar").read_bytes()[:2000])
     write_tar(tmp_path / "twice.tar", [("1.txt", b"V"), ("1.txt", b"W")])
     (tmp_path / "no.tar").write_bytes(b"no tar at all" * 100)
-    for name, words in (("cut", "cut"), ("twice", "is there twice"), ("no", "cannot be read")):
+    write_tar(tmp_path / "one.tar", [("1.txt", b"V" * 600), ("2.txt", b"W" * 600)])
+    whole = (tmp_path / "one.tar").read_bytes()
+    (tmp_path / "joined.tar").write_bytes(whole + whole)
+    (tmp_path / "damaged.tar").write_bytes(whole[:1536] + b"\xff" * 512 + whole[2048:])  # the header of 2.txt
+    (tmp_path / "endless.tar").write_bytes(whole[:1536])  # cut at the border of a sample
+    with tarfile.open(tmp_path / "linked.tar", "w") as archive:
+        about = tarfile.TarInfo("1.txt")
+        about.type, about.linkname = tarfile.LNKTYPE, "2.txt"
+        archive.addfile(about)
+    expected = {
+        "cut": "cut",
+        "twice": "is there twice",
+        "no": "cannot be read",
+        "joined": "damaged, or two archives in one",
+        "damaged": "damaged, or two archives in one",
+        "endless": "the end of the archive is missing",
+        "linked": "1.txt is a link",
+    }
+    assert len(TarShards([tmp_path / "one.tar"], same)) == 2
+    for name, words in expected.items():
         with pytest.raises(WorkloadError, match=f"{name}.tar.*{words}"):
             TarShards([tmp_path / f"{name}.tar"], same)
 
@@ -315,7 +356,9 @@ def test_download(tmp_path: Path, server: tuple[str, Path]) -> None:
     assert (data / "plain.bin").read_bytes() == b"content"
     assert (data / "inside" / "file").read_bytes() == b"abc"
     (folder / "plain.bin").unlink()
+    (data / "inside" / "file").unlink()  # as if it had been fetched by hand, or unpacking had been interrupted
     download("w", data, files)  # what is there is not asked for again
+    assert (data / "inside" / "file").read_bytes() == b"abc"
     (data / "plain.bin").write_bytes(b"contenT")
     with pytest.raises(EveryrankError, match=r"plain\.bin: File not found; fetch it by hand"):
         download("w", data, files)
@@ -342,7 +385,33 @@ def test_an_archive_cannot_write_outside(tmp_path: Path, server: tuple[str, Path
     assert not (tmp_path / "outside").exists()
 
 
-# --- another global batch
+# --- another length, another global batch
+
+LENGTHS = """
+import torch
+from everyrank import Workload
+
+def workload(epochs: int = 200, lr: float = 0.1):
+    return Workload(
+        name="lengths", model=lambda: torch.nn.Linear(1, 1), train_data=lambda: [(torch.ones(1), torch.ones(1))] * 4,
+        loss=lambda output, target: (((output - target) ** 2).sum(), len(target)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * epochs),
+        global_batch=2, epochs=epochs)
+"""
+
+
+def test_a_schedule_has_the_length_that_was_asked_for(tmp_path: Path, capfd: Any) -> None:
+    """--epochs reaches the function that builds the schedule; going on with another length is another training."""
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    words = ["train", str(tmp_path / "lengths.py"), "--out", str(tmp_path / "run")]
+    assert main([*words, "--epochs", "3"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
+    capfd.readouterr()
+    assert main([*words, "--epochs", "5", "--resume"]) == 2
+    assert "it was trained with --set epochs=3, this is --set epochs=5" in capfd.readouterr().err
 
 
 def rate(workload: Any) -> float:

@@ -755,3 +755,96 @@ def test_a_tracker_nobody_knows(forge: Forge, tmp_path: Path) -> None:
     assert "--tracker nonsense" in line
     assert "tensorboard, wandb" in line
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+# --- what must not be lost
+
+
+LATE = """
+import torch
+from everyrank import Workload
+from everyrank.errors import WorkloadError
+
+class Late(torch.optim.SGD):
+    done = 0
+    def step(self, *_):
+        self.done += 1
+        if self.done == 9:
+            raise WorkloadError("update 9 is one too many")
+        return super().step()
+
+workload = Workload(
+    name="late", model=lambda: torch.nn.Linear(1, 1), train_data=lambda: [(torch.ones(1), torch.ones(1))] * 8,
+    loss=lambda output, target: (((output - target) ** 2).sum(), len(target)),
+    optimizer=lambda model: Late(model.parameters(), lr=0.1), global_batch=2, epochs=4)
+"""
+
+
+def test_a_run_that_fails_late_keeps_its_folder(forge: Forge, tmp_path: Path) -> None:
+    """Nobody asked for it by --out, but two epochs of work and their checkpoints are in it."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = forge(tmp_path, "train", "late.py")
+    assert done.status == 2, done
+    assert "update 9 is one too many" in done.err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [one.about.step for one in checkpoints_of(run)] == [4, 8]
+
+
+def test_a_finished_run_is_not_begun_again(forge: Forge, tmp_path: Path) -> None:
+    """It has no checkpoint to go on from, and its log and Record would be overwritten."""
+    words = ("train", "digits", *WIDTH, "--steps", "2", "--save-every", "0", "--out", "run")
+    assert forge(tmp_path, *words).status == 0
+    log = (tmp_path / "run" / "log.jsonl").read_text()
+    done = forge(tmp_path, *words, "--resume")
+    assert done.status == 2
+    assert "it holds a run already" in done.err
+    assert (tmp_path / "run" / "log.jsonl").read_text() == log
+
+
+def test_the_best_of_a_run_is_known_after_going_on(forge: Forge, tmp_path: Path) -> None:
+    """The newest checkpoint is not the best; what is worse than that one does not take its place."""
+    words = ("train", "digits", *WIDTH, "--save-every", "3", "--evaluate-every", "3", "--keep", "1", "--out", "run")
+    assert forge(tmp_path, *words, "--steps", "6").status == 0
+    run = tmp_path / "run"
+    newest = find_checkpoint(run)
+    about = json.loads((newest.path / "about.json").read_text())
+    about["metrics"]["top1"] = 2.0  # nothing can be better
+    (newest.path / "about.json").write_text(json.dumps(about))
+    assert forge(tmp_path, *words, "--steps", "12", "--resume").status == 0
+    assert [one.about.step for one in checkpoints_of(run)] == [6, 12]
+    assert (run / "checkpoints" / "best").resolve() == newest.path
+
+
+def test_predictions_of_unequal_rows_are_refused(forge: Forge, tmp_path: Path) -> None:
+    """Two ranks whose rows have other shapes cannot be put into one file; they must not be put in wrongly."""
+    (tmp_path / "mine.py").write_text(
+        WORKLOAD
+        + "\nimport dataclasses\n"
+        "workload = dataclasses.replace(workload, predict=lambda output: torch.zeros(len(output), 2 + RANK))\n".replace(
+            "RANK", "int(__import__('os').environ['RANK'])"
+        )
+    )
+    assert forge(tmp_path, *words_for("ddp", "--steps", "5"), size=2).status == 0
+    done = forge(tmp_path, "predict", "mine.py", "--layout", "ddp", "--resume", "run", "--out", "p.npy", size=2)
+    assert done.status == 2, done
+    assert "rows of shape" in done.err
+    assert not (tmp_path / "p.npy").exists()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_request_is_noted_and_a_second_sigterm_is_not() -> None:
+    """SIGUSR1 as often as it comes; a SIGTERM after a request does what it did before."""
+    from everyrank.launch import listen
+
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with listen(signal.SIGTERM, signal.SIGUSR1) as stop:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.asked is signal.SIGUSR1
+            assert seen == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

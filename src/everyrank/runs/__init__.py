@@ -1,0 +1,58 @@
+"""The folder of a run: what is in it, which checkpoints are whole, the newest, the best. Imports no torch.
+
+    runs/digits-ddp-.../
+        log.jsonl, log.csv, events.jsonl, epochs.csv, record.json, ranks/
+        checkpoints/
+            step-00000046/          a whole checkpoint: it got this name when it was complete
+                about.json          what it is, and the size and CRC of every other file
+                training.pt         schedule, loss scale, groups of the optimizer
+                .metadata, *.distcp torch.distributed.checkpoint: tensors of model, optimizer and random generators
+            step-00000069.tmp/      being written, or left by a crash; never read, removed by the next run
+            step-00000092.damaged/  set aside, because the training went on from before it
+            best -> step-00000046
+
+about.py    what a checkpoint says of itself, and whether its files are what was saved
+folder.py   which there are, and the names that only whole ones have
+"""
+
+from everyrank.runs.about import About, Checkpoint, crc_of, damage, write_about
+from everyrank.runs.folder import (
+    all_of,
+    best_of,
+    checkpoint_named,
+    checkpoints_of,
+    clear_unfinished,
+    commit,
+    find_checkpoint,
+    is_better,
+    last_good,
+    leave_behind,
+    mark_best,
+    new_folder,
+    prune,
+    require_whole,
+    score_of,
+)
+
+__all__ = [
+    "About",
+    "Checkpoint",
+    "all_of",
+    "best_of",
+    "checkpoint_named",
+    "checkpoints_of",
+    "clear_unfinished",
+    "commit",
+    "crc_of",
+    "damage",
+    "find_checkpoint",
+    "is_better",
+    "last_good",
+    "leave_behind",
+    "mark_best",
+    "new_folder",
+    "prune",
+    "require_whole",
+    "score_of",
+    "write_about",
+]
