@@ -75,6 +75,7 @@ def write_about(folder: Path, about: About) -> None:
 
 
 def read_about(path: Path) -> Checkpoint:
+    """The checkpoint in this folder. Raises `UsageError` where about.json is missing, cut off or foreign."""
     try:
         content: Any = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         names = {entry.name for entry in dataclasses.fields(About)}
