@@ -71,10 +71,12 @@ def read(world: World, workers: int, accumulate: int) -> list[list[tuple[int, in
     return [[(part.size, part.start, part.total, part.input[:, 0].tolist()) for part in parts] for parts in batches]
 
 
-@pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (0, 3), (2, 3)])
-def test_ranks_read_each_sample_once(ranks: Any, workers: int, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "workers", "accumulate"), [(1, 1, 1), (2, 3, 2), (3, 1, 1), (4, 0, 1), (4, 0, 3), (4, 3, 3)]
+)
+def test_ranks_read_each_sample_once(ranks: Any, count: int, workers: int, accumulate: int) -> None:
     """Over all ranks and micro-batches each sample of an epoch is read once, in the order of one process."""
-    found = ranks(4, read, workers, accumulate)
+    found = ranks(count, read, workers, accumulate)
     points = zoo.Points(23)
     for update in all_updates(8, 4):
         order = epoch_order(23, 0, update.epoch).tolist()[update.index * 7 : update.index * 7 + 7]

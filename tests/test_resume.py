@@ -547,7 +547,7 @@ def test_another_workload_is_not_gone_on_with(forge: Forge, digits: tuple[Path, 
 # --- (5) evaluated, predicted, exported
 
 
-@pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("single", 1), ("fsdp", 3)])
+@pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("single", 1), ("fsdp", 3), ("zero1", 4)])
 def test_evaluating_says_what_training_said(
     forge: Forge, digits: tuple[Path, str], tmp_path: Path, layout: str, size: int
 ) -> None:
@@ -568,13 +568,13 @@ def test_evaluating_says_what_training_said(
 
 
 def test_predictions_are_in_the_order_of_the_data(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
-    """Identical on 1, 2 and 3 ranks, a row for each held-out image; .npy says the same."""
+    """Identical on 1 to 4 ranks, a row for each held-out image; .npy says the same."""
     from everyrank.workloads.digits import Digits
 
     run = digits[0]
     (trained,) = read_records(run / "record.json")
     found: dict[int, list[dict[str, Any]]] = {}
-    for size in (1, 2, 3):
+    for size in (1, 2, 3, 4):
         layout = "single" if size == 1 else "ddp"
         words = ("--resume", run, "--layout", layout, "--out", f"p{size}.jsonl")
         done = forge(tmp_path, "predict", "digits", *WIDTH, *words, size=size)
@@ -584,7 +584,7 @@ def test_predictions_are_in_the_order_of_the_data(forge: Forge, digits: tuple[Pa
         assert [row["index"] for row in found[size]] == list(range(359))
     words = ("--resume", run, "--layout", "fsdp", "--out", "p.npy")
     assert forge(tmp_path, "predict", "digits", *WIDTH, *words, size=2).status == 0
-    assert found[1] == found[2] == found[3]
+    assert found[1] == found[2] == found[3] == found[4]
     values = {size: np.array([row["prediction"] for row in rows]) for size, rows in found.items()}
     values[0] = np.load(tmp_path / "p.npy")
     assert np.array_equal(values[0], values[1])

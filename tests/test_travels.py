@@ -25,7 +25,7 @@ def traffic(world: World, text: str, changes: dict[str, Any]) -> dict[str, list[
     """Elements of each collective of the sixth update, by operation. (DDP rebuilds its buckets in the second.)"""
     workload = zoo.workload("frozen", **{"clip_norm": None, **changes})
     layout = parse_layout(text)
-    train_data, _ = open_data(workload, world.size)
+    train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
     shares = run_updates(workload, train_data, layout, world, prepared, all_updates(6, 4))
     for _ in range(5):

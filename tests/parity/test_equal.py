@@ -19,7 +19,7 @@ _COUNTER = iter(range(10**9))
 def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
     """Parity of each layout, in the ranks."""
     workload = zoo.workload(name, optimizer, **changes)
-    data = open_data(workload, world.size)
+    data = open_data(workload, world)
     subject = subject_of(workload, *data, steps=20)
     return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
@@ -141,5 +141,5 @@ def losses_with_workers(world: World, workers: int) -> list[float]:
 
     world = dataclasses.replace(world, loader_workers=workers)
     workload = zoo.workload("augmented")
-    subject = subject_of(workload, *open_data(workload, world.size), steps=8)
+    subject = subject_of(workload, *open_data(workload, world), steps=8)
     return trace(subject, parse_layout("ddp"), world).losses

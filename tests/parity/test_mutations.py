@@ -269,7 +269,7 @@ def check(world: World, mutation: Any, strategy: str, name: str, optimizer: str,
     if "accumulate" in keys:
         changes["model"] = lambda: zoo.FrozenModel(counts=False)
     workload = zoo.workload(name, optimizer, **changes)
-    subject = subject_of(workload, *open_data(workload, world.size), steps=20)
+    subject = subject_of(workload, *open_data(workload, world), steps=20)
     with mutation(strategy, world) if mutation else contextlib.nullcontext():
         return check_layout(subject, parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}"), world, key)[
             0
@@ -317,7 +317,7 @@ def check_local_mean(world: World, key: str) -> Parity:
         return total / count.clamp(min=1), 1
 
     workload = zoo.workload("tied", loss=loss)
-    subject = subject_of(workload, *open_data(workload, world.size), steps=20)
+    subject = subject_of(workload, *open_data(workload, world), steps=20)
     return check_layout(subject, parse_layout("ddp"), world, key)[0]
 
 
@@ -337,5 +337,5 @@ class Dropping(zoo.FrozenModel):
 
 def check_random_forward(world: World, key: str) -> Parity:
     workload = zoo.workload("frozen", model=Dropping)
-    subject = subject_of(workload, *open_data(workload, world.size), steps=20)
+    subject = subject_of(workload, *open_data(workload, world), steps=20)
     return check_layout(subject, parse_layout("ddp"), world, key)[0]
