@@ -84,8 +84,11 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
     if isinstance(data, DataLoader):
         raise WorkloadError(f"{name}: a DataLoader; give the dataset: batches and workers are made here")
     if is_stream(data):
-        with blame_workload():
-            data = Streamed(data, *count_samples(data, limit, world.timeout_seconds))
+        try:
+            with blame_workload():
+                data = Streamed(data, *count_samples(data, limit, world.timeout_seconds))
+        except WorkloadError as error:
+            raise WorkloadError(f"{name}: {error}") from error.__cause__
     elif not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         kind = type(data).__name__
         raise WorkloadError(f"{name}: {kind} is no dataset; give one with __len__ and __getitem__, or with __iter__")

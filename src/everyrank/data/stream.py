@@ -54,7 +54,9 @@ def count_samples(dataset: Any, limit: int | None, patience_seconds: float) -> t
     if hasattr(dataset, "__len__"):
         return len(dataset), True
     if isinstance(dataset, Iterator):
-        raise WorkloadError("a generator can be gone through once; give an object whose __iter__ begins anew")
+        raise WorkloadError(
+            "a generator can be gone through once; give an object whose __iter__ begins anew, or one with __len__"
+        )
     if getattr(dataset, "endless", False):
         if limit is None:
             raise WorkloadError("the stream is endless; give Workload.steps")

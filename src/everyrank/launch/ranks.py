@@ -189,7 +189,7 @@ class Ranks:
         """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
         groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
         pids = self._pids()
-        if self.stop is None or self.launch.launcher == "torchrun":  # ranks that listen take it for a request
+        if self.stop is None:  # ranks that listen take it for a request
             _signal(os.killpg, groups, signal.SIGTERM)
             deadline = time.monotonic() + _END_SECONDS
             while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
@@ -197,6 +197,7 @@ class Ranks:
         _signal(os.killpg, groups, signal.SIGKILL)
         if self.launch.launcher == "torchrun":
             _signal(os.kill, pids, signal.SIGKILL)
+            _signal(os.killpg, pids, signal.SIGKILL)  # each has a group of its own, with its data loader workers
         for process in self.processes:
             process.wait()
 

@@ -51,7 +51,9 @@ def train_rank(
     """
     with contextlib.ExitStack() as stack:
         if stop is None:
-            stop = stack.enter_context(listen(signal.SIGTERM, signal.SIGUSR1))
+            # torchrun ends ranks with SIGTERM when another has died; ours asks them with SIGUSR1
+            heard = [signal.SIGUSR1] if launch.launcher == "torchrun" else [signal.SIGTERM, signal.SIGUSR1]
+            stop = stack.enter_context(listen(*heard))
         world = stack.enter_context(open_world(facts, launch))
         options = _agreed(options, world)
         if isinstance(what, Source):
