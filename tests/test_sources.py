@@ -53,10 +53,10 @@ def idx(array: Any) -> bytes:
 def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mnist")
     pixels, labels = digits(80, 28)
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels[:60])))
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels[:60]), mtime=0))
     (folder / "train-labels-idx1-ubyte").write_bytes(idx(labels[:60]))
     (folder / "t10k-images-idx3-ubyte").write_bytes(idx(pixels[60:]))
-    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels[60:])))
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels[60:]), mtime=0))
     return folder
 
 
@@ -135,7 +135,7 @@ def test_mnist_as_npz_is_read(tmp_path: Path) -> None:
         (b"\0\0\x0d\1\0\0\0\1\0\0\0\0", "type 0x0d"),
         (b"\0\0\x08\3\0\0", "within its header"),
         (idx(np.zeros((2, 3)))[:-1], r"5 bytes of data where the header \(2, 3\) asks for 6"),
-        (gzip.compress(idx(np.zeros((2, 3))))[:-9], "cannot be read"),
+        (gzip.compress(idx(np.zeros((2, 3))), mtime=0)[:-9], "cannot be read"),
     ],
 )
 def test_a_broken_idx_is_named(tmp_path: Path, content: bytes, words: str) -> None:
