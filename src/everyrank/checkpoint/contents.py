@@ -33,15 +33,17 @@ _OF_THE_DEVICE = ("foreach", "fused", "capturable")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; of tied ones the first name. Raises `WorkloadError` for others."""
+    """Parameters and persistent buffers by their names here; of tied ones the first. Raises `WorkloadError` for others.
+
+    They are the model's own: what is read into them is in the model.
+    """
     found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    aliases = aliases_of(model)
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise WorkloadError(f"the model's state has {name}, which is no tensor; train it with --save-every 0")
-        if id(value) not in seen:
-            found[name] = value
-        seen.add(id(value))
+        if name not in aliases:
+            found[f"model/{name}"] = value.detach()
     return found
 
 
@@ -58,7 +60,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 def tensors_of(prepared: Prepared, world: World) -> dict[str, Tensor]:
     """All tensors of this rank, as they are now: they are not copies."""
-    found = {f"model/{name}": tensor.detach() for name, tensor in model_tensors(prepared.model).items()}
+    found = model_tensors(prepared.model)
     for name, parameter in _named(prepared.model, prepared.optimizer).items():
         for key, value in prepared.optimizer.state.get(parameter, {}).items():
             kept = _as_tensor(value, name, key)
@@ -119,7 +121,7 @@ def targets_for(prepared: Prepared, world: World, kept: Mapping[str, TensorStora
 
     Raises `UsageError` where the model is not the one that was saved.
     """
-    found = {f"model/{name}": tensor.detach() for name, tensor in model_tensors(prepared.model).items()}
+    found = model_tensors(prepared.model)
     _check_same(found, kept)
     parameters = _named(prepared.model, prepared.optimizer)
     for full, about in kept.items():
@@ -199,7 +201,7 @@ def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         if kind != "optimizer":
             continue
         name, _, key = rest.rpartition("/")
-        plain, mark, _ = key.partition("#")
-        value = _NUMBERS["#" + key.partition("#")[2]](tensor.item()) if mark else tensor
+        plain, mark, kind = key.partition("#")
+        value = _NUMBERS[mark + kind](tensor.item()) if mark else tensor
         found.setdefault(name, {})[plain] = value
     return found

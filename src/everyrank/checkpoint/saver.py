@@ -41,10 +41,10 @@ from everyrank.runs import (
     clear_unfinished,
     commit,
     damage,
-    last_good,
     mark_best,
     new_folder,
     prune,
+    refuse_damaged,
     write_about,
 )
 from everyrank.strategies import Prepared
@@ -66,8 +66,7 @@ class Saver:
         self, run: Path, prepared: Prepared, world: World, about: About, keep: int, in_background: bool
     ) -> None:
         self.run, self.prepared, self.world, self.about, self.keep = run, prepared, world, about, keep
-        # a layout of one process has nothing to agree on with others
-        self.group = group_for_saving(world) if prepared.reads.count > 1 else None
+        self.group = group_for_saving(prepared, world)
         self.thread = ThreadPoolExecutor(1, "everyrank-save") if in_background else None
         self.waiting: Future[None] | None = None
         self.stalls: list[float] = []
@@ -190,8 +189,7 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
     _check_whole(checkpoint, prepared, world)
     kept = contents_of(checkpoint)
     tensors = targets_for(prepared, world, kept)
-    group = group_for_saving(world) if prepared.reads.count > 1 else None
-    read(tensors, checkpoint, group)
+    read(tensors, checkpoint, group_for_saving(prepared, world))
     try:
         put_back(prepared, world, tensors, read_values(checkpoint))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
@@ -208,7 +206,7 @@ def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None
     _check_whole(checkpoint, prepared, world)
     kept = {name: about for name, about in contents_of(checkpoint).items() if name.startswith("model/")}
     tensors = targets_for(prepared, world, kept)
-    read(tensors, checkpoint, group_for_saving(world) if prepared.reads.count > 1 else None)
+    read(tensors, checkpoint, group_for_saving(prepared, world))
 
 
 def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
@@ -241,6 +239,4 @@ def _check_whole(checkpoint: Checkpoint, prepared: Prepared, world: World) -> No
         rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), world)
         found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
     if found:
-        good = last_good(checkpoint.path)
-        offer = f"the last good one: --resume {good.path}" if good else "no other checkpoint of this run is whole"
-        raise UsageError(f"{checkpoint.path}: damaged: {found}; {offer}")
+        refuse_damaged(checkpoint, found)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.parallel.shard import local_tensors
 from everyrank.runs import Checkpoint, crc_of
+from everyrank.strategies import Prepared
 from everyrank.world import World
 
 __all__ = [
@@ -51,9 +52,12 @@ class SaveError(EveryrankError):
     """A checkpoint could not be written; what was there before is as it was."""
 
 
-def group_for_saving(world: World) -> dist.ProcessGroup | None:
-    """A group of its own, on CPU: what saves in the background must not meet the collectives of the training."""
-    if world.group is None:
+def group_for_saving(prepared: Prepared, world: World) -> dist.ProcessGroup | None:
+    """A group of its own, on CPU: what saves in the background must not meet the collectives of the training.
+
+    None for a layout of one process, which has nothing to agree on with others.
+    """
+    if world.group is None or prepared.reads.count == 1:
         return None
     timeout = datetime.timedelta(seconds=world.timeout_seconds)
     group: Any = dist.new_group(backend="gloo", timeout=timeout)

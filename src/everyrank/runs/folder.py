@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 from everyrank.errors import UsageError
 from everyrank.runs.about import ABOUT, Checkpoint, damage, read_about
@@ -26,6 +27,7 @@ __all__ = [
     "mark_best",
     "new_folder",
     "prune",
+    "refuse_damaged",
     "require_whole",
     "score_of",
 ]
@@ -235,4 +237,9 @@ def require_whole(checkpoint: Checkpoint, deep: bool = False) -> None:
     """Raise `UsageError` for a damaged checkpoint, offering the last good one."""
     found = damage(checkpoint, deep=deep)
     if found is not None:
-        raise UsageError(f"{checkpoint.path}: damaged: {found}{_offer(checkpoint.path)}")
+        refuse_damaged(checkpoint, found)
+
+
+def refuse_damaged(checkpoint: Checkpoint, found: str) -> NoReturn:
+    """Raise `UsageError` for a checkpoint in which `found` is wrong, offering the last good one."""
+    raise UsageError(f"{checkpoint.path}: damaged: {found}{_offer(checkpoint.path)}")
