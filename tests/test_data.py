@@ -22,8 +22,9 @@ from everyrank.data import (
     samples_before,
     updates_per_epoch,
 )
-from everyrank.data.loader import map_tensors, mix
+from everyrank.data.loader import map_tensors
 from everyrank.data.order import epoch_order
+from everyrank.data.seeds import mix
 from everyrank.world import World
 
 

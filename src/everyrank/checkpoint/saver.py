@@ -33,7 +33,7 @@ from everyrank.checkpoint.storage import (
     write_values,
 )
 from everyrank.collectives import gather
-from everyrank.errors import UsageError
+from everyrank.errors import UsageError, WorkloadError
 from everyrank.runs import (
     About,
     Checkpoint,
@@ -146,7 +146,7 @@ class Saver:
             commit(folder)
         except OSError as error:
             return f"{error.filename or folder}: {error.strerror}"
-        except SaveError as error:
+        except WorkloadError as error:  # a value that came later: the other ranks wait to hear how it ended
             return str(error)
         with contextlib.suppress(OSError):  # the checkpoint is whole; the next one tries again
             mark_best(self.run, about.best_by)

@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from everyrank.data.order import Update
 from everyrank.data.parts import Keys, Part, parts_for_evaluation, parts_for_updates
-from everyrank.data.seeds import mix, seed_sample
+from everyrank.data.seeds import seed_sample
 from everyrank.data.slicing import Slice
 from everyrank.data.stream import Forward, Streamed
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["Batch", "batches_for_evaluation", "batches_for_updates", "map_tensors", "mix"]
+__all__ = ["Batch", "batches_for_evaluation", "batches_for_updates", "map_tensors"]
 
 
 @dataclass(frozen=True)
