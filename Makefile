@@ -1,7 +1,8 @@
 # Everything a fresh machine needs is made here: a virtual environment with pinned versions, then the work itself.
 #
 #   make demo     train the digits workload under every layout on two processes, check them, write report.html
-#   make test     the whole test-suite
+#   make test     the test-suite
+#   make test-integrations   what takes real starts: whole benches, recipes by their own commands, the wheel, launchers
 #   make check    format, lint, types, and the test-suite
 #
 # Without an NVIDIA GPU, PyTorch's own site has smaller wheels: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -12,13 +13,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test test-integrations check lint types clean
 
 demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore tests/integration
+
+test-integrations: $(VENV)/installed-dev
+	$(BIN)/python -m pytest tests/integration
 
 check: lint types test
 

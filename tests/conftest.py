@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from forge import Forge
 from pool import Pool
 
 _STARTED_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,6 +42,14 @@ def ranks(_pools: dict[int, Pool]) -> Any:
             raise
 
     return call
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Forge]:
+    """`forge(folder, "train", "digits", size=2)`: the command line on two ranks, without the seconds of their start."""
+    started = Forge()
+    yield started
+    started.close()
 
 
 @pytest.fixture(autouse=True)

@@ -118,94 +118,6 @@ def test_verify_a_persons_file(tmp_path: Path) -> None:
         assert "2 epochs of 50 samples, each read once; 50 evaluated, each counted once" in record.parity.checks
 
 
-def test_bench_and_report(tmp_path: Path) -> None:
-    """Rows for all five, numbers only for what was checked equal; the report can be made again from the Records."""
-    done = everyrank(
-        "bench", "digits", "--processes", "2", "--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html",
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    records = read_records(tmp_path / "r.json")
-    assert [record.layout for record in records] == ["single", "dataparallel", "ddp", "zero1", "fsdp"]
-    for record in records:
-        is_here = record.layout != "dataparallel"
-        assert record.parity.status == ("equal" if is_here else "not_verified")
-        assert (record.throughput_samples_per_second is not None) == is_here
-        assert len(record.loss) == (6 if is_here else 0)
-        if record.throughput_samples_per_second is not None:
-            assert record.throughput_samples_per_second.trials == 2
-            assert record.step_seconds is not None
-            speed = record.throughput_samples_per_second.median * record.step_seconds.median
-            assert speed == pytest.approx(64, rel=0.2)
-            assert record.ratio_to_single is not None
-            assert record.ratio_to_single.trials == 2
-            assert record.breakdown_seconds is not None
-            assert record.breakdown_seconds.error is not None
-            parts = dataclasses.astuple(record.breakdown_seconds)[:5]
-            assert min(parts) >= 0
-            assert abs(sum(parts) - record.step_seconds.median) <= record.breakdown_seconds.error * (1 + 1e-9)
-            assert (record.breakdown_seconds.exposed_communication > 0) == (record.world_size > 1)
-            assert bool(record.collectives) == (record.world_size > 1)
-            assert record.peak_memory_bytes is not None
-            assert record.peak_memory_bytes > 3 * 4 * 25_978  # parameters, gradients and momentum in float32
-            assert record.startup_seconds is not None
-            assert record.first_step_seconds is not None
-    assert all(record.resources is None or max(record.resources.memory_bytes) > 2**27 for record in records)
-    for heading in ("Where a step goes", "What it holds and sends"):
-        assert heading in done.stdout
-    assert "not verified here: needs 2 CUDA devices" in done.stdout
-    for record in records[2:]:
-        assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(records[0].loss, record.loss, strict=True))
-    page = (tmp_path / "r.html").read_text()
-    assert page.count("<svg") >= 5  # and that of the resources, where a layout ran for half a second
-    assert "everyrank bench digits --processes 2 --steps 6 --trials 2" in page
-
-
-def test_bench_on_several_numbers_of_ranks(tmp_path: Path) -> None:
-    """One rank first; then strong and weak scaling, each with its efficiency against that."""
-    done = everyrank(
-        "bench", "digits", "--layout", "ddp", "--processes", "1", "2", "--steps", "3", "--trials", "1", "--json", "r",
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    one, strong, weak = read_records(tmp_path / "r")
-    assert [one.world_size, strong.world_size, weak.world_size] == [1, 2, 2]
-    assert [record.provenance["global_batch"] for record in (one, strong, weak)] == [64, 64, 128]
-    assert one.scaling is None
-    assert one.throughput_samples_per_second is not None
-    for record, kind in ((strong, "strong"), (weak, "weak")):
-        assert record.scaling is not None
-        assert record.scaling.kind == kind
-        assert record.throughput_samples_per_second is not None
-        ratio = record.throughput_samples_per_second.median / one.throughput_samples_per_second.median
-        assert record.scaling.efficiency.median == pytest.approx(ratio / 2)
-    assert "efficiency beside one rank" in done.stdout
-
-
-@pytest.mark.parametrize("words", [["--launcher", "torchrun"], []])
-def test_launchers_are_bit_identical(tmp_path: Path, words: list[str]) -> None:
-    """How processes start changes no bit."""
-    done = everyrank(
-        "train",
-        "digits",
-        "--layout",
-        "zero1",
-        "--processes",
-        "2",
-        "--steps",
-        "5",
-        "--json",
-        "r.json",
-        *words,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    (record,) = read_records(tmp_path / "r.json")
-    assert record.launcher == (words[-1] if words else "spawn")
-    (here,) = run(find_workload("digits"), Layout("zero1"), Launch(processes=2), steps=5, show=False)
-    assert record.loss == here.loss
-
-
 def test_started_by_torchrun(tmp_path: Path) -> None:
     """`torchrun -m everyrank train ...`: the ranks recognise who started them, and only rank 0 speaks."""
     command = [
@@ -241,10 +153,10 @@ def test_run_from_python() -> None:
 
 
 def test_text_trains(tmp_path: Path) -> None:
-    """The language model learns: far below the 5.55 nats of a uniform guess after thirty updates."""
-    (record,) = run(find_workload("text"), Layout("single"), Launch(), steps=30, show=False)
+    """The language model learns: far below the 5.55 nats of a uniform guess after fifteen updates."""
+    (record,) = run(find_workload("text"), Layout("single"), Launch(), steps=15, show=False)
     assert record.loss[0] == pytest.approx(math.log(256), rel=0.02)
-    assert record.loss[-1] < 3.2
+    assert record.loss[-1] < 4.2
     assert record.provenance["data_checksum"].startswith("sha256:")
 
 
@@ -290,7 +202,6 @@ def test_complaints() -> None:
 
 
 def audit_in_ranks(world: Any, mutation: str) -> list[str]:
-    import dataclasses
     from unittest import mock
 
     import everyrank.data.parts as parts

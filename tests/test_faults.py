@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, ranks, run
+from forge import by_hand, free_port
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -152,12 +152,6 @@ def the_line(stderr: str) -> str:
     assert len(lines) == 1 or lines[0].startswith("full traceback: "), stderr
     assert lines[-1].startswith("everyrank: ")
     return lines[-1].removeprefix("everyrank: ")
-
-
-def free_port() -> str:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return str(listening.getsockname()[1])
 
 
 TWO_RANKS = ("--layout", "ddp", "--processes", "2")
@@ -346,17 +340,6 @@ def test_started_by_torchrun_from_outside(cli: Cli) -> None:
     assert (cli.folder / "out" / "record.json").exists()
     assert '"world_size": 2' in (cli.folder / "records.json").read_text()
     assert cli.left() == {}
-
-
-def by_hand(rank: int, port: str) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
 
 
 def test_one_of_two_ranks_started_by_hand(cli: Cli) -> None:

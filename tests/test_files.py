@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from everyrank import find_workload
-from everyrank.cli import main
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.sources import JsonLines, ParquetRows, TarShards, TextLines, TextWindows, files_in
 from everyrank.sources.download import File, download
 from everyrank.workloads.digits import Digits
 from everyrank.workloads.text import perplexity
+from forge import Forge
 
 PIL = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
 
@@ -159,17 +159,18 @@ def test_tar_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             TarShards([tmp_path / f"{name}.tar"], same)
 
 
-def test_imagenet_out_of_tar_files(tmp_path: Path, capfd: Any) -> None:
+def test_imagenet_out_of_tar_files(forge: Forge, tmp_path: Path) -> None:
     """Under order=shard the samples are audited and the trajectory is not verified; order=global equals single."""
     digits_in_tars(tmp_path / "data")
-    words = ["imagenet", "--data", str(tmp_path / "data"), "--layout", "ddp", "--processes", "2", "--samples"]
+    words = ["imagenet", "--data", str(tmp_path / "data"), "--layout", "ddp", "--samples"]
     small = ["--set", "classes=10", "size=16", "width=4", "batch=8", "epochs=1"]
-    assert main(["verify", *words, "--steps", "3", *small]) == 0
-    assert "36 samples, each read once" in capfd.readouterr().out
-    assert main(["verify", *words, "--steps", "3", *small, "order=shard"]) == 3
-    captured = capfd.readouterr()
-    assert "36 samples, each read once" in captured.out
-    assert "the ranks decide which update has which samples" in captured.err
+    done = forge(tmp_path, "verify", *words, "--steps", "3", *small, size=2)
+    assert done.statuses == [0, 0], done
+    assert "36 samples, each read once" in done.out
+    done = forge(tmp_path, "verify", *words, "--steps", "3", *small, "order=shard", size=2)
+    assert done.statuses[0] == 3, done
+    assert "36 samples, each read once" in done.out
+    assert "the ranks decide which update has which samples" in done.err
 
 
 def test_labels_outside_the_classes_are_named(tmp_path: Path) -> None:
@@ -242,13 +243,13 @@ by_stream = make(Pairs)
 """
 
 
-def test_tables_of_the_datasets_library(tmp_path: Path) -> None:
+def test_tables_of_the_datasets_library(forge: Forge, tmp_path: Path) -> None:
     """A map-style one and an iterable one, under ddp with a loader worker: equal to single, each sample once."""
     pytest.importorskip("datasets", reason="not verified here: needs the datasets library")
     (tmp_path / "table.py").write_text(HUGGING_FACE)
     for name in ("by_row", "by_stream"):
-        words = ["verify", f"{tmp_path}/table.py:{name}", "--layout", "ddp", "--processes", "2", "--steps", "6"]
-        assert main([*words, "--samples", "--workers", "1", "--json", str(tmp_path / "r.json")]) == 0
+        words = ["verify", f"table.py:{name}", "--layout", "ddp", "--steps", "6", "--samples", "--workers", "1"]
+        assert forge(tmp_path, *words, "--json", "r.json", size=2).status == 0
         [record] = json.loads((tmp_path / "r.json").read_text())
         assert record["parity"]["status"] == "equal"
         assert any("60 samples, each read once" in check for check in record["parity"]["checks"])
@@ -290,26 +291,15 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
         TextWindows([tmp_path / "b.txt"], 16, False)
 
 
-def test_training_on_text_of_ones_own(tmp_path: Path) -> None:
+def test_training_on_text_of_ones_own(forge: Forge, tmp_path: Path) -> None:
     """--data DIR, under either order; perplexity is the exponential of the exact mean loss."""
     (tmp_path / "texts").mkdir()
     for number in range(5):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"the {number} quick brown foxes jump. " * 150)
     for order in ("global", "shard"):
-        words = [
-            "train",
-            "text",
-            "--data",
-            str(tmp_path / "texts"),
-            "--layout",
-            "ddp",
-            "--processes",
-            "2",
-            "--steps",
-            "3",
-        ]
+        words = ["train", "text", "--data", "texts", "--layout", "ddp", "--steps", "3", "--set", f"order={order}"]
         out = tmp_path / "runs" / order
-        assert main([*words, "--set", f"order={order}", "batch=8", "--out", str(out)]) == 0
+        assert forge(tmp_path, *words, "batch=8", "--out", out, size=2).status == 0
         [record] = json.loads((out / "record.json").read_text())
         assert record["metrics"]["perplexity"] == math.exp(record["metrics"]["eval_loss"])
         assert record["provenance"]["data_checksum"].startswith("sha256:")
@@ -401,17 +391,17 @@ def workload(epochs: int = 200, lr: float = 0.1):
 """
 
 
-def test_a_schedule_has_the_length_that_was_asked_for(tmp_path: Path, capfd: Any) -> None:
+def test_a_schedule_has_the_length_that_was_asked_for(forge: Forge, tmp_path: Path) -> None:
     """--epochs reaches the function that builds the schedule; going on with another length is another training."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
-    words = ["train", str(tmp_path / "lengths.py"), "--out", str(tmp_path / "run")]
-    assert main([*words, "--epochs", "3"]) == 0
+    words = ["train", "lengths.py", "--out", "run"]
+    assert forge(tmp_path, *words, "--epochs", "3").status == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
-    capfd.readouterr()
-    assert main([*words, "--epochs", "5", "--resume"]) == 2
-    assert "it was trained with --set epochs=3, this is --set epochs=5" in capfd.readouterr().err
+    done = forge(tmp_path, *words, "--epochs", "5", "--resume")
+    assert done.status == 2
+    assert "it was trained with --set epochs=3, this is --set epochs=5" in done.err
 
 
 def rate(workload: Any) -> float:
@@ -437,9 +427,10 @@ def test_another_batch_says_what_becomes_of_the_learning_rate() -> None:
         load(Source("digits", {}, 0, "none"))
 
 
-def test_the_rule_is_printed(tmp_path: Path, capfd: Any) -> None:
-    words = ["train", "digits", "--batch", "128", "--lr-rule", "sqrt", "--steps", "2", "--out", str(tmp_path / "run")]
-    assert main(words) == 0
-    assert "global batch 64 -> 128: learning rate x 1.41421 (sqrt rule)" in capfd.readouterr().out
+def test_the_rule_is_printed(forge: Forge, tmp_path: Path) -> None:
+    words = ["train", "digits", "--batch", "128", "--lr-rule", "sqrt", "--steps", "2", "--out", "run"]
+    done = forge(tmp_path, *words)
+    assert done.status == 0
+    assert "global batch 64 -> 128: learning rate x 1.41421 (sqrt rule)" in done.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert rows[0]["lr"] == pytest.approx(0.05 * np.sqrt(2))

@@ -476,7 +476,7 @@ def test_odd_records_can_be_shown(report: Callable[..., Report], values: dict[st
     """A file from elsewhere may hold any number: a report is made of it, alone and beside another."""
     odd = dataclasses.replace(timed("ddp", EQUAL, 7), **values)  # type: ignore[arg-type]
     usual = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)]
-    for sets in ([[odd]], [[*usual, odd]], [usual, [odd]], [[odd], usual]):
+    for sets in ([[odd]], [[*usual, odd], [odd]]):
         shown = report(*sets)
         assert "ddp" in shown.markdown
         svgs(shown.html)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ import torch
 from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage, find_checkpoint
-from test_faults import Cli, by_hand, free_port
+from forge import Forge
+from test_faults import Cli
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -88,113 +89,6 @@ workload = Workload(
 """
 
 STEPS, SAVE_EVERY = 30, 5
-
-
-# --- ranks that start in no time
-
-
-class Done(NamedTuple):
-    """How a command ended: the status of every rank, and what rank 0 said."""
-
-    statuses: list[int]
-    out: str
-    err: str
-
-    @property
-    def status(self) -> int:
-        assert len(set(self.statuses)) == 1, self
-        return self.statuses[0]
-
-
-class Forge:
-    """A process that has imported everything, and forks ranks which then run the command line.
-
-    They find themselves in an environment like torchrun's; a real start takes seconds.
-    """
-
-    def __init__(self) -> None:
-        where = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "import test_resume; test_resume.serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=where,
-        )
-
-    def __call__(self, folder: Path, *words: object, size: int = 1, **variables: str) -> Done:
-        """Run `everyrank *words` on so many ranks, in that folder."""
-        asked = {"folder": str(folder), "words": list(map(str, words)), "size": size, "variables": variables}
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({**asked, "port": free_port()}) + "\n")
-        self.process.stdin.flush()
-        statuses = json.loads(self.process.stdout.readline())
-        return Done(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
-
-    def close(self) -> None:
-        self.process.communicate(timeout=20)
-
-
-def serve() -> None:
-    """In a process of its own: fork what is asked for, answer with how it ended."""
-    import everyrank.predict
-    import everyrank.train
-
-    assert everyrank.predict
-    assert everyrank.train
-    for line in sys.stdin:
-        asked = json.loads(line)
-        agent = _open_store(asked["port"])
-        children: list[int] = []
-        for rank in range(asked["size"]):
-            child = os.fork()
-            if child == 0:
-                _run_rank(rank, asked)
-            children.append(child)
-        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        os.kill(agent, signal.SIGKILL)
-        os.waitpid(agent, 0)
-        print(json.dumps(ended), flush=True)
-
-
-def _open_store(port: str) -> int:
-    """A process that has the ranks' store open, as torchrun has; its own threads must not be in what is forked."""
-    reading, writing = os.pipe()
-    agent = os.fork()
-    if agent == 0:
-        store = torch.distributed.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
-        os.write(writing, b"x")
-        signal.pause()
-        os._exit(int(store is None))
-    os.close(writing)
-    assert os.read(reading, 1) == b"x"
-    os.close(reading)
-    return agent
-
-
-def _run_rank(rank: int, asked: dict[str, Any]) -> None:
-    os.chdir(asked["folder"])
-    for number, name in ((1, f"rank{rank}.out"), (2, f"rank{rank}.err")):
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    size = str(asked["size"])
-    facts = by_hand(rank, asked["port"]) | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    facts |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ.update(facts | asked["variables"])
-    status = 99
-    try:
-        status = main(asked["words"])
-    finally:
-        os._exit(status)
-
-
-@pytest.fixture(scope="module")
-def forge() -> Iterator[Forge]:
-    started = Forge()
-    yield started
-    started.close()
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from everyrank.workload import load
 from everyrank.workloads.digits import Digits
 from everyrank.workloads.schedules import make_schedule
 from everyrank.world import World
+from forge import Forge
 
 
 def digits(count: int, size: int) -> tuple[Any, Any]:
@@ -393,26 +394,25 @@ SMALL = ("--layout", "ddp", "--processes", "2", "--steps", "3", "--json", "r.jso
     ],
 )
 def test_they_train_on_real_files(
-    tmp_path: Path, mnist: Path, cifar: Path, images: Path, name: str, settings: list[str]
+    forge: Forge, tmp_path: Path, mnist: Path, cifar: Path, images: Path, name: str, settings: list[str]
 ) -> None:
     """Two ranks, three updates, exact evaluation."""
     data = {"mnist": mnist, "cifar100": cifar, "imagenet": images}[name]
-    done = everyrank("train", name, "--data", str(data), *SMALL, "--set", *settings, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forge(tmp_path, "train", name, "--data", data, *SMALL, "--set", *settings, size=2)
+    assert done.status == 0, done
     (record,) = read_records(tmp_path / "r.json")
     assert len(record.loss) == 3
     assert set(record.metrics) == {"top1", "top5", "eval_loss"}
     assert record.provenance["data_checksum"].startswith("sha256")
 
 
-def test_a_distributed_run_on_images_equals_one_device(tmp_path: Path, images: Path) -> None:
+def test_a_distributed_run_on_images_equals_one_device(forge: Forge, tmp_path: Path, images: Path) -> None:
     """Augmentation, batch norm and a ragged batch; and each sample is read once."""
-    done = everyrank(
-        "verify", "imagenet", "--data", str(images), "--layout", "ddp", "fsdp", "--processes", "2", "--steps", "4",
-        "--samples", "--set", "batch=12", "width=4", "size=24", "epochs=2", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "each read once" in done.stdout
+    words = ["--data", images, "--layout", "ddp", "fsdp", "--steps", "4", "--samples"]
+    settings = ["--set", "batch=12", "width=4", "size=24", "epochs=2"]
+    done = forge(tmp_path, "verify", "imagenet", *words, *settings, size=2)
+    assert done.status == 0, done
+    assert "each read once" in done.out
 
 
 @pytest.mark.parametrize(

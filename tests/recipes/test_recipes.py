@@ -1,4 +1,7 @@
-"""Each recipe, run by the command in its own header, gives the losses of the library; a mutation of it does not."""
+"""Each recipe gives the losses of the library; a mutation of it does not.
+
+The ranks are forked here. tests/integration runs each by the command in its own header.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,10 +19,12 @@ from pathlib import Path
 import pytest
 
 import everyrank
-from everyrank import Launch, Record, find_workload, parse_layout, run
+from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
+from forge import Forge
 
 PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
 NAMES = [name for name in ALL if name != "imagenet_ddp"]  # which reads images: its tests are at the end
 
@@ -74,36 +80,39 @@ class Printed:
 
 
 @cache
-def library(layout: str) -> Record:
+def library(forge: Forge, layout: str) -> Record:
     """The same training by the library."""
-    processes = 1 if layout.startswith("single") else 2
-    workload = find_workload("digits", norm="group", epochs=2)
-    return run(workload, parse_layout(layout), Launch(processes=processes), show=False)[0]
+    size = 1 if layout.startswith("single") else 2
+    words = ["train", "digits", "--set", "norm=group", "--epochs", "2", "--layout", layout, "--save-every", "0"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = forge(Path(folder), *words, "--out", "out", size=size)
+        assert done.status == 0, done.err
+        return read_records(Path(folder) / "out" / "record.json")[0]
 
 
-def printed(folder: Path, name: str, text: str) -> Printed:
-    """Run a recipe with its data beside it, by the command in its header."""
+def printed(forge: Forge, folder: Path, name: str, text: str) -> Printed:
+    """Run a recipe with its data beside it, as the commands in its header say."""
     (folder / f"{name}.py").write_text(text)
     (folder / "digits.csv.gz").write_bytes((PACKAGE / "workloads" / "digits.csv.gz").read_bytes())
-    stdout = "".join(output(folder, command) for command in re.findall(r"^Run: (.*)$", text, re.MULTILINE))
-    return read(stdout)
+    commands = re.findall(r"^Run: (.*)$", text, re.MULTILINE)
+    return read("".join(output(forge, folder, command) for command in commands))
 
 
-def output(folder: Path, command: str) -> str:
-    """What a command prints in this folder."""
-    words = shlex.split(command)
-    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-    done = subprocess.run(
-        [*programs[words[0]], *words[1:]],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+def output(forge: Forge, folder: Path, command: str) -> str:
+    """What a command prints in this folder: forked where torchrun would start it, started where it starts itself."""
+    program, *words = shlex.split(command)
+    if program == "torchrun":
+        place = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        size = int(words[words.index("--nproc-per-node") + 1])
+        done = forge(folder, *words[place + 1 :], size=size, script=words[place])
+        assert done.status == 0, done.err
+        return done.out
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+    started = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert started.returncode == 0, started.stderr
+    return started.stdout
 
 
 def read(stdout: str) -> Printed:
@@ -128,19 +137,19 @@ def distance(found: Printed, record: Record) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_equals_the_library(tmp_path: Path, name: str) -> None:
+def test_recipe_equals_the_library(forge: Forge, tmp_path: Path, name: str) -> None:
     """Every loss to 1e-12, and the held-out images that are read right, exactly."""
     text = (RECIPES / f"{name}.py").read_text()
-    assert distance(printed(tmp_path, name, text), library(LAYOUTS[name])) <= 1e-12
+    assert distance(printed(forge, tmp_path, name, text), library(forge, LAYOUTS[name])) <= 1e-12
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_mutation_differs(tmp_path: Path, name: str) -> None:
+def test_mutation_differs(forge: Forge, tmp_path: Path, name: str) -> None:
     """The comparison above can fail: with a mistake that people make, the script still runs, and its numbers differ."""
     text = (RECIPES / f"{name}.py").read_text()
     before, after = MUTATIONS[name]
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert distance(printed(tmp_path, name, text.replace(before, after)), library(LAYOUTS[name])) > 1e-9
+    assert distance(printed(forge, tmp_path, name, text.replace(before, after)), library(forge, LAYOUTS[name])) > 1e-9
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -198,11 +207,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(folder: Path, images: Path, text: str, *commands: str) -> Printed:
+def trained(forge: Forge, folder: Path, images: Path, text: str, *commands: str) -> Printed:
     (folder / "imagenet_ddp.py").write_text(text)
     if not (folder / "images").exists():
         (folder / "images").symlink_to(images)
-    return read("".join(output(folder, command) for command in commands))
+    return read("".join(output(forge, folder, command) for command in commands))
 
 
 @pytest.fixture(scope="module")
@@ -217,10 +226,10 @@ def by_library(images: Path) -> Record:
     return run(workload, parse_layout("single:precision=float64"), Launch(processes=1), show=False)[0]
 
 
-def test_imagenet_equals_the_library(tmp_path: Path, images: Path, by_library: Record) -> None:
+def test_imagenet_equals_the_library(forge: Forge, tmp_path: Path, images: Path, by_library: Record) -> None:
     """Two ranks with a loader worker each, stopped after an epoch and begun again; losses to 1e-12, top-1 exactly."""
     text = (RECIPES / "imagenet_ddp.py").read_text()
-    found = trained(tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
+    found = trained(forge, tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
     assert found.losses == pytest.approx(by_library.loss, rel=1e-12)
     assert found.numbers["top1"] == by_library.metrics["top1"]
 
@@ -232,9 +241,11 @@ def test_imagenet_equals_the_library(tmp_path: Path, images: Path, by_library: R
         ("for number in (SEED, *key):", "for number in (os.getpid(), *key):"),  # augmentation of the process
     ],
 )
-def test_imagenet_mutation_differs(tmp_path: Path, images: Path, by_library: Record, before: str, after: str) -> None:
+def test_imagenet_mutation_differs(
+    forge: Forge, tmp_path: Path, images: Path, by_library: Record, before: str, after: str
+) -> None:
     text = (RECIPES / "imagenet_ddp.py").read_text()
     assert text.count(before) == 1
-    wrong = trained(tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
+    wrong = trained(forge, tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
     gaps = [abs(a - b) / b for a, b in zip(wrong.losses, by_library.loss[:4], strict=True)]
     assert max(gaps) > 1e-9

@@ -75,7 +75,8 @@ def write(
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
         needed = sum(tensor.nbytes for tensor in local_tensors(list(tensors.values())))
-        raise SaveError(_room(folder, needed) + _first_cause(error)) from error
+        # one text for all ranks: rank 0 removes what was written, after which a late one would find room on the disk
+        raise SaveError(told_by_rank_0(_room(folder, needed) + _first_cause(error), group)) from error
     try:
         # DCP puts the rank into the names of its files; the table of contents is rank 0's
         own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]

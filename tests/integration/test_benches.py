@@ -1,0 +1,88 @@
+"""Whole benches as a person types them, and launchers beside each other: minutes of real starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from everyrank import Launch, Layout, find_workload, read_records, run
+from test_commands import everyrank
+
+
+def test_bench_and_report(tmp_path: Path) -> None:
+    """Rows for all five, numbers only for what was checked equal; the report can be made again from the Records."""
+    done = everyrank(
+        "bench", "digits", "--processes", "2", "--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "r.json")
+    assert [record.layout for record in records] == ["single", "dataparallel", "ddp", "zero1", "fsdp"]
+    for record in records:
+        is_here = record.layout != "dataparallel"
+        assert record.parity.status == ("equal" if is_here else "not_verified")
+        assert (record.throughput_samples_per_second is not None) == is_here
+        assert len(record.loss) == (6 if is_here else 0)
+        if record.throughput_samples_per_second is not None:
+            assert record.throughput_samples_per_second.trials == 2
+            assert record.step_seconds is not None
+            speed = record.throughput_samples_per_second.median * record.step_seconds.median
+            assert speed == pytest.approx(64, rel=0.2)
+            assert record.ratio_to_single is not None
+            assert record.ratio_to_single.trials == 2
+            assert record.breakdown_seconds is not None
+            assert record.breakdown_seconds.error is not None
+            parts = dataclasses.astuple(record.breakdown_seconds)[:5]
+            assert min(parts) >= 0
+            assert abs(sum(parts) - record.step_seconds.median) <= record.breakdown_seconds.error * (1 + 1e-9)
+            assert (record.breakdown_seconds.exposed_communication > 0) == (record.world_size > 1)
+            assert bool(record.collectives) == (record.world_size > 1)
+            assert record.peak_memory_bytes is not None
+            assert record.peak_memory_bytes > 3 * 4 * 25_978  # parameters, gradients and momentum in float32
+            assert record.startup_seconds is not None
+            assert record.first_step_seconds is not None
+    assert all(record.resources is None or max(record.resources.memory_bytes) > 2**27 for record in records)
+    for heading in ("Where a step goes", "What it holds and sends"):
+        assert heading in done.stdout
+    assert "not verified here: needs 2 CUDA devices" in done.stdout
+    for record in records[2:]:
+        assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(records[0].loss, record.loss, strict=True))
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("<svg") >= 5  # and that of the resources, where a layout ran for half a second
+    assert "everyrank bench digits --processes 2 --steps 6 --trials 2" in page
+
+
+def test_bench_on_several_numbers_of_ranks(tmp_path: Path) -> None:
+    """One rank first; then strong and weak scaling, each with its efficiency against that."""
+    done = everyrank(
+        "bench", "digits", "--layout", "ddp", "--processes", "1", "2", "--steps", "3", "--trials", "1", "--json", "r",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, strong, weak = read_records(tmp_path / "r")
+    assert [one.world_size, strong.world_size, weak.world_size] == [1, 2, 2]
+    assert [record.provenance["global_batch"] for record in (one, strong, weak)] == [64, 64, 128]
+    assert one.scaling is None
+    assert one.throughput_samples_per_second is not None
+    for record, kind in ((strong, "strong"), (weak, "weak")):
+        assert record.scaling is not None
+        assert record.scaling.kind == kind
+        assert record.throughput_samples_per_second is not None
+        ratio = record.throughput_samples_per_second.median / one.throughput_samples_per_second.median
+        assert record.scaling.efficiency.median == pytest.approx(ratio / 2)
+    assert "efficiency beside one rank" in done.stdout
+
+
+def test_launchers_are_bit_identical(tmp_path: Path) -> None:
+    """How processes start changes no bit."""
+    words = ["train", "digits", "--layout", "zero1", "--processes", "2", "--steps", "5", "--json", "r.json"]
+    done = everyrank(*words, "--launcher", "torchrun", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path / "r.json")
+    assert record.launcher == "torchrun"
+    (here,) = run(find_workload("digits"), Layout("zero1"), Launch(processes=2), steps=5, show=False)
+    assert here.launcher == "spawn"
+    assert record.loss == here.loss
