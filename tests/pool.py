@@ -93,12 +93,14 @@ def _serve(rank: int, count: int, folder: Path, pipe: Connection, path: list[str
     warnings.filterwarnings("error", module=r"everyrank\..*")
     import torch
 
-    import everyrank.world
+    import everyrank.world.meeting
+    import everyrank.world.opening
     from everyrank.launch import Launch, RankFacts
     from everyrank.world import open_world
 
     # The models of the tests are tiny: a second thread would only wait for the first.
-    everyrank.world.use_threads = lambda threads: torch.set_num_threads(1)
+    everyrank.world.opening.use_threads = lambda threads: torch.set_num_threads(1)
+    everyrank.world.meeting.use_threads = everyrank.world.opening.use_threads
     facts = RankFacts(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
     with open_world(facts, Launch(processes=count, device="cpu", timeout_seconds=60)) as world:
         while True:

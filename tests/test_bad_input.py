@@ -187,7 +187,7 @@ CALLS = [
     # choices
     ("train digits --device gpu", ["--device gpu", "cpu or cuda"]),
     ("train digits --backend mpi", ["--backend mpi", "gloo or nccl"]),
-    ("train digits --launcher slurm", ["--launcher slurm", "spawn, torchrun"]),
+    ("train digits --launcher ssh", ["--launcher ssh", "spawn, torchrun"]),
     # settings
     ("train digits --set lr", ["--set lr", "key=value"]),
     # words

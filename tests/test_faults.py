@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import Launch, ranks, run
+from everyrank.launch import RENDER, Launch, run
 from forge import by_hand, free_port
 
 pytestmark = pytest.mark.skipif(
@@ -286,13 +286,13 @@ def waits(_: object) -> None:
 
 def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
-    render, commands = ranks._RENDER["spawn"], []
+    render, commands = RENDER["spawn"], []
 
-    def without_rank_1(directory: Path, count: int) -> list[list[str]]:
-        commands.extend([render(directory, count)[0], ["sleep", "100"]])
+    def without_rank_1(launch: Launch, directory: Path) -> list[list[str]]:
+        commands.extend([render(launch, directory)[0], ["sleep", "100"]])
         return commands
 
-    monkeypatch.setitem(ranks._RENDER, "spawn", without_rank_1)
+    monkeypatch.setitem(RENDER, "spawn", without_rank_1)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     begun = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1\b") as caught:
@@ -310,11 +310,11 @@ def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between the start of rank 0 and that of rank 1: rank 0 is ended all the same."""
 
-    def interrupted(directory: Path, count: int) -> Iterator[list[str]]:
+    def interrupted(launch: Launch, directory: Path) -> Iterator[list[str]]:
         yield ["sleep", "100"]
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(ranks._RENDER, "spawn", interrupted)
+    monkeypatch.setitem(RENDER, "spawn", interrupted)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(KeyboardInterrupt):
         run(Launch(processes=2), waits)

@@ -15,6 +15,7 @@ from everyrank.collectives import all_equal, gather, sum_over_ranks
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
 from everyrank.launch import Launch, RankFacts, facts_from_environment, run
 from everyrank.world import World, alone, choose_backend, choose_device, from_rank_0, meet, on_rank_0, open_world
+from forge import free_port
 
 TORCHRUN = {
     "RANK": "1",
@@ -194,6 +195,24 @@ def test_nobody_comes_to_the_end() -> None:
     """A rank that is done does not wait for ever for one that is not."""
     with pytest.raises(RankFailedError, match="rank 1 did not come to the end within 2 s"):
         run(Launch(processes=2), leave_late)
+
+
+def listens(facts: RankFacts, launch: Launch) -> list[str]:
+    import psutil
+
+    with open_world(facts, launch) as world:
+        torch.distributed.barrier(group=world.group)
+        connections = psutil.Process().net_connections(kind="inet")
+        return [row.laddr.ip for row in connections if row.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.parametrize("method", [None, "tcp"])
+def test_nothing_listens_beyond_loopback(method: str | None) -> None:
+    """Ranks of one host talk over loopback, and so does the store that rank 0 opens."""
+    launch = Launch(processes=2, init_method=f"tcp://127.0.0.1:{free_port()}" if method else None)
+    found = run(launch, listens, launch)
+    assert all(address.endswith(("127.0.0.1", "::1")) for rank in (0, 1) for address in found[rank]), found
+    assert len(found[0]) > 0
 
 
 def hold_a_ddp(facts: RankFacts) -> int:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from everyrank import __version__
 from everyrank.commands import COMMANDS
+from everyrank.commands.launching import instead
 from everyrank.commands.shared import close_output
 from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError
 from everyrank.launch import facts_from_environment
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
     try:
         parsed = _parser().parse_args(arguments)
-        status = parsed.run(parsed)
+        done = instead(parsed) if hasattr(parsed, "launcher") else None
+        status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
         if error.log is not None:
             print(f"full traceback: {error.log}", file=sys.stderr)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 
+from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import (
     add_common,
     add_layouts,
     add_outputs,
     check_html,
     check_writable,
-    launch_of,
     layouts_of,
     show,
     source_of,
@@ -27,7 +27,7 @@ HELP = "check layouts, then time those that are equal"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its words."""
-    add_common(parser, several_sizes=True)
+    add_common(parser, default_processes=2, several_sizes=True)
     add_layouts(parser)
     parser.add_argument("--trials", type=int, default=5, metavar="T", help="timed runs of each layout (default 5)")
     parser.add_argument("--steps", type=int, metavar="K", help="updates of each run (default: at most 60)")
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if len(processes) > 1 and facts_from_environment(os.environ) is not None:
         raise UsageError(f"--processes {' '.join(map(str, processes))}: the ranks are started already; leave it out")
     args.processes = max(processes, default=None)
-    layouts, launch = layouts_of(args), launch_of(args, default_processes=2)
+    layouts, launch = layouts_of(args), launch_of(args)
     for path in (args.json, args.html, args.markdown):
         check_writable(path)
     check_html(args)

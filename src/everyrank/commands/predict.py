@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from everyrank.commands.shared import add_common, check_writable, launch_of, source_of
+from everyrank.commands.launching import launch_of
+from everyrank.commands.shared import add_common, check_writable, source_of
 from everyrank.layout import parse_layout
 from everyrank.predictions import check_suffix
 
@@ -16,7 +17,7 @@ HELP = "write what a trained model says of each sample"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its words."""
-    add_common(parser, records=False)
+    add_common(parser, default_processes=1, records=False)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
     parser.add_argument("--out", type=Path, required=True, metavar="F", help="a row for each sample: F.jsonl or F.npy")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="the run (its newest checkpoint), or a checkpoint")
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_suffix(args.out)
     layout = parse_layout(args.layout)
-    launch = launch_of(args, default_processes=1, layout=layout)
+    launch = launch_of(args, layout=layout)
     check_writable(args.out)
     count = session.predict(
         source_of(args),

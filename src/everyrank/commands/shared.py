@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from everyrank.commands.launching import add_launching
 from everyrank.errors import CHECK_FAILED, CannotRunError, UsageError
-from everyrank.launch import LAUNCHERS, Launch, facts_from_environment, num_accelerators
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, write_records
 from everyrank.workload import LR_RULES, Source, parse_settings
@@ -22,7 +22,6 @@ __all__ = [
     "check_html",
     "check_writable",
     "close_output",
-    "launch_of",
     "layouts_of",
     "show",
     "source_of",
@@ -30,24 +29,14 @@ __all__ = [
 ]
 
 
-def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, records: bool = True) -> None:
+def add_common(
+    parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False, records: bool = True
+) -> None:
     """WORKLOAD, and how its ranks start."""
     parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
-    ranks = "ranks in all; default: the visible accelerators"
-    if several_sizes:
-        parser.add_argument(
-            "--processes", type=int, nargs="+", metavar="N", help=f"{ranks}. Several (1 2 4): how each layout scales"
-        )
-    else:
-        parser.add_argument("--processes", type=int, metavar="N", help=ranks)
-    parser.add_argument("--launcher", metavar="X", help=f"{' or '.join(LAUNCHERS)} (default: spawn)")
-    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
-    parser.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
+    add_launching(parser, default_processes, several_sizes)
     parser.add_argument(
         "--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
     parser.add_argument("--download", action="store_true", help="fetch the data into --data DIR first (mnist, cifar)")
@@ -78,37 +67,6 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     """--html and --markdown."""
     parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page")
     parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
-
-
-def launch_of(
-    args: argparse.Namespace, default_processes: int, logs: Path | None = None, layout: Layout | None = None
-) -> Launch:
-    """How to start, from the words and from who started this process. Raises `UsageError` where the two disagree.
-
-    A `layout` of one process has one, unless another number was asked for.
-    """
-    facts = facts_from_environment(os.environ)
-    if facts is not None:
-        if args.launcher is not None:
-            raise UsageError(
-                f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out"
-            )
-        if args.processes not in (None, facts.size):
-            raise UsageError(f"--processes {args.processes}: {facts.started_by} started {facts.size}; leave it out")
-    processes = facts.size if facts is not None else args.processes
-    if processes is None and layout is not None and layout.axis is None:
-        processes = 1
-    if processes is None:
-        processes = (0 if args.device == "cpu" else num_accelerators()) or default_processes
-    return Launch(
-        launcher=args.launcher or "spawn",
-        processes=processes,
-        device=args.device,
-        backend=args.backend,
-        loader_workers=args.workers,
-        timeout_seconds=args.timeout,
-        logs=logs,
-    )
 
 
 def source_of(args: argparse.Namespace) -> Source:

@@ -8,7 +8,8 @@ import shutil
 import time
 from pathlib import Path
 
-from everyrank.commands.shared import add_common, check_writable, launch_of, source_of
+from everyrank.commands.launching import launch_of
+from everyrank.commands.shared import add_common, check_writable, source_of
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
 from everyrank.record import write_records
@@ -23,7 +24,7 @@ _NEWEST = Path()  # --resume without a place: the newest checkpoint in --out
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its words."""
-    add_common(parser)
+    add_common(parser, default_processes=1)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
     parser.add_argument("--epochs", type=int, metavar="E", help="instead of the workload's own length")
     parser.add_argument("--steps", type=int, metavar="K", help="updates in all, instead of the workload's own length")
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "--evaluate needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE"
         )
     out = None if args.evaluate else _folder(args, layout.strategy, resume)
-    launch = launch_of(args, default_processes=1, logs=out / "ranks" if out is not None else None, layout=layout)
+    launch = launch_of(args, logs=out / "ranks" if out is not None else None, layout=layout)
     layout.mesh(launch.processes)
     source = source_of(args)
     files = [out / "log.jsonl", out / "record.json"] if out is not None else []

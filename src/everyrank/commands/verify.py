@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import (
     add_common,
     add_layouts,
     check_writable,
-    launch_of,
     layouts_of,
     show,
     source_of,
@@ -22,7 +22,7 @@ HELP = "check that layouts equal one device"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its words."""
-    add_common(parser)
+    add_common(parser, default_processes=2)
     add_layouts(parser)
     parser.add_argument("--steps", type=int, default=20, metavar="K", help="updates to compare (default 20)")
     parser.add_argument("--samples", action="store_true", help="audit that each sample is read once and evaluated once")
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """The exit status."""
     from everyrank import session
 
-    layouts, launch = layouts_of(args), launch_of(args, default_processes=2)
+    layouts, launch = layouts_of(args), launch_of(args)
     check_writable(args.json)
     source = source_of(args)
     records = session.verify(source, layouts, launch, steps=args.steps, samples=args.samples)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import socket
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-
-import psutil
 
 from everyrank.doctor.findings import Finding, ok, problem, warning
 from everyrank.errors import UsageError
 from everyrank.launch import facts_from_environment
+from everyrank.launch.hosts import addresses_of, usable_interfaces
 
-__all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_port", "usable_interfaces"]
+__all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_port"]
 
 _DEFAULT_PORT = 29500  # torchrun's
-_LOOK_UP_SECONDS = 5.0
 
 
 def check_network(environment: Mapping[str, str]) -> list[Finding]:
     """All checks of this file, on this machine."""
     interfaces = usable_interfaces()
     name = socket.gethostname()
-    found = [check_host_name(name, _addresses_of(name), interfaces)]
+    found = [check_host_name(name, addresses_of(name), interfaces)]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         finding = check_interface(variable, environment.get(variable), list(interfaces))
         found += [finding] if finding is not None else []
@@ -36,31 +32,6 @@ def check_network(environment: Mapping[str, str]) -> list[Finding]:
     found.append(check_port("127.0.0.1", _DEFAULT_PORT))
     found.append(check_launcher(environment))
     return found
-
-
-def usable_interfaces() -> dict[str, str]:
-    """Network interfaces that are up, each with an address."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found: dict[str, str] = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        own = [a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
-        if name in up and own:
-            found[name] = own[0].partition("%")[0]
-    return found
-
-
-def _addresses_of(name: str) -> list[str]:
-    """What the name stands for; nothing where it is not known, or a name server takes too long to say so."""
-    found: list[str] = []
-
-    def look_up() -> None:
-        with contextlib.suppress(OSError, UnicodeError):
-            found.extend(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
-
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(timeout=_LOOK_UP_SECONDS)
-    return list(found)
 
 
 def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> Finding:

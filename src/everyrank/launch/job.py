@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.errors import UsageError
+from everyrank.launch.hosts import split_endpoint
 
-__all__ = ["LAUNCHERS", "Job", "Launch", "Named"]
+__all__ = ["LAUNCHERS", "RENDEZVOUS", "Job", "Launch", "Named"]
 
-LAUNCHERS = ("spawn", "torchrun")
+LAUNCHERS = ("spawn", "torchrun", "slurm", "mpi", "ray")
+RENDEZVOUS = ("static", "c10d")
 _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behind
 
 
@@ -21,13 +23,24 @@ _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behi
 class Launch:
     """How processes start.
 
-    launcher         spawn or torchrun
-    processes        ranks in all
+    launcher         spawn, torchrun, slurm, mpi or ray
+    processes        ranks in all, on all hosts
     device           cpu or cuda; None: cuda where there is one
     backend          gloo or nccl; None: chosen by `world.choose_backend`
     loader_workers   data loader processes of each rank; 0 loads in the rank itself
     timeout_seconds  longest wait for another rank, at start, in a collective and at the end
     logs             folder for the ranks' logs; None: a temporary one, kept only after a failure
+    nodes            hosts; each has processes // nodes ranks
+    min_nodes        torchrun alone: begin with as few, and go on when some are lost
+    node_rank        which of them this is (spawn and torchrun, where this is typed on each host)
+    rendezvous       HOST:PORT where hosts meet that no scheduler has brought together
+    rendezvous_kind  torchrun's backend: static or c10d
+    restarts         torchrun alone: how often all ranks are started again after one failed
+    per_node         slurm alone: one task on each node, and in it `spawn` or `torchrun`; None: one task for each rank
+    init_method      env, tcp://host:port, file:///path, or (rank, size) -> a store; None: what suits the launcher
+    interface        the network interface between hosts; None: the one that leads to where the ranks meet
+    address          ray alone: of its cluster; None: one of this machine, started for the run
+    arguments        further words for mpirun, srun or torchrun
 
     Raises `UsageError` for a value that cannot be meant.
     """
@@ -39,6 +52,17 @@ class Launch:
     loader_workers: int = 0
     timeout_seconds: float = 300.0
     logs: Path | None = None
+    nodes: int = 1
+    min_nodes: int | None = None
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    rendezvous_kind: str = "static"
+    restarts: int = 0
+    per_node: str | None = None
+    init_method: str | Callable[[int, int], Any] | None = None
+    interface: str | None = None
+    address: str | None = None
+    arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.launcher not in LAUNCHERS:
@@ -55,6 +79,69 @@ class Launch:
             raise UsageError(
                 f"--timeout {self.timeout_seconds:g}: give more than 0 seconds, and at most {_LONGEST_TIMEOUT:,}"
             )
+        self._check_nodes()
+        self._check_words_of_one_launcher()
+        if isinstance(self.init_method, str):
+            check_init_method(self.init_method)
+
+    def _check_nodes(self) -> None:
+        if self.nodes < 1:
+            raise UsageError(f"--nodes {self.nodes}: give at least 1")
+        if self.processes % self.nodes:
+            raise UsageError(
+                f"--processes {self.processes} --nodes {self.nodes}: each node has as many ranks as the others"
+            )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
+            raise UsageError(f"--node-rank {self.node_rank}: give 0 to {self.nodes - 1} with --nodes {self.nodes}")
+        if self.rendezvous is not None:
+            split_endpoint(self.rendezvous, "--rendezvous")
+        if self.rendezvous_kind not in RENDEZVOUS:
+            raise UsageError(f"--rendezvous-kind {self.rendezvous_kind}: give {' or '.join(RENDEZVOUS)}")
+        if self.launcher in ("spawn", "torchrun") and self.nodes > 1:
+            if self.rendezvous is None:
+                raise UsageError(
+                    f"--nodes {self.nodes}: where do they meet? --rendezvous HOST:PORT, HOST that of node 0"
+                )
+            if self.node_rank is None and not self.finds_its_place:
+                raise UsageError(f"--nodes {self.nodes}: which of them is this? --node-rank 0 to {self.nodes - 1}")
+
+    def _check_words_of_one_launcher(self) -> None:
+        if self.min_nodes is not None:
+            if self.launcher != "torchrun" or self.rendezvous_kind != "c10d":
+                raise UsageError(
+                    "--nodes MIN:MAX: --launcher torchrun --rendezvous-kind c10d alone goes on with fewer hosts"
+                )
+            if not 1 <= self.min_nodes <= self.nodes:
+                raise UsageError(f"--nodes {self.min_nodes}:{self.nodes}: give MIN:MAX, from 1 on")
+        if self.restarts < 0 or (self.restarts and self.launcher != "torchrun"):
+            raise UsageError(f"--restarts {self.restarts}: give 0 or more, with --launcher torchrun")
+        if self.per_node not in (None, "spawn", "torchrun") or (self.per_node and self.launcher != "slurm"):
+            raise UsageError(f"--per-node {self.per_node}: give spawn or torchrun, with --launcher slurm")
+        if self.address is not None and self.launcher != "ray":
+            raise UsageError(f"--address {self.address}: it is that of a Ray cluster; give --launcher ray too")
+        if self.arguments and self.launcher in ("spawn", "ray"):
+            raise UsageError(f"--launcher-args {' '.join(self.arguments)}: {self.launcher} takes none")
+
+    @property
+    def finds_its_place(self) -> bool:
+        """Whether a host need not be told which one it is."""
+        return self.launcher == "torchrun" and self.rendezvous_kind == "c10d"
+
+    @property
+    def processes_per_node(self) -> int:
+        """Ranks on each host."""
+        return self.processes // self.nodes
+
+
+def check_init_method(text: str) -> None:
+    """Whether it is one of those that there are. Raises `UsageError`."""
+    if text == "env":
+        return
+    kind, _, place = text.partition("://")
+    if kind == "tcp":
+        split_endpoint(place, "--init-method tcp://")
+    elif kind != "file" or not place.startswith("/") or place.endswith("/"):
+        raise UsageError(f"--init-method {text}: give env, tcp://HOST:PORT or file:///PATH")
 
 
 @dataclass(frozen=True)
@@ -74,11 +161,18 @@ class Named:
 
 @dataclass(frozen=True)
 class Job:
-    """What each process finds in its directory. The payload is opened after `sys_path` is in place."""
+    """What each process finds in its directory. The payload is opened after `sys_path` is in place.
+
+    rendezvous   where the ranks meet; None: their launcher tells them
+    boot         which running machine the parent is on, and its process there: elsewhere the directory stands for it
+    """
 
     payload: bytes
     sys_path: list[str]
+    launcher: str
     processes: int
+    rendezvous: str | None
+    boot: str
     parent_pid: int
     logs: Path
 

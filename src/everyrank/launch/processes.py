@@ -5,6 +5,7 @@ Results and errors come back through files in a directory that only this user ca
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import shutil
@@ -18,7 +19,10 @@ from typing import Any
 import cloudpickle
 
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, StoppedError, UsageError, describe
-from everyrank.launch.facts import RankFacts, facts_from_environment
+from everyrank.launch import mpi, ray, slurm
+from everyrank.launch.environments import facts_from_environment
+from everyrank.launch.facts import RankFacts
+from everyrank.launch.hosts import boot_id, check_reachable, host_name, split_endpoint
 from everyrank.launch.job import Job, Launch
 from everyrank.launch.ranks import Ranks
 from everyrank.launch.stop import Stop
@@ -27,28 +31,38 @@ __all__ = ["run"]
 
 
 def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Stop | None = None) -> dict[int, Any]:
-    """Call `function(facts, *arguments)` in every rank; its results by rank.
+    """Call `function(facts, *arguments)` in every rank; its results by rank, of those that were started from here.
 
     Functions of a notebook or a script are sent by value. Where this process was itself started as a rank (by
-    torchrun), the function is called here and the result is that of this rank alone. When `stop` is asked, the ranks
-    are: they get SIGUSR1 until they end by themselves; where this is the rank, the function gets `stop` at the end.
+    torchrun, mpirun or srun), the function is called here and the result is that of this rank alone. When `stop` is
+    asked, the ranks are: they get SIGUSR1 until they end by themselves; where this is the rank, the function gets
+    `stop` at the end.
 
     Raises the error of the rank that failed first, labelled with it; the other ranks are ended within five seconds.
     """
     facts = facts_from_environment(os.environ)
     if facts is not None:
         return {facts.rank: _call_here(facts, function, (*arguments, stop) if stop is not None else arguments)}
-    directory = _temporary_folder("everyrank-")
+    _check(launch)
+    directory = _shared_folder() if launch.launcher in ("slurm", "mpi") else _temporary_folder("everyrank-")
     logs = launch.logs or _temporary_folder("everyrank-logs-")
     keep_logs = launch.logs is not None
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        payload = cloudpickle.dumps((function, arguments))
-        job = Job(payload, list(sys.path), launch.processes, os.getpid(), logs.absolute())
+        job = Job(
+            cloudpickle.dumps((function, arguments)),
+            list(sys.path),
+            launch.launcher,
+            launch.processes,
+            _rendezvous(launch, directory),
+            boot_id(),
+            os.getpid(),
+            logs.absolute(),
+        )
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
         with Ranks(launch, directory, logs, stop) as ranks:
             ranks.wait()
-        return ranks.results()
+            return ranks.results()
     except EveryrankError as error:
         keep_logs = keep_logs or error.log is not None
         raise
@@ -58,10 +72,43 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
             shutil.rmtree(logs, ignore_errors=True)
 
 
+def _check(launch: Launch) -> None:
+    """Whether this launch can be tried here. Raises `UsageError` or `CannotRunError`."""
+    if launch.launcher == "slurm":
+        if "SLURM_JOB_ID" not in os.environ:
+            raise UsageError(
+                "--launcher slurm: there is no allocation (SLURM_JOB_ID is not set); salloc first, or sbatch"
+            )
+        slurm.check_allocation(launch, os.environ)
+        slurm.require("srun")
+    elif launch.launcher == "mpi":
+        mpi.require()
+    elif launch.launcher == "ray":
+        ray.require()
+    if launch.nodes > 1 and launch.rendezvous is not None:
+        check_reachable(split_endpoint(launch.rendezvous, "--rendezvous")[0], "--rendezvous")
+
+
+def _rendezvous(launch: Launch, directory: Path) -> str | None:
+    """Where the ranks meet unless an init method was asked for; None where torchrun tells them."""
+    if launch.launcher == "torchrun" or launch.per_node == "torchrun":
+        return None
+    if launch.rendezvous is not None:
+        return f"tcp://{launch.rendezvous}"
+    if launch.launcher == "spawn":
+        return (directory / "rendezvous").absolute().as_uri()  # a file: no port is opened, and none can collide
+    return "meet://" + (directory / "address").absolute().as_uri().removeprefix("file://")
+
+
 def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Call it in this rank, which somebody else started; an error of its own gets a label and a log."""
+
+    def fail(error: BaseException) -> None:
+        print(f"everyrank: {error}", file=sys.stderr, flush=True)
+        os._exit(getattr(error, "exit_status", EveryrankError.exit_status))
+
     try:
-        return function(facts, *arguments)
+        return function(dataclasses.replace(facts, fail=fail), *arguments)
     except (UsageError, StoppedError):
         raise
     except Exception as error:
@@ -69,7 +116,17 @@ def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[
         log = logs / f"rank{facts.rank}.log"
         log.write_text("".join(traceback.format_exception(error)))
         kind = type(error) if isinstance(error, EveryrankError) else RankFailedError
-        raise kind(f"rank {facts.rank} of {facts.size}: {describe(error)}", log) from error
+        raise kind(f"rank {facts.rank} of {facts.size} on {host_name()}: {describe(error)}", log) from error
+
+
+def _shared_folder() -> Path:
+    """A folder for a job whose ranks may be on several hosts: below the home directory, which clusters share."""
+    place = Path.home() / ".cache" / "everyrank" / "jobs"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="job-", dir=place))
+    except OSError as error:
+        raise CannotRunError(f"no folder for the job: {error}; it has to be on storage that all hosts share") from error
 
 
 def _temporary_folder(prefix: str) -> Path:

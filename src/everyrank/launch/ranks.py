@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -15,17 +14,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from everyrank.errors import EveryrankError, RankFailedError, UsageError, kind_named, signal_text
-from everyrank.launch import spawn, torchrun
+from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, kind_named, signal_text
+from everyrank.launch import mpi, ray, slurm, spawn, torchrun
 from everyrank.launch.job import Launch
 from everyrank.launch.stop import Stop
 
-__all__ = ["Ranks"]
+__all__ = ["RENDER", "Ranks"]
 
-_RENDER = {"spawn": spawn.render, "torchrun": torchrun.render}
+RENDER: dict[str, Callable[[Launch, Path], list[list[str]]]] = {
+    "spawn": spawn.render,
+    "torchrun": torchrun.render,
+    "slurm": slurm.render,
+    "mpi": mpi.render,
+    "ray": ray.render,
+}
 _GRACE_SECONDS = 2.0  # after the first failure, for the others to say what they saw
-_ASK_SECONDS = 0.5  # between two requests to stop
 _END_SECONDS = 2.0  # between SIGTERM and SIGKILL
+_BEAT_SECONDS = 1.0  # for guards on other machines
+_FILES_SECONDS = 5.0  # until what a rank on another host has written can be read here
 
 
 class Ranks:
@@ -36,18 +42,26 @@ class Ranks:
         self.directory = directory
         self.logs = logs
         self.stop = stop
-        self.asked_at = 0.0
         self.launcher_log: IO[bytes] | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.beat_at = 0.0
+        # where each host starts its own, only theirs report here
+        is_one_of_several = launch.nodes > 1 and launch.launcher in ("spawn", "torchrun")
+        self.count = launch.processes_per_node if is_one_of_several else launch.processes
+        first = (launch.node_rank or 0) * self.count if is_one_of_several else 0
+        self.expected = range(first, first + self.count)
+        self.starts_again = launch.restarts > 0 or launch.min_nodes is not None
 
     def __enter__(self) -> Ranks:
-        for stale in [*self.logs.glob("rank*.log"), *self.logs.glob("torchrun.log")]:  # of the run before
+        name = f"{self.launch.launcher}.log"
+        for stale in [*self.logs.glob("rank*.log"), *self.logs.glob(name)]:  # of the run before
             stale.replace(stale.with_name(stale.name + ".before"))
-        # torchrun's own messages are kept away from the screen: what it says of a failure is not what failed.
-        if self.launch.launcher == "torchrun":
-            self.launcher_log = (self.logs / "torchrun.log").open("wb")
+        # A launcher's own messages are kept away from the screen: what it says of a failure is not what failed.
+        if self.launch.launcher != "spawn":
+            self.launcher_log = (self.logs / name).open("wb")
+        self._beat()
         try:
-            for command in _RENDER[self.launch.launcher](self.directory, self.launch.processes):
+            for command in RENDER[self.launch.launcher](self.launch, self.directory):
                 self.processes.append(self._start(command))
         except BaseException:  # Ctrl-C between two starts: `__exit__` would not be called
             self._end()
@@ -55,7 +69,7 @@ class Ranks:
         return self
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(  # noqa: S603  (our own interpreter and module)
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stderr=self.launcher_log,
@@ -75,7 +89,8 @@ class Ranks:
         deadline = time.monotonic() + self.launch.timeout_seconds
         while True:
             codes = [process.poll() for process in self.processes]
-            if any(code not in (None, 0) for code in codes) or self._errors() or self._gone():
+            failed = not self.starts_again and (self._errors() or self._dead())
+            if failed or any(code not in (None, 0) for code in codes):
                 self._raise_first_failure()
             if all(code == 0 for code in codes):
                 return
@@ -85,121 +100,155 @@ class Ranks:
             elif time.monotonic() > deadline:
                 raise RankFailedError(
                     f"{_ranks_text(missing)} of {self.launch.processes} never started: "
-                    f"no sign within {self.launch.timeout_seconds:g} s (--timeout)"
+                    f"no sign within {self.launch.timeout_seconds:g} s (--timeout){self._last_words()}"
                 )
-            self._pass_on_stop()
+            if self.stop is not None and self.stop.asked is not None:
+                (self.directory / "stop").touch()  # each rank's guard looks for it
+            if time.monotonic() > self.beat_at + _BEAT_SECONDS:
+                self._beat()
             time.sleep(0.02)
 
-    def _pass_on_stop(self) -> None:
-        """Ask the ranks to stop, again and again: one that is still starting does not listen yet."""
-        if self.stop is None or self.stop.asked is None or time.monotonic() < self.asked_at + _ASK_SECONDS:
-            return
-        self.asked_at = time.monotonic()
-        _signal(os.kill, self._pids(), signal.SIGUSR1)  # the ranks alone, not their data loader workers
-
-    def _pids(self) -> list[int]:
-        written = [path.read_text() for path in self.directory.glob("rank*.pid")]
-        return [int(text) for text in written if text]
+    def _beat(self) -> None:
+        self.beat_at = time.monotonic()
+        (self.directory / "alive").touch()
 
     def results(self) -> dict[int, Any]:
-        """What the function returned in each rank."""
-        ranks = range(self.launch.processes)
+        """What the function returned in each rank that reports here."""
+        deadline = time.monotonic() + _FILES_SECONDS
+        while not (found := sorted(self.directory.glob("rank*.result"))) or (
+            len(found) < self.count and not self.starts_again
+        ):
+            if time.monotonic() > deadline:
+                raise RankFailedError(f"{self.count - len(found)} of {self.count} ranks left no result")
+            time.sleep(0.05)
         return {
-            rank: pickle.loads((self.directory / f"rank{rank}.result").read_bytes())  # noqa: S301
-            for rank in ranks
+            int(path.stem.removeprefix("rank")): pickle.loads(path.read_bytes())  # noqa: S301
+            for path in sorted(found, key=lambda path: int(path.stem.removeprefix("rank")))
         }
 
     def _not_started(self) -> list[int]:
-        return [rank for rank in range(self.launch.processes) if not (self.directory / f"rank{rank}.pid").exists()]
+        there = {int(path.stem.removeprefix("rank")) for path in self.directory.glob("rank*.pid")}
+        if len(there) >= self.count:  # torchrun's c10d rendezvous decides which host has which ranks
+            return []
+        return [rank for rank in self.expected if rank not in there]
 
     def _raise_first_failure(self) -> None:
         """Let the others say what they saw, then raise the root cause: a killed rank, else the earliest error."""
         deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline and len(self._errors()) < self.launch.processes:
+        while time.monotonic() < deadline and len(self._errors()) + len(self._dead()) < self.count:
             time.sleep(0.02)
-        if self.launcher_log is not None:  # torchrun writes down what became of its ranks when it ends
+        if self.launcher_log is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[0].wait(timeout=_GRACE_SECONDS)
-        self._raise_signal(besides=signal.SIGABRT)
-        for rank, code in self._gone().items():
-            raise RankFailedError(
-                f"rank {rank} of {self.launch.processes}: exited with status {code} before its work was done",
-                self._log(rank),
-            )
+        dead = self._dead()
+        # who was asked to end, or has aborted, often only answers to what another rank met
+        answers = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM)
+        for row in dead:
+            if row["code"] < 0 and row["code"] not in answers:
+                raise self._died(row)
+        for row in dead:
+            if row["code"] not in answers:
+                raise self._died(row)
         errors = self._errors()
         if errors:
             raise self._error(errors)
-        self._raise_signal()  # an abort is often but the answer to another rank's error
+        if dead:
+            raise self._died(dead[0])
+        name = f"{self.launch.launcher}.log"
         raise RankFailedError(
-            f"{self.launch.launcher} ended before its ranks had started; see its log",
-            self.logs / "torchrun.log",
+            f"{self.launch.launcher} ended before its ranks had started{self._last_words()}", self.logs / name
         )
 
-    def _raise_signal(self, besides: signal.Signals | None = None) -> None:
-        for rank, code in self._exit_codes().items():
-            if code < 0 and -code != besides:
-                raise RankFailedError(
-                    f"rank {rank} of {self.launch.processes}: ended by {signal_text(-code)}", self._log(rank)
-                )
+    def _died(self, row: dict[str, Any]) -> RankFailedError:
+        code = row["code"]
+        if row.get("for_memory"):
+            what = "killed for memory (SIGKILL): its control group has used all that it may (oom_kill)"
+        elif code < 0:
+            what = f"ended by {signal_text(-code)}"
+        else:
+            what = f"exited with status {code} before its work was done"
+        return RankFailedError(f"{self._who(row)}: {what}", self._log(row["rank"]))
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
-        first = errors[0]
+        # ranks that stopped because their launcher asked them to, when another had failed
+        first = next((row for row in errors if row["kind"] != StoppedError.__name__), errors[0])
         kind = kind_named(first["kind"])
         log = self._log(first["rank"]) if first["has_frames"] else None
         # A wrong call or workload is wrong on every rank; what one rank alone meets is a failed run.
         alike = [row for row in errors if _place(row["message"]) == _place(first["message"])]
-        alone = issubclass(kind, UsageError) and len(alike) < self.launch.processes
+        alone = issubclass(kind, UsageError) and len(alike) < self.count
         if alone or kind is RankFailedError:
-            return RankFailedError(f"rank {first['rank']} of {self.launch.processes}: {first['message']}", log)
+            return RankFailedError(f"{self._who(first)}: {first['message']}", log)
         return kind(first["message"], log)
+
+    def _who(self, row: dict[str, Any]) -> str:
+        return f"rank {row['rank']} of {self.launch.processes} on {row['host']}"
 
     def _errors(self) -> list[dict[str, Any]]:
         """What the ranks reported, earliest first."""
-        rows = [json.loads(path.read_text()) for path in self.directory.glob("rank*.error")]
+        return self._rows("error")
+
+    def _dead(self) -> list[dict[str, Any]]:
+        """Ranks that ended without leaving a result or an error, earliest first."""
+        rows = self._rows("exit")
+        if self.launch.launcher == "spawn":  # a guard that was killed wrote nothing
+            written = {row["rank"] for row in rows}
+            ended = zip(self.expected, self.processes, strict=False)
+            codes = {rank: process.poll() for rank, process in ended if rank not in written}
+            rows += [_row(rank, code) for rank, code in codes.items() if code]
+        left = ("result", "error")
+        return [
+            row for row in rows if not any((self.directory / f"rank{row['rank']}.{kind}").exists() for kind in left)
+        ]
+
+    def _rows(self, kind: str) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for path in self.directory.glob(f"rank*.{kind}"):
+            with contextlib.suppress(FileNotFoundError):  # a rank that is started again takes its own away
+                rows.append(json.loads(path.read_text()))
         return sorted(rows, key=lambda row: row["time"])
 
-    def _exit_codes(self) -> dict[int, int]:
-        """Exit codes other than 0 by rank; under torchrun, what torchrun wrote of them."""
+    def _last_words(self) -> str:
+        """The last line that a launcher said."""
         if self.launcher_log is None:
-            return {rank: code for rank, process in enumerate(self.processes) if (code := process.poll())}
-        text = (self.logs / "torchrun.log").read_text(errors="replace")
-        root = text.rpartition("Root Cause")[2]
-        found = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", root, re.DOTALL)
-        return {int(found[1]): int(found[2])} if found else {}
-
-    def _gone(self) -> dict[int, int]:
-        """Exit codes of ranks that ended without leaving a result or an error."""
-        codes = self._exit_codes()
-        if self.launcher_log is None:
-            codes = {rank: code for rank, p in enumerate(self.processes) if (code := p.poll()) is not None}
-        elif self.processes[0].poll() == 0:
-            codes = dict.fromkeys(range(self.launch.processes), 0)
-        left = ("result", "error")
-        return {
-            rank: code
-            for rank, code in codes.items()
-            if code >= 0 and not any((self.directory / f"rank{rank}.{kind}").exists() for kind in left)
-        }
+            return ""
+        text = (self.logs / f"{self.launch.launcher}.log").read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
+        return f": {lines[-1]}" if lines else ""
 
     def _log(self, rank: int) -> Path | None:
+        """The rank's log, where there is more in it than its first line."""
         path = self.logs / f"rank{rank}.log"
-        return path if path.exists() and path.stat().st_size else None
+        return path if path.exists() and len(path.read_text(errors="replace").splitlines()) > 1 else None
 
     def _end(self) -> None:
         """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
         groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
-        pids = self._pids()
-        if self.stop is None:  # ranks that listen take it for a request
+        ranks = [tuple(map(int, path.read_text().split())) for path in self.directory.glob("rank*.pid")]
+        if self.stop is None or self.launch.launcher in ("slurm", "mpi"):  # ranks that listen take it for a request
             _signal(os.killpg, groups, signal.SIGTERM)
             deadline = time.monotonic() + _END_SECONDS
             while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
                 time.sleep(0.02)
         _signal(os.killpg, groups, signal.SIGKILL)
-        if self.launch.launcher == "torchrun":
-            _signal(os.kill, pids, signal.SIGKILL)
-            _signal(os.killpg, pids, signal.SIGKILL)  # each has a group of its own, with its data loader workers
+        if self.launch.launcher != "spawn":  # each of their ranks has a group of its own; guards elsewhere see the end
+            mine = os.getpgrp()
+            _signal(os.kill, [row[0] for row in ranks if len(row) == 2], signal.SIGKILL)
+            _signal(os.killpg, [row[1] for row in ranks if len(row) == 2 and row[1] != mine], signal.SIGKILL)
         for process in self.processes:
             process.wait()
+
+
+def _child_environment() -> dict[str, str]:
+    # The world sets the number of threads itself; the first variable only spares torchrun its warning. The other tells
+    # rich, in rank 0, whether there is a terminal at the end of what a launcher passes on.
+    return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": str(int(sys.stdout.isatty())), **os.environ}
+
+
+def _row(rank: int, code: int) -> dict[str, Any]:
+    from everyrank.launch.hosts import host_name
+
+    return {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
 
 
 def _place(message: str) -> list[str]:
@@ -215,11 +264,3 @@ def _signal(send: Callable[[int, int], None], targets: Iterable[int], number: si
 
 def _ranks_text(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _child_environment() -> dict[str, str]:
-    """Our environment, with the communication of ranks on one host kept on loopback unless somebody chose."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    # The world sets the number of threads itself; the variable only spares torchrun its warning.
-    defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
-    return {**defaults, **os.environ}

@@ -1,13 +1,19 @@
-"""spawn: one command per rank on this host. They meet over a file, so no port is opened and none can collide."""
+"""spawn: one command for each rank of this host, with its place in words. Nothing of a launcher stands between."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-__all__ = ["render"]
+from everyrank.launch.job import Launch
+
+__all__ = ["WORKER", "render"]
+
+WORKER = (sys.executable, "-m", "everyrank.launch.worker")
 
 
-def render(directory: Path, processes: int) -> list[list[str]]:
-    """The argv of each process, by rank."""
-    return [[sys.executable, "-m", "everyrank.launch.worker", str(directory), str(rank)] for rank in range(processes)]
+def render(launch: Launch, directory: Path) -> list[list[str]]:
+    """The argv of each process on this host. rank = node rank x ranks of a node + local rank."""
+    here = launch.processes_per_node
+    first = (launch.node_rank or 0) * here
+    return [[*WORKER, str(directory), str(first + local), str(local), str(here)] for local in range(here)]

@@ -1,14 +1,46 @@
-"""torchrun: PyTorch's own launcher starts the ranks and tells each of them its facts in the environment."""
+"""torchrun: PyTorch's own launcher starts the ranks of each host, and tells them their facts in the environment."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from everyrank.launch.hosts import addresses_of, local_address_towards, split_endpoint
+from everyrank.launch.job import Launch
+
 __all__ = ["render"]
 
 
-def render(directory: Path, processes: int) -> list[list[str]]:
-    """One argv: torchrun, with a port of its own choosing. Its store, unlike all else, is open on every interface."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [[*command, "-m", "everyrank.launch.worker", str(directory)]]
+def render(launch: Launch, directory: Path) -> list[list[str]]:
+    """One argv for this host."""
+    command = [sys.executable, "-m", "torch.distributed.run", *_meeting(launch)]
+    command += [f"--nproc-per-node={launch.processes_per_node}"]
+    command += [f"--max-restarts={launch.restarts}"] if launch.restarts else []
+    return [[*command, *launch.arguments, "-m", "everyrank.launch.worker", str(directory)]]
+
+
+def _meeting(launch: Launch) -> list[str]:
+    """One host: a port of torchrun's own choosing, whose store, unlike all else, is open on every interface."""
+    if launch.nodes == 1:
+        return ["--standalone"]
+    assert launch.rendezvous is not None
+    host, port = split_endpoint(launch.rendezvous, "--rendezvous")
+    if launch.rendezvous_kind == "static":
+        return [
+            f"--nnodes={launch.nodes}",
+            f"--node-rank={launch.node_rank}",
+            f"--master-addr={host}",
+            f"--master-port={port}",
+        ]
+    least = f"{launch.min_nodes}:" if launch.min_nodes is not None else ""
+    own = local_address_towards(host)
+    words = [
+        f"--nnodes={least}{launch.nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={launch.rendezvous}",
+        "--rdzv-id=everyrank",
+        # torchrun compares host names to find out whether it is the one to open the store, and often errs: both
+        # sides then wait for the other for a minute
+        f"--rdzv-conf=is_host={int(own is not None and own in (host, *addresses_of(host)))}",
+    ]
+    return words + ([f"--local-addr={own}"] if own is not None else [])

@@ -1,25 +1,28 @@
 """What runs inside each started process: take the job, call its function, hand back the result or the error.
 
-`python -m everyrank.launch.worker DIRECTORY [RANK]`; without RANK the facts are in the environment. The directory
-was made by our own parent with access for this user alone, which is why its pickles are read.
+`python -m everyrank.launch.worker DIRECTORY [RANK LOCAL_RANK LOCAL_SIZE]`; without a place, it is in the environment.
+The directory was made by our own parent with access for this user alone, which is why its pickles are read.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 
-from everyrank.errors import EveryrankError, WorkloadError, describe
-from everyrank.launch.facts import RankFacts, facts_from_environment
+from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
+from everyrank.launch.environments import facts_from_environment
+from everyrank.launch.facts import RankFacts
+from everyrank.launch.guard import guard, write_whole
+from everyrank.launch.hosts import boot_id, host_name
 from everyrank.launch.job import Job
 
 __all__ = ["main"]
@@ -35,17 +38,32 @@ def main() -> int:
     try:
         job: Job = pickle.loads((directory / "job.pickle").read_bytes())  # noqa: S301
     except FileNotFoundError:
-        return 1  # the parent was interrupted while it started us, and has tidied up
+        # the parent was interrupted while it started us, and has tidied up; or this host does not share its storage,
+        # which is then read in the launcher's log
+        if len(sys.argv) == 2:
+            print(f"everyrank: {host_name()} has no {directory}: hosts have to share that folder", file=sys.stderr)
+        return 1
     sys.path[:] = job.sys_path
-    facts = _facts(job, directory)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to stop, for a function that listens for it
-    (directory / f"rank{facts.rank}.pid").write_text(str(os.getpid()))
-    _end_with(job.parent_pid)
-    if facts.rank != 0:
-        _write_to(job.logs / f"rank{facts.rank}.log")
     try:
-        result = job.function()(facts, *job.arguments())
-        _write(directory / f"rank{facts.rank}.result", pickle.dumps(result))
+        facts = _facts(job)
+    except UsageError as error:
+        report_error(error, RankFacts(0, 0, 1, 1, job.launcher, ""), directory, job.logs)
+        return 1
+    for kind in ("error", "exit", "result"):  # of an earlier attempt, where an elastic launcher starts us again
+        (directory / f"rank{facts.rank}.{kind}").unlink(missing_ok=True)
+    guard(job, facts.rank, directory)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to stop, for a function that listens for it
+    with contextlib.suppress(OSError):  # its group is that of its guard
+        write_whole(directory / f"rank{facts.rank}.pid", _where_to_signal(job).encode())
+    _open_log(facts, job.logs / f"rank{facts.rank}.log")
+
+    def fail(error: BaseException) -> None:
+        report_error(error, facts, directory, job.logs)
+        os._exit(1)
+
+    try:
+        result = job.function()(dataclasses.replace(facts, fail=fail), *job.arguments())
+        write_whole(directory / f"rank{facts.rank}.result", pickle.dumps(result))
     except BaseException as error:
         report_error(error, facts, directory, job.logs)
         status = 1
@@ -57,40 +75,30 @@ def main() -> int:
     os._exit(status)
 
 
-def _facts(job: Job, directory: Path) -> RankFacts:
+def _facts(job: Job) -> RankFacts:
     if len(sys.argv) > 2:
-        rank = int(sys.argv[2])
-        meeting = (directory / "rendezvous").absolute().as_uri()
-        return RankFacts(rank, rank, job.processes, job.processes, "spawn", meeting)
-    facts = facts_from_environment(os.environ)
-    assert facts is not None, "torchrun sets the environment of its processes"
+        rank, local_rank, local_size = map(int, sys.argv[2:5])
+        facts = RankFacts(rank, local_rank, job.processes, local_size, job.launcher, job.rendezvous or "")
+    else:
+        found = facts_from_environment(os.environ)
+        assert found is not None, f"{job.launcher} sets the environment of its processes"
+        facts = dataclasses.replace(found, started_by=job.launcher)
+    if job.rendezvous is not None:
+        facts = dataclasses.replace(facts, rendezvous=job.rendezvous, hosts_store=facts.rank == 0)
     return facts
 
 
-def _end_with(parent_pid: int) -> None:
-    """End this process as soon as whoever started it, or the person's own process, is gone."""
-    starter = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == starter and _is_alive(parent_pid):
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="everyrank-parent-watch").start()
+def _where_to_signal(job: Job) -> str:
+    """Process and group, for a parent on the same machine; nothing for one elsewhere."""
+    return f"{os.getpid()} {os.getpgrp()}" if boot_id() == job.boot else ""
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _write_to(log: Path) -> None:
+def _open_log(facts: RankFacts, log: Path) -> None:
     """Send all output of this process to its log, that of C++ libraries too: rank 0 alone has the screen."""
+    with contextlib.suppress(OSError), log.open("a") as file:
+        file.write(f"# rank {facts.rank} of {facts.size} on {host_name()}, process {os.getpid()}\n")
+    if facts.rank == 0:
+        return
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -104,6 +112,7 @@ def report_error(error: BaseException, facts: RankFacts, directory: Path, logs: 
         log.write("".join(traceback.format_exception(error)))
     row = {
         "rank": facts.rank,
+        "host": host_name(),
         "kind": type(error).__name__ if isinstance(error, EveryrankError) else "",
         "message": describe(error),
         # only code that is not ours has frames worth reading
@@ -111,14 +120,7 @@ def report_error(error: BaseException, facts: RankFacts, directory: Path, logs: 
         or (isinstance(error, WorkloadError) and error.__cause__ is not None),
         "time": time.time(),
     }
-    _write(directory / f"rank{facts.rank}.error", json.dumps(row).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write whole or not at all."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    write_whole(directory / f"rank{facts.rank}.error", json.dumps(row).encode())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,214 @@
+"""Words that say how ranks start, for the commands that start some; and what is done instead of starting them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from everyrank.errors import UsageError
+from everyrank.launch import LAUNCHERS, RENDER, Launch, RankFacts, facts_from_environment, num_accelerators, slurm
+from everyrank.launch.job import RENDEZVOUS
+from everyrank.layout import Layout, parse_layout
+
+__all__ = ["add_launching", "instead", "launch_of"]
+
+_EPILOG = "where and how the ranks start"
+
+
+def add_launching(parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False) -> None:
+    """--processes, --launcher and what belongs to them. `default_processes`: where there is no accelerator."""
+    parser.set_defaults(default_processes=default_processes)
+    ranks = "ranks in all, on all nodes; default: the visible accelerators"
+    if several_sizes:
+        parser.add_argument(
+            "--processes", type=int, nargs="+", metavar="N", help=f"{ranks}. Several (1 2 4): how each layout scales"
+        )
+    else:
+        parser.add_argument("--processes", type=int, metavar="N", help=ranks)
+    words = parser.add_argument_group("launching", _EPILOG)
+    words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: spawn)")
+    words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
+    words.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
+    words.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
+    )
+    words.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
+    words.add_argument("--nodes", metavar="N", help="hosts; MIN:MAX for torchrun that goes on with fewer")
+    words.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, where each is typed on")
+    words.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: HOST is node 0")
+    words.add_argument(
+        "--rendezvous-kind", default="static", metavar="R", help=f"torchrun's: {' or '.join(RENDEZVOUS)}"
+    )
+    words.add_argument("--interface", metavar="I", help="network interface between hosts; default: the way to HOST")
+    words.add_argument(
+        "--init-method", metavar="M", help="env, tcp://HOST:PORT or file:///PATH; default: what suits the launcher"
+    )
+    words.add_argument("--restarts", type=int, default=0, metavar="K", help="torchrun: start all ranks again so often")
+    words.add_argument("--per-node", metavar="P", help="slurm: one task a node, and in it spawn or torchrun")
+    words.add_argument(
+        "--sbatch", nargs="+", action="extend", default=[], metavar="K=V", help="slurm: any options of sbatch"
+    )
+    words.add_argument("--prologue", type=Path, metavar="F", help="slurm: a file of commands that come before")
+    words.add_argument("--requeue", action="store_true", help="slurm: preempted or out of time: save, and queue again")
+    words.add_argument("--address", metavar="A", help="ray: of the cluster; default: one on this machine")
+    words.add_argument("--launcher-args", default="", metavar="'...'", help="further words for mpirun, srun, torchrun")
+
+
+def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout | None = None) -> Launch:
+    """How to start, from the words and from who started this process. Raises `UsageError` where the two disagree.
+
+    A `layout` of one process has one, unless another number was asked for.
+    """
+    facts = facts_from_environment(os.environ)
+    if facts is not None:
+        _check_started(args, facts, os.environ, layout)
+    elif args.launcher is None:
+        _check_forgotten_srun(os.environ)
+    launcher = args.launcher or "spawn"
+    nodes, min_nodes = _nodes(args, facts, os.environ)
+    if facts is None and nodes > 1 and launcher in ("spawn", "torchrun") and args.node_rank is None:
+        is_told = launcher == "torchrun" and args.rendezvous_kind == "c10d"
+        if args.rendezvous is not None and not is_told:
+            print("\n".join(_typed_on(node) for node in range(nodes)))
+            raise UsageError(f"--nodes {args.nodes}: which of them is this? type the line above of each host there")
+    return Launch(
+        launcher=launcher,
+        processes=_processes(args, facts, os.environ, layout, nodes),
+        device=args.device,
+        backend=args.backend,
+        loader_workers=args.workers,
+        timeout_seconds=args.timeout,
+        logs=logs,
+        nodes=nodes,
+        min_nodes=min_nodes,
+        node_rank=args.node_rank,
+        rendezvous=args.rendezvous,
+        rendezvous_kind=args.rendezvous_kind,
+        restarts=args.restarts,
+        per_node=args.per_node,
+        init_method=args.init_method,
+        interface=args.interface,
+        address=args.address,
+        arguments=tuple(shlex.split(args.launcher_args)),
+    )
+
+
+def _check_started(
+    args: argparse.Namespace, facts: RankFacts, environment: Mapping[str, str], layout: Layout | None
+) -> None:
+    """Words that contradict whoever has started this rank."""
+    if args.launcher is not None:
+        raise UsageError(f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out")
+    nodes = int(environment.get("SLURM_NNODES", "1")) if facts.started_by == "slurm" else 1
+    if args.processes not in (None, facts.size, [facts.size]):
+        if facts.started_by == "slurm" and facts.size == nodes and args.processes % nodes == 0:
+            raise UsageError(
+                f"--processes {args.processes}, but srun started one task on each of {nodes} nodes: "
+                f"srun --ntasks-per-node={args.processes // nodes}"
+            )
+        raise UsageError(f"--processes {args.processes}: {facts.started_by} started {facts.size}; leave it out")
+    cards = environment.get("SLURM_GPUS_ON_NODE", "")
+    idle = int(cards) - facts.local_size if cards.isdecimal() and facts.started_by == "slurm" else 0
+    if idle > 0 and args.processes is None and args.device != "cpu" and (layout is None or layout.axis is not None):
+        raise UsageError(
+            f"srun started {facts.local_size} task on a node with {cards} GPUs, of which {idle} would be idle: "
+            f"srun --ntasks-per-node={cards} (or --processes {facts.size} if that is meant)"
+        )
+
+
+def _check_forgotten_srun(environment: Mapping[str, str]) -> None:
+    """In an allocation of several tasks, without srun: the ranks would all start on this node."""
+    job, nodes = environment.get("SLURM_JOB_ID"), environment.get("SLURM_NNODES", "1")
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if job is not None and (nodes, tasks) != ("1", "1"):
+        raise UsageError(
+            f"this is Slurm job {job} of {tasks} tasks on {nodes} node{'s' * (nodes != '1')}, and nobody said how to "
+            "use them: --launcher slurm (or srun before the command), or --launcher spawn for this node alone"
+        )
+
+
+def _nodes(args: argparse.Namespace, facts: RankFacts | None, environment: Mapping[str, str]) -> tuple[int, int | None]:
+    """(nodes, at least so many); those of the allocation where nothing was said."""
+    if facts is not None:
+        return 1, None
+    if args.nodes is None:
+        is_in_allocation = args.launcher == "slurm" and "SLURM_JOB_ID" in environment
+        return (int(environment.get("SLURM_NNODES", "1")) if is_in_allocation else 1), None
+    least, colon, most = args.nodes.rpartition(":")
+    if not most.isdecimal() or (colon and not least.isdecimal()):
+        raise UsageError(f"--nodes {args.nodes}: give a number, or MIN:MAX")
+    return int(most), int(least) if colon else None
+
+
+def _processes(
+    args: argparse.Namespace,
+    facts: RankFacts | None,
+    environment: Mapping[str, str],
+    layout: Layout | None,
+    nodes: int,
+) -> int:
+    if facts is not None:
+        return facts.size
+    if args.processes is not None:
+        return max(args.processes) if isinstance(args.processes, list) else args.processes
+    if layout is not None and layout.axis is None:
+        return 1
+    tasks = environment.get("SLURM_NTASKS", "")
+    if args.launcher == "slurm" and tasks.isdecimal() and args.per_node is None:
+        return int(tasks)
+    here = 0 if args.device == "cpu" else num_accelerators()
+    return here * nodes or max(args.default_processes, nodes)
+
+
+def instead(args: argparse.Namespace) -> int | None:
+    """What is done instead of starting ranks from here: a dry run, or a batch job. None where neither was asked for.
+
+    The exit status otherwise.
+    """
+    is_queued = args.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
+    if not args.dry_run and not is_queued:
+        if args.requeue and args.launcher != "slurm":
+            raise UsageError("--requeue: it is Slurm that has a queue; give --launcher slurm too")
+        return None
+    layout = getattr(args, "layout", None)
+    launch = launch_of(args, layout=parse_layout(layout) if isinstance(layout, str) else None)
+    if not is_queued:
+        print(_rendered(launch))
+        return 0
+    folder = Path.cwd()
+    name = f"everyrank-{Path(args.workload.partition(':')[0]).stem}"
+    batch = slurm.Batch(_options(args.sbatch), args.prologue, args.requeue)
+    command = [sys.executable, "-m", "everyrank", *(word for word in sys.argv[1:] if word != "--dry-run")]
+    text = slurm.script(launch, batch, command, folder, name)
+    if args.dry_run:
+        print(f"{text}\n# in the allocation:\n{_rendered(launch)}")
+        return 0
+    path = folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sbatch"
+    job = slurm.submit(text, path)
+    print(f"submitted job {job}: {path}; what it prints: {folder / f'slurm-{job}.out'}")
+    return 0
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        found[key.lstrip("-")] = value
+    return found
+
+
+def _rendered(launch: Launch) -> str:
+    """Every command, ready to be read; JOB is a folder made for each run."""
+    return "\n".join(shlex.join(command) for command in RENDER[launch.launcher](launch, Path("JOB")))
+
+
+def _typed_on(node: int) -> str:
+    """What was typed, for another host."""
+    words: list[Any] = ["everyrank", *sys.argv[1:], "--node-rank", node]
+    return f"on host {node}:  {shlex.join(map(str, words))}"

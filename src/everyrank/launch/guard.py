@@ -1,0 +1,130 @@
+"""What stands over each rank, in a process of its own without torch: how the rank ended, whoever started it.
+
+Launchers differ in what they say of a rank that died, and none says all of it. So each rank is forked from a guard,
+which writes down the exit code or the signal, and whether the kernel killed for memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from everyrank.launch.hosts import boot_id, host_name
+from everyrank.launch.job import Job
+
+__all__ = ["guard", "write_whole"]
+
+_LOOK_SECONDS = 0.25
+_ASK_SECONDS = 0.5  # between two requests to stop: a rank that is still starting does not listen yet
+_SILENCE_SECONDS = 60.0  # of a parent on another machine
+
+
+def guard(job: Job, rank: int, directory: Path) -> None:
+    """Fork. Returns in the child, which is the rank; the guard never returns: it ends as the rank did."""
+    kills_before, own_pid = _kills_for_memory(), os.getpid()
+    child = os.fork()
+    if child == 0:
+        _end_with(own_pid)
+        return
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, pass_on)
+    threading.Thread(target=_watch, args=(job, child, directory), daemon=True).start()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    row = {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
+    row["for_memory"] = code == -signal.SIGKILL and _kills_for_memory() > kills_before
+    with contextlib.suppress(OSError):  # the parent has tidied up already
+        write_whole(directory / f"rank{rank}.exit", json.dumps(row).encode())
+    os._exit(128 - code if code < 0 else code)
+
+
+def _watch(job: Job, child: int, directory: Path) -> None:
+    """Pass on a request to stop; end the rank when whoever started it, or the person's own process, is gone."""
+    starter, asked = os.getppid(), 0.0
+    lives = _pid_watch(job.parent_pid) if boot_id() == job.boot else _beat_watch(directory)
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        if (directory / "stop").exists() and time.monotonic() > asked + _ASK_SECONDS:
+            asked = time.monotonic()
+            os.kill(child, signal.SIGUSR1)
+        if os.getppid() != starter or not lives():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os._exit(1)
+
+
+def _pid_watch(pid: int) -> Callable[[], bool]:
+    def lives() -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    return lives
+
+
+def _beat_watch(directory: Path) -> Callable[[], bool]:
+    """A parent on another machine touches its directory, and removes it when it ends. Clocks may differ."""
+    seen, changed = 0.0, time.monotonic()
+
+    def lives() -> bool:
+        nonlocal seen, changed
+        try:
+            beat = (directory / "alive").stat().st_mtime
+        except OSError:
+            return False
+        if beat != seen:
+            seen, changed = beat, time.monotonic()
+        return time.monotonic() < changed + _SILENCE_SECONDS
+
+    return lives
+
+
+def _end_with(guard_pid: int) -> None:
+    """End this process as soon as its guard is gone."""
+
+    def watch() -> None:
+        while os.getppid() == guard_pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="everyrank-guard-watch").start()
+
+
+def _kills_for_memory() -> int:
+    """How often the kernel has killed in this control group because its memory was used up; 0 where none is read."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            if controllers == "":
+                file = Path("/sys/fs/cgroup") / place.lstrip("/") / "memory.events"
+            elif "memory" in controllers.split(","):
+                file = Path("/sys/fs/cgroup/memory") / place.lstrip("/") / "memory.oom_control"
+            else:
+                continue
+            if file.exists():
+                counts = dict(row.split() for row in file.read_text().splitlines())
+                if "oom_kill" in counts:
+                    return int(counts["oom_kill"])
+    return 0
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write whole or not at all."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)

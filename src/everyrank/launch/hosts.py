@@ -1,0 +1,150 @@
+"""Names, addresses and interfaces of this host among others. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from everyrank.errors import UsageError
+
+__all__ = [
+    "LOOPBACK",
+    "addresses_of",
+    "boot_id",
+    "check_reachable",
+    "choose_interface",
+    "host_name",
+    "is_loopback",
+    "local_address_towards",
+    "split_endpoint",
+    "usable_interfaces",
+]
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_LOOK_UP_SECONDS = 5.0
+
+
+def host_name() -> str:
+    """What this host is called: by Slurm, where it has a name for it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def boot_id() -> str:
+    """The same for all processes of one running machine, whatever names it has; two machines never share it."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _network_namespace()
+    return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+
+
+def _network_namespace() -> str:
+    """Containers of one machine may each have a loopback of their own."""
+    with contextlib.suppress(OSError):
+        return " " + os.readlink("/proc/self/ns/net")  # noqa: PTH115  (a name, not a path)
+    return ""
+
+
+def usable_interfaces() -> dict[str, str]:
+    """Network interfaces that are up, each with an address (IPv4 where it has one)."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [a for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
+        own.sort(key=lambda a: a.family != socket.AF_INET)
+        if name in up and own:
+            found[name] = own[0].address.partition("%")[0]
+    return found
+
+
+def addresses_of(name: str) -> list[str]:
+    """What a name stands for; nothing where it is not known, or a name server takes too long to say so."""
+    found: list[str] = []
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(timeout=_LOOK_UP_SECONDS)
+    return list(found)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to the host itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def local_address_towards(host: str) -> str | None:
+    """The address of this host on the way to another; None where there is no way. Nothing is sent."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    return None
+
+
+def split_endpoint(text: str, flag: str) -> tuple[str, int]:
+    """`host:port`, `[::1]:29500` -> (host, port). Raises `UsageError`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"{flag} {text}: give HOST:PORT, with a port from 1 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def check_reachable(host: str, flag: str) -> None:
+    """Whether other hosts can come to `host`. Raises `UsageError` for a name that is unknown, or means this host alone.
+
+    Debian gives each host's own name the address 127.0.1.1: its ranks would wait there for others that never come.
+    """
+    found = addresses_of(host)
+    if not found:
+        raise UsageError(
+            f"{flag} {host}: the name has no address here; give the address itself, or add it to /etc/hosts"
+        )
+    if all(map(is_loopback, found)):
+        outside = [address for address in usable_interfaces().values() if not is_loopback(address)]
+        hint = f"give its own address ({', '.join(outside)})" if outside else "give the address of an interface"
+        raise UsageError(f"{flag} {host}: that is {found[0]} here, loopback, which no other host can reach; {hint}")
+
+
+def choose_interface(
+    asked: str | None, variable: str | None, own_address: str | None, interfaces: Mapping[str, str]
+) -> tuple[str | None, str]:
+    """The network interface that ranks talk over, and why; None leaves the choice to the backend.
+
+    asked         by --interface
+    variable      GLOO_SOCKET_IFNAME of the environment
+    own_address   of this host, on the way to where the ranks meet; None: all ranks are on this host
+    """
+    if asked is not None:
+        if asked not in interfaces:
+            raise UsageError(f"--interface {asked}: it is not up here; there are {_shown(interfaces)}")
+        return asked, "asked for"
+    if variable:
+        return None, f"GLOO_SOCKET_IFNAME={variable}"
+    if own_address is None:
+        return LOOPBACK, "all ranks are on this host"
+    found = [name for name, address in interfaces.items() if address == own_address]
+    found += _by_any_address(own_address)
+    return (found[0], f"it has {own_address}, the way to the others") if found else (None, "left to the backend")
+
+
+def _by_any_address(address: str) -> Sequence[str]:
+    """Interfaces may have several addresses."""
+    return [
+        name
+        for name, rows in psutil.net_if_addrs().items()
+        if any(row.address.partition("%")[0] == address for row in rows)
+    ]
+
+
+def _shown(interfaces: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in interfaces.items()) or "none"

@@ -1,0 +1,176 @@
+"""Ask a Ray cluster for a place for each rank: one actor a rank, which starts it as a process of its own there.
+
+`python -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu ADDRESS|local`. The actors carry bytes between the job's
+folder here and one like it on their host, so no storage has to be shared: the job there, results and errors back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import ray
+
+from everyrank.launch.job import Job
+
+__all__ = ["main"]
+
+_LOOK_SECONDS = 0.1
+_PLACE_SECONDS = 120.0
+
+
+@ray.remote
+class Place:
+    """One rank's place in the cluster."""
+
+    def __init__(self) -> None:
+        import tempfile
+
+        self.folder = Path(tempfile.mkdtemp(prefix="everyrank-ray-"))
+        self.process: Any = None
+        self.sent: set[str] = set()
+        self.shown = 0
+
+    def host(self) -> str:
+        """Which of Ray's nodes this is on."""
+        return ray.get_runtime_context().get_node_id()
+
+    def start(self, job: bytes, rank: int, local_rank: int, local_size: int) -> None:
+        """Start the rank. `job` comes from the driver, over Ray's own connections."""
+        import dataclasses
+        import subprocess
+
+        from everyrank.launch.hosts import boot_id
+
+        here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)
+        own = dataclasses.replace(
+            here,
+            rendezvous="meet://" + (self.folder / "address").as_uri().removeprefix("file://"),
+            boot=boot_id(),
+            parent_pid=os.getpid(),
+            logs=self.folder,
+        )
+        (self.folder / "job.pickle").write_bytes(pickle.dumps(own))
+        words = [str(self.folder), str(rank), str(local_rank), str(local_size)]
+        with (self.folder / "screen").open("wb") as screen:  # of rank 0; the others write to their logs
+            command = [sys.executable, "-m", "everyrank.launch.worker", *words]
+            self.process = subprocess.Popen(command, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL)
+
+    def give(self, name: str, content: bytes) -> None:
+        """A file for the rank: where rank 0 has opened the store, or the request to stop."""
+        partial = self.folder / f"{name}.partial"
+        partial.write_bytes(content)
+        partial.replace(self.folder / name)
+
+    def take(self) -> tuple[dict[str, bytes], int | None]:
+        """Files of the rank that are new, and the status of its process when it has ended."""
+        status = self.process.poll()
+        new: dict[str, bytes] = {}
+        for path in self.folder.glob("*"):
+            is_log = path.suffix == ".log"
+            wanted = path.name == "address" or path.suffix in (".pid", ".result", ".error", ".exit", ".log")
+            if wanted and (is_log or path.name not in self.sent):
+                self.sent.add(path.name)
+                new[path.name] = path.read_bytes()
+        with (self.folder / "screen").open("rb") as screen:
+            screen.seek(self.shown)
+            new["screen"] = screen.read()
+            self.shown = screen.tell()
+        return new, status
+
+    def end(self) -> None:
+        """End the rank and take the folder away."""
+        import shutil
+
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def main() -> int:
+    """0 when all ranks ended well, else the status of the first that did not."""
+    directory, count, devices, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    signal.signal(signal.SIGTERM, _terminated)
+    content = (directory / "job.pickle").read_bytes()
+    job: Job = pickle.loads(content)  # noqa: S301  (our own parent wrote it)
+    local = {"num_cpus": max(count, os.cpu_count() or 1), "include_dashboard": False} if address == "local" else {}
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
+    places = _places(count, devices)
+    try:
+        return _follow(places, content, directory, job)
+    finally:
+        ray.get([place.end.remote() for place in places])
+        ray.shutdown()
+
+
+def _terminated(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _places(count: int, devices: str) -> list[Any]:
+    """An actor for each rank, those of one node beside each other: then local ranks count up from 0."""
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    wanted = {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" else {})}
+    group = placement_group([wanted] * count, strategy="PACK")
+    if not group.wait(_PLACE_SECONDS):
+        there = ray.available_resources()
+        has = ", ".join(f"{there.get(name, 0):g} {name}" for name in wanted)
+        print(f"Ray found no place for {count} ranks within {_PLACE_SECONDS:g} s; it has {has} free", file=sys.stderr)
+        raise SystemExit(1)
+    strategy = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(count)]
+    options = {"num_cpus": 1, "num_gpus": wanted.get("GPU", 0)}
+    places = [Place.options(scheduling_strategy=one, **options).remote() for one in strategy]
+    nodes = ray.get([place.host.remote() for place in places])
+    order = sorted(range(count), key=lambda index: (nodes.index(nodes[index]), index))
+    return [places[index] for index in order]
+
+
+def _follow(places: list[Any], content: bytes, directory: Path, job: Job) -> int:
+    """Start all, and carry what they leave until they have ended."""
+    nodes = ray.get([place.host.remote() for place in places])
+    sizes, seen = Counter(nodes), Counter[str]()
+    for rank, (place, node) in enumerate(zip(places, nodes, strict=True)):
+        place.start.remote(content, rank, seen[node], sizes[node])
+        seen[node] += 1
+    is_stopping = False
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        taken = ray.get([place.take.remote() for place in places])
+        for files, _ in taken:
+            for name, text in files.items():
+                _carry(name, text, directory, job, places)
+        if not is_stopping and (directory / "stop").exists():
+            is_stopping = True
+            ray.get([place.give.remote("stop", b"") for place in places])
+        statuses = [status for _, status in taken]
+        failed = [status for status in statuses if status]
+        if failed or all(status == 0 for status in statuses):
+            return abs(failed[0]) if failed else 0
+
+
+def _carry(name: str, text: bytes, directory: Path, job: Job, places: list[Any]) -> None:
+    if name == "screen":
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+    elif name == "address":
+        ray.get([place.give.remote(name, text) for place in places[1:]])
+    elif name.endswith(".log"):
+        (job.logs / name).write_bytes(text)
+    else:
+        # a process of another host is nothing that can be signalled here
+        partial = directory / f"{name}.partial"
+        partial.write_bytes(b"" if name.endswith(".pid") else text)
+        partial.replace(directory / name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

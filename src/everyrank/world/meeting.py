@@ -1,0 +1,78 @@
+"""Who waits for whom, over the store. Every wait has a timeout that names who was missing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from everyrank.errors import EveryrankError, RankFailedError, kind_named
+from everyrank.world.noun import World, alone, use_threads
+
+__all__ = ["from_rank_0", "meet", "on_rank_0", "tell"]
+
+T = TypeVar("T")
+
+
+def meet(world: World, where: str) -> None:
+    """Wait until every rank has come to `where` (a name used once). Raises `RankFailedError` naming the missing."""
+    world.store.set(f"{where}/{world.rank}", "here")
+    deadline = time.monotonic() + world.timeout_seconds
+    missing = list(range(world.size))
+    pause = 0.001
+    while missing := [rank for rank in missing if not world.store.check([f"{where}/{rank}"])]:
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, missing))
+            raise RankFailedError(
+                f"rank{'s' * (len(missing) > 1)} {names} did not come to the {where} "
+                f"within {world.timeout_seconds:g} s (--timeout)"
+            )
+        time.sleep(pause)
+        pause = min(0.05, pause * 1.5)
+
+
+def tell(world: World, key: str, text: str | None) -> str:
+    """Rank 0's `text` under `key` (a name used once) on every rank; the others pass None and wait as long as it takes.
+
+    There is no time limit, because rank 0 may be training alone; the launcher ends this rank when rank 0 dies.
+    """
+    if world.rank == 0:
+        assert text is not None
+        world.store.set(f"tell/{key}", text)
+        return text
+    pause = 0.001
+    while not world.store.check([f"tell/{key}"]):
+        time.sleep(pause)
+        pause = min(0.05, pause * 1.5)
+    return world.store.get(f"tell/{key}").decode()
+
+
+def on_rank_0(world: World, key: str, function: Callable[[], T]) -> T | None:
+    """Call `function` on rank 0, with all the threads of the host, while the others wait; None on those.
+
+    What it raises is raised on every rank: a workload that is wrong is wrong everywhere.
+    """
+    return _on_rank_0(world, key, function, lambda _: "")[0]
+
+
+def from_rank_0(world: World, key: str, function: Callable[[], Any]) -> Any:
+    """`on_rank_0`, and what the function returns (of what JSON can carry) on every rank."""
+    return json.loads(_on_rank_0(world, key, function, json.dumps)[1])
+
+
+def _on_rank_0(world: World, key: str, function: Callable[[], T], encode: Callable[[T], str]) -> tuple[T | None, str]:
+    if world.rank != 0:
+        error, _, text = tell(world, key, None).partition("\n")
+        if error:
+            raise kind_named(error)(text)
+        return None, text
+    use_threads(alone(world).threads)
+    try:
+        result = function()
+    except EveryrankError as error:
+        tell(world, key, f"{type(error).__name__}\n{error}")
+        raise
+    finally:
+        use_threads(world.threads)
+    return result, tell(world, key, "\n" + encode(result)).partition("\n")[2]

@@ -1,0 +1,77 @@
+"""One rank's place in the world, and what is chosen for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from everyrank.errors import CannotRunError, UsageError
+from everyrank.launch import num_cores
+
+__all__ = ["World", "alone", "choose_backend", "choose_device", "use_threads"]
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place in the world.
+
+    rank, size              over all hosts
+    local_rank, local_size  on this host
+    device                  where this rank computes
+    backend                 what carries its collectives: gloo or nccl
+    threads                 CPU threads of this rank: cores of the host // ranks on it
+    loader_workers          data loader processes of this rank
+    timeout_seconds         longest wait for another rank
+    store                   where ranks leave each other small notes
+    group                   all ranks; None in the world of one that `alone` makes inside a larger one
+    hosts                   the name of each rank's host
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    threads: int
+    loader_workers: int
+    timeout_seconds: float
+    store: dist.Store
+    group: dist.ProcessGroup | None
+    hosts: tuple[str, ...] = ()
+
+
+def choose_device(asked: str | None, num_cuda: int) -> str:
+    """The type of device: cpu or cuda. Raises `CannotRunError` for cuda on a machine without it."""
+    if asked == "cuda" and num_cuda == 0:
+        raise CannotRunError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return asked or ("cuda" if num_cuda else "cpu")
+
+
+def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
+    """The backend, and why. Raises `UsageError` for nccl where it cannot work."""
+    if device == "cpu":
+        if asked == "nccl":
+            raise UsageError("--backend nccl: it moves CUDA tensors only; use gloo with --device cpu")
+        return "gloo", "the tensors are on CPU"
+    if local_size > num_cuda:
+        why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}, which nccl refuses"
+        if asked == "nccl":
+            raise UsageError(f"--backend nccl: {why}; use gloo, or --processes {num_cuda}")
+        return "gloo", why
+    return (asked, "asked for") if asked else ("nccl", "one CUDA device for each rank")
+
+
+def alone(world: World) -> World:
+    """The world of one in which rank 0 runs alone, with all the threads and devices of this host."""
+    # as many loader workers as all ranks of the host have together: no layout is fed faster than another
+    workers = world.loader_workers * world.local_size if world.size > 1 else world.loader_workers
+    return replace(world, rank=0, size=1, threads=num_cores(), loader_workers=workers, group=None)
+
+
+def use_threads(threads: int) -> None:
+    """Compute with this many CPU threads from now on."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

@@ -1,0 +1,136 @@
+"""The one place where a process group is made, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import itertools
+import os
+import time
+from collections.abc import Generator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from everyrank.launch import Launch, RankFacts, num_cores
+from everyrank.launch.hosts import choose_interface, usable_interfaces
+from everyrank.world.company import Lookout, introduce, is_an_answer, met
+from everyrank.world.meeting import meet
+from everyrank.world.noun import World, choose_backend, choose_device, use_threads
+from everyrank.world.stores import Meeting, open_store
+
+__all__ = ["open_world"]
+
+_LONGEST_GOODBYE_SECONDS = 10.0
+_WORLDS_OPENED = itertools.count()
+
+
+@contextlib.contextmanager
+def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
+    """Meet the other ranks, and part from them when the block ends well.
+
+    After an exception nobody is waited for: the launcher ends the other ranks.
+    Raises `RankFailedError` that names the ranks which did not come within `launch.timeout_seconds`.
+    """
+    num_cuda = torch.cuda.device_count()
+    kind = choose_device(launch.device, num_cuda)
+    backend, _ = choose_backend(launch.backend, kind, facts.local_size, num_cuda)
+    device = torch.device("cuda", facts.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    meeting = open_store(facts, launch)
+    world = World(
+        rank=facts.rank,
+        size=facts.size,
+        local_rank=facts.local_rank,
+        local_size=facts.local_size,
+        device=device,
+        backend=backend,
+        threads=max(1, num_cores() // facts.local_size),
+        loader_workers=launch.loader_workers,
+        timeout_seconds=launch.timeout_seconds,
+        # A store may outlive a world: another attempt, or another world of the same process, has other names in it.
+        store=dist.PrefixStore(f"everyrank/{facts.attempt}/{next(_WORLDS_OPENED)}", meeting.store),
+        group=None,
+    )
+    use_threads(world.threads)
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
+    introduce(world.store, world.rank)
+    meet(world, "start")
+    world = replace(world, hosts=met(world.store, world.size))
+    with _on_interface(launch, meeting), _on_the_lookout(world, facts):
+        dist.init_process_group(
+            # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=dist.PrefixStore("group", world.store),
+            rank=facts.rank,
+            world_size=facts.size,
+            timeout=datetime.timedelta(seconds=launch.timeout_seconds),
+            device_id=device if backend == "nccl" else None,
+        )
+        yield replace(world, group=dist.group.WORLD)
+        # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
+        gc.unfreeze()
+        gc.collect()
+        meet(world, "end")
+    dist.destroy_process_group()
+    _leave(world, facts.hosts_store or (meeting.file is not None and world.rank == 0))
+    if meeting.file is not None and world.rank == 0:
+        meeting.file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _on_interface(launch: Launch, meeting: Meeting) -> Generator[None]:
+    """Ranks of one host stay on loopback; those of several take the interface that leads to where they met.
+
+    gloo and NCCL read it from the environment whenever a group is made.
+    """
+    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    name, _ = choose_interface(launch.interface, before["GLOO_SOCKET_IFNAME"], meeting.address, usable_interfaces())
+    for variable, value in before.items():
+        if name is not None and (value is None or launch.interface is not None):
+            os.environ[variable] = name
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+
+
+@contextlib.contextmanager
+def _on_the_lookout(world: World, facts: RankFacts) -> Generator[None]:
+    """Between hosts, an error that another rank caused becomes that rank's. On one host the launcher sees to it."""
+    if facts.local_size == facts.size:
+        yield
+        return
+    lookout = Lookout(world.store, world.rank, world.hosts, world.timeout_seconds, facts.fail)
+    try:
+        yield
+    except Exception as error:
+        if not is_an_answer(error):
+            lookout.report(error)
+            time.sleep(1.0)  # this rank may have the store open in which the others read that
+            raise
+        cause = lookout.first_failure()
+        if cause is None:
+            raise
+        raise cause from error
+    finally:
+        lookout.end()
+
+
+def _leave(world: World, hosts_store: bool) -> None:
+    """Go, the rank that hosts the store last: the others still ask it who has come to the end."""
+    if not hosts_store:
+        world.store.set(f"left/{world.rank}", "gone")
+        return
+    deadline = time.monotonic() + _LONGEST_GOODBYE_SECONDS
+    waiting = [f"left/{rank}" for rank in range(world.size) if rank != world.rank]
+    while time.monotonic() < deadline and waiting and not world.store.check(waiting):
+        time.sleep(0.005)
