@@ -164,9 +164,9 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
         time.sleep(0.05)
     subprocess.run(["scancel", "--batch", "--signal=USR1", number], env={**os.environ, **slurm}, check=True)
     said = tmp_path / f"slurm-{number}.out"
-    while time.monotonic() < deadline and "in the queue again" not in said.read_text():
+    while time.monotonic() < deadline and "waits in the queue again" not in said.read_text():
         time.sleep(0.1)
-    assert "in the queue again" in said.read_text()
+    assert "waits in the queue again" in said.read_text()
     # Slurm waits two minutes before a job that was put back may begin again; a person may say that it need not
     while not (tmp_path / "r.json").exists() and time.monotonic() < deadline + 120:
         subprocess.run(

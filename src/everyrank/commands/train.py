@@ -10,7 +10,8 @@ from pathlib import Path
 
 from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import add_common, check_writable, source_of
-from everyrank.errors import UsageError
+from everyrank.errors import StoppedError, UsageError
+from everyrank.launch import slurm
 from everyrank.layout import parse_layout
 from everyrank.record import write_records
 from everyrank.runs import checkpoints_of, find_checkpoint
@@ -101,6 +102,12 @@ def run(args: argparse.Namespace) -> int:
             save_async=args.save_async,
             trackers=args.tracker,
         )
+    except StoppedError as error:
+        job = os.environ.get("SLURM_JOB_ID")
+        if args.requeue and job is not None:
+            print(f"{error}; job {job} waits in the queue again", flush=True)  # Slurm ends what is left of it
+            slurm.requeue(job)
+        raise
     except UsageError as error:
         if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
             shutil.rmtree(out, ignore_errors=True)  # nobody asked for this folder

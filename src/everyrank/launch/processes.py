@@ -104,7 +104,7 @@ def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[
     """Call it in this rank, which somebody else started; an error of its own gets a label and a log."""
 
     def fail(error: BaseException) -> None:
-        print(f"everyrank: {error}", file=sys.stderr, flush=True)
+        print(f"everyrank: rank {facts.rank} of {facts.size} on {host_name()}: {error}", file=sys.stderr, flush=True)
         os._exit(getattr(error, "exit_status", EveryrankError.exit_status))
 
     try:

@@ -242,7 +242,9 @@ class Ranks:
 def _child_environment() -> dict[str, str]:
     # The world sets the number of threads itself; the first variable only spares torchrun its warning. The other tells
     # rich, in rank 0, whether there is a terminal at the end of what a launcher passes on.
-    return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": str(int(sys.stdout.isatty())), **os.environ}
+    # c10d warns when it cannot find the name of an address, which nobody asked for.
+    terminal = str(int(sys.stdout.isatty()))
+    return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": terminal, "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
 
 
 def _row(rank: int, code: int) -> dict[str, Any]:

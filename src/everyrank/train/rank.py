@@ -23,7 +23,7 @@ from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.options import TrainOptions
 from everyrank.record import Record
-from everyrank.runs import About, best_of, checkpoint_named, checkpoints_of, leave_behind, score_of
+from everyrank.runs import About, best_of, checkpoint_named, checkpoints_of, find_checkpoint, leave_behind, score_of
 from everyrank.strategies import prepare
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.pace import Pace
@@ -55,7 +55,7 @@ def train_rank(
             heard = [signal.SIGUSR1] if launch.launcher == "torchrun" else [signal.SIGTERM, signal.SIGUSR1]
             stop = stack.enter_context(listen(*heard))
         world = stack.enter_context(open_world(facts, launch))
-        options = _agreed(options, world)
+        options = _agreed(options, world, facts.attempt)
         if isinstance(what, Source):
             what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
         workload = load(what)
@@ -94,9 +94,14 @@ def train_rank(
         return record
 
 
-def _agreed(options: TrainOptions, world: World) -> TrainOptions:
-    """Rank 0's folders: where others start the ranks, each has looked for itself, and made up a name of its own."""
+def _agreed(options: TrainOptions, world: World, attempt: int) -> TrainOptions:
+    """Rank 0's folders: where others start the ranks, each has looked for itself, and made up a name of its own.
+
+    Ranks that an elastic launcher starts again go on from what the attempt before has saved.
+    """
     places = {"out": options.out, "resume": options.resume}
+    if world.rank == 0 and attempt > 0 and options.out is not None and checkpoints_of(options.out):
+        places["resume"] = find_checkpoint(options.out).path
     told = from_rank_0(world, "places", lambda: {name: str(place) if place else None for name, place in places.items()})
     return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
 

@@ -143,19 +143,17 @@ class Lookout:
     def _lost(self, seconds: float) -> RankFailedError | None:
         """Whoever has not been heard of for so long."""
         now = time.monotonic()
+        why = "killed, or the host or the link to it is down"
         if now > self.answered + seconds:
-            return RankFailedError(
-                f"rank 0 on {self.hosts[0]} has not answered for {now - self.answered:.0f} s: it was killed, or its "
-                f"host or the link to it is down (seen from rank {self.rank} on {self.hosts[self.rank]})"
-            )
-        silent = [rank for rank, heard in enumerate(self.heard) if now > heard + seconds and rank != self.rank]
-        if not silent:
+            there = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[0]]
+            return RankFailedError(f"{hosts_text(there, self.hosts)}: no answer for {now - self.answered:.0f} s: {why}")
+        silences = {rank: now - heard for rank, heard in enumerate(self.heard) if rank != self.rank}
+        longest = max(silences.values(), default=0.0)
+        if longest < seconds:
             return None
-        longest = max(now - self.heard[rank] for rank in silent)
-        return RankFailedError(
-            f"{hosts_text(silent, self.hosts)}: no sign for {longest:.0f} s: killed, or the host or the link to it is "
-            f"down (seen from rank {self.rank} on {self.hosts[self.rank]})"
-        )
+        # one host's ranks fall silent within a beat or two of each other
+        silent = [rank for rank, silence in silences.items() if silence > longest - 3 * _BEAT_SECONDS]
+        return RankFailedError(f"{hosts_text(silent, self.hosts)}: no sign for {longest:.0f} s: {why}")
 
     def report(self, error: BaseException) -> None:
         """Tell the others what this rank met, where it was the first to."""
