@@ -6,6 +6,7 @@ folder here and one like it on their host, so no storage has to be shared: the j
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -16,12 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import ray
-
 from everyrank.launch.job import Job
 
 __all__ = ["main"]
 
+ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
 _LOOK_SECONDS = 0.1
 _PLACE_SECONDS = 120.0
 
@@ -116,19 +116,19 @@ def _terminated(number: int, _: FrameType | None) -> NoReturn:
 
 def _places(count: int, devices: str) -> list[Any]:
     """An actor for each rank, those of one node beside each other: then local ranks count up from 0."""
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+    groups, strategies = importlib.import_module("ray.util"), importlib.import_module("ray.util.scheduling_strategies")
     wanted = {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" else {})}
-    group = placement_group([wanted] * count, strategy="PACK")
+    group = groups.placement_group([wanted] * count, strategy="PACK")
     if not group.wait(_PLACE_SECONDS):
         there = ray.available_resources()
         has = ", ".join(f"{there.get(name, 0):g} {name}" for name in wanted)
         print(f"Ray found no place for {count} ranks within {_PLACE_SECONDS:g} s; it has {has} free", file=sys.stderr)
         raise SystemExit(1)
-    strategy = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(count)]
+    place_in: Any = strategies.PlacementGroupSchedulingStrategy
+    strategy = [place_in(group, placement_group_bundle_index=index) for index in range(count)]
     options = {"num_cpus": 1, "num_gpus": wanted.get("GPU", 0)}
-    places = [Place.options(scheduling_strategy=one, **options).remote() for one in strategy]
+    actor: Any = Place
+    places = [actor.options(scheduling_strategy=one, **options).remote() for one in strategy]
     nodes = ray.get([place.host.remote() for place in places])
     order = sorted(range(count), key=lambda index: (nodes.index(nodes[index]), index))
     return [places[index] for index in order]

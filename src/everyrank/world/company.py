@@ -101,7 +101,8 @@ class Lookout:
         fail: Callable[[BaseException], None] | None,
     ) -> None:
         # a store of its own: one that waits for an answer keeps others from asking
-        self.store, self.rank, self.hosts = store.clone(), rank, hosts
+        own: Any = store
+        self.store, self.rank, self.hosts = own.clone(), rank, hosts
         self.store.set_timeout(datetime.timedelta(seconds=min(5.0, timeout_seconds)))
         self.limit_seconds, self.fail = _SILENT_AFTER * timeout_seconds, fail
         self.beats = [b""] * len(hosts)

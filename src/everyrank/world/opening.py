@@ -24,6 +24,7 @@ from everyrank.world.stores import Meeting, open_store
 __all__ = ["open_world"]
 
 _LONGEST_GOODBYE_SECONDS = 10.0
+_SHORT_GOODBYE_SECONDS = 1.5  # after an error
 _WORLDS_OPENED = itertools.count()
 
 
@@ -61,7 +62,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     introduce(world.store, world.rank)
     meet(world, "start")
     world = replace(world, hosts=met(world.store, world.size))
-    with _on_interface(launch, meeting), _on_the_lookout(world, facts):
+    with _on_interface(launch, meeting), _leaving_together(world, meeting.is_host), _on_the_lookout(world, facts):
         dist.init_process_group(
             # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -77,7 +78,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
         gc.collect()
         meet(world, "end")
     dist.destroy_process_group()
-    _leave(world, facts.hosts_store or (meeting.file is not None and world.rank == 0))
+    _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
     if meeting.file is not None and world.rank == 0:
         meeting.file.unlink(missing_ok=True)
 
@@ -115,7 +116,6 @@ def _on_the_lookout(world: World, facts: RankFacts) -> Generator[None]:
     except Exception as error:
         if not is_an_answer(error):
             lookout.report(error)
-            time.sleep(1.0)  # this rank may have the store open in which the others read that
             raise
         cause = lookout.first_failure()
         if cause is None:
@@ -125,12 +125,23 @@ def _on_the_lookout(world: World, facts: RankFacts) -> Generator[None]:
         lookout.end()
 
 
-def _leave(world: World, hosts_store: bool) -> None:
+@contextlib.contextmanager
+def _leaving_together(world: World, is_host: bool) -> Generator[None]:
+    """After an error, too, the store stays for a moment: others still read there what this rank has told them."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(Exception):
+            _leave(world, is_host, _SHORT_GOODBYE_SECONDS)
+        raise
+
+
+def _leave(world: World, is_host: bool, seconds: float) -> None:
     """Go, the rank that hosts the store last: the others still ask it who has come to the end."""
-    if not hosts_store:
+    if not is_host:
         world.store.set(f"left/{world.rank}", "gone")
         return
-    deadline = time.monotonic() + _LONGEST_GOODBYE_SECONDS
+    deadline = time.monotonic() + seconds
     waiting = [f"left/{rank}" for rank in range(world.size) if rank != world.rank]
     while time.monotonic() < deadline and waiting and not world.store.check(waiting):
         time.sleep(0.005)

@@ -42,13 +42,13 @@ class Meeting:
 
     store     that of torch
     address   of this host on the way there; None where all ranks are on this host, or nobody can say
+    is_host   whether this rank keeps it open, and so has to leave last
     file      that of a file:// method, to be removed when all have gone
-    shown     as it was asked for
     """
 
     store: dist.Store
     address: str | None
-    shown: str
+    is_host: bool
     file: Path | None = None
 
 
@@ -79,7 +79,7 @@ def open_store(facts: RankFacts, launch: Launch) -> Meeting:
     if not is_alone and not (facts.started_by == "slurm" and host.startswith("127.")):
         check_reachable(host, "the rendezvous at")
     store = _tcp(host, port, hosts_store, timeout, is_alone)
-    return Meeting(store, None if is_alone else local_address_towards(host), method)
+    return Meeting(store, None if is_alone else local_address_towards(host), hosts_store)
 
 
 def _of_environment(environment: Mapping[str, str], facts: RankFacts) -> tuple[str, bool]:
@@ -104,7 +104,7 @@ def _by_function(facts: RankFacts, launch: Launch) -> Meeting:
         raise WorkloadError(f"init_method: {describe(error)}") from error
     if not isinstance(store, dist.Store):
         raise WorkloadError(f"init_method returned {type(store).__name__}; return a torch.distributed.Store")
-    return Meeting(store, None, "a store from Python")
+    return Meeting(store, None, is_host=facts.rank == 0)
 
 
 def _by_file(path: Path, facts: RankFacts, timeout_seconds: float) -> Meeting:
@@ -120,7 +120,7 @@ def _by_file(path: Path, facts: RankFacts, timeout_seconds: float) -> Meeting:
             raise UsageError(
                 f"file://{path}: a run {age:,.0f} s ago left that file behind; remove it, or give another name"
             )
-    return Meeting(dist.FileStore(str(path), facts.size), None, f"file://{path}", path)
+    return Meeting(dist.FileStore(str(path), facts.size), None, facts.rank == 0, path)
 
 
 def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelta) -> Meeting:
@@ -136,7 +136,7 @@ def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelt
         partial.write_text(json.dumps(row))
         partial.replace(path)
         others = addresses[0] if addresses and not is_alone else None
-        return Meeting(store, others, f"port {store.port}")
+        return Meeting(store, others, is_host=True)
     deadline = time.monotonic() + timeout.total_seconds()
     while not path.exists():
         if time.monotonic() > deadline:
@@ -145,11 +145,11 @@ def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelt
     row = json.loads(path.read_text())
     if row["boot"] == boot_id():
         store = _tcp("127.0.0.1", row["port"], False, timeout, is_alone)
-        return Meeting(store, None, f"port {row['port']}")
+        return Meeting(store, None, is_host=False)
     for address in row["addresses"]:
         if _answers(address, row["port"]):
             store = _tcp(address, row["port"], False, timeout, is_alone)
-            return Meeting(store, local_address_towards(address), f"{row['host']}:{row['port']}")
+            return Meeting(store, local_address_towards(address), is_host=False)
     tried = ", ".join(row["addresses"]) or "no address at all"
     raise RankFailedError(
         f"rank 0's host {row['host']} does not answer on port {row['port']} at {tried}: is there a firewall between?"
