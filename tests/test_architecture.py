@@ -88,7 +88,7 @@ INSIDE = {
         "resources",
         "inside",
     ],
-    "doctor": ["findings", "machine", "network", "software", "selftest", "examination"],
+    "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],
     "commands": ["launching", "shared", "train", "verify", "bench", "predict", "checkpoint", "report", "doctor", "new"],
     "report": ["table", "beside", "terminal", "markdown", "drawing", "charts", "page"],
 }

@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from everyrank.commands.launching import add_launching, launch_of
 from everyrank.commands.shared import check_writable, close_output
-from everyrank.errors import CHECK_FAILED
+from everyrank.errors import CHECK_FAILED, UsageError
 from everyrank.launch import Launch
 
 __all__ = ["HELP", "add", "run"]
@@ -19,21 +20,28 @@ HELP = "what this machine can run, why not the rest, and what to do"
 def add(parser: argparse.ArgumentParser) -> None:
     """Its words."""
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="longest wait of a self-test, in seconds"
+        "--launch",
+        action="store_true",
+        help="why does it not start? look at what launchers left, where ranks would meet, and at each rank of a start",
     )
+    add_launching(parser, default_processes=2)
+    parser.set_defaults(timeout=60.0, workers=0)
     parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
-    from everyrank.doctor import examine, paste
+    from everyrank.doctor import Examination, examine, examine_launch, paste
     from everyrank.progress import progress
     from everyrank.report import print_findings
 
     Launch(timeout_seconds=args.timeout)  # it refuses what is no time
     check_writable(args.json)
-    with progress(5, show=True) as begin:
-        examination = examine(args.timeout, begin)
+    if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
+        raise UsageError("doctor looks at a launcher with --launch: add it")
+    launch = launch_of(args) if args.launch else None
+    with progress(3 if launch else 5, show=True) as begin:
+        examination = Examination(examine_launch(launch, begin)) if launch else examine(args.timeout, begin)
     if args.json is not None:
         args.json.write_text(json.dumps(examination.as_json(), indent=1) + "\n", encoding="utf-8")
     try:

@@ -5,6 +5,7 @@ machine.py        cores, threads, memory, files, shared memory
 network.py        interfaces, host name, ports, the environment of launchers
 software.py       versions, known-bad combinations, optional frameworks
 selftest.py       in ranks of its own, with torch: devices, backends, and collectives with known answers
+launching.py      why a start fails: who started us, where ranks meet, a real start and a look at each rank
 examination.py    all of it in order
 
 Each check is a plain function of what it looks at, so that a machine that is ill can be made up in a test.
@@ -12,5 +13,6 @@ Each check is a plain function of what it looks at, so that a machine that is il
 
 from everyrank.doctor.examination import Examination, examine, paste
 from everyrank.doctor.findings import Finding
+from everyrank.doctor.launching import examine_launch
 
-__all__ = ["Examination", "Finding", "examine", "paste"]
+__all__ = ["Examination", "Finding", "examine", "examine_launch", "paste"]

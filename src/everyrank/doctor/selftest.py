@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import everyrank
 from everyrank.launch import Launch, RankFacts
-from everyrank.world import World, open_world
+from everyrank.launch.hosts import host_name
+from everyrank.world import World, choose_backend, meet, open_world
 
-__all__ = ["selftest_rank"]
+__all__ = ["introduce_rank", "selftest_rank"]
 
 _LENGTHS = (3, 262_144)  # a handful, and a MiB
 
@@ -20,6 +26,48 @@ def selftest_rank(facts: RankFacts, launch: Launch) -> dict[str, Any]:
     with open_world(facts, launch) as world:
         wrong = [text for length in _LENGTHS for text in _wrong_answers(world, length)]
         return {"backend": world.backend, "device": str(world.device), "torch": _torch_facts(), "wrong": wrong}
+
+
+def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
+    """Who and where each rank is, by rank; on rank 0, [] elsewhere. `skew_seconds` is that of its clock to rank 0's."""
+    begun = time.monotonic()
+    with open_world(facts, launch) as world:
+        num_cuda = torch.cuda.device_count()
+        own: dict[str, Any] = {
+            "rank": world.rank,
+            "host": host_name(),
+            "pid": os.getpid(),
+            "local_rank": world.local_rank,
+            "local_size": world.local_size,
+            "device": str(world.device),
+            "backend": world.backend,
+            "why": choose_backend(launch.backend, world.device.type, world.local_size, num_cuda)[1],
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME", "what the backend chose"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "everyrank": everyrank.__version__,
+            "skew_seconds": _clock_skew(world),
+            "seconds": time.monotonic() - begun,
+        }
+        world.store.set(f"introduced/{world.rank}", json.dumps(own))
+        meet(world, "looked at")
+        if world.rank != 0:
+            return []
+        return [json.loads(world.store.get(f"introduced/{rank}")) for rank in range(world.size)]
+
+
+def _clock_skew(world: World) -> float:
+    """Half the way to rank 0 and back, as NTP does it: a broadcast of its clock, the quickest of a few."""
+    found: list[tuple[float, float]] = []
+    for _ in range(5):
+        dist.barrier(group=world.group)
+        sent = time.time()
+        clock = torch.tensor([time.time()], dtype=torch.float64, device=world.device)
+        dist.broadcast(clock, src=0, group=world.group)
+        received = time.time()
+        found.append((received - sent, received - float(clock[0])))
+    quickest, skew = min(found)
+    return 0.0 if world.rank == 0 else skew - quickest / 2
 
 
 def _wrong_answers(world: World, length: int) -> list[str]:

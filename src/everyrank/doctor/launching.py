@@ -1,0 +1,168 @@
+"""Why did it not start? The environment of launchers, the meeting place, and a real start with a look at each rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everyrank.doctor.findings import PROBLEM, Finding, absent, ok, problem, warning
+from everyrank.doctor.network import check_network
+from everyrank.errors import EveryrankError, UsageError
+from everyrank.launch import Launch, Named, mpi, run, slurm
+from everyrank.launch.hosts import (
+    addresses_of,
+    check_reachable,
+    choose_interface,
+    local_address_towards,
+    split_endpoint,
+    usable_interfaces,
+)
+
+__all__ = ["check_rendezvous", "check_slurm", "check_start", "examine_launch"]
+
+_MOST_SKEW_SECONDS = 1.0
+
+
+def examine_launch(launch: Launch, begin: Callable[[str], None] = lambda _: None) -> dict[str, list[Finding]]:
+    """By section. Starts the ranks of `launch` once, unless something is found that would keep them from starting."""
+    begin("environment")
+    environment = [*check_network(os.environ), *check_slurm(os.environ), check_program(launch)]
+    begin("meeting")
+    meeting = check_rendezvous(launch)
+    begin("start")
+    bad = [finding for finding in [*environment, *meeting] if finding.status == PROBLEM]
+    not_tried = [absent("start", f"not tried, because of the problem with {found.what}") for found in bad[:1]]
+    return {"environment": environment, "meeting": meeting, "start": not_tried or check_start(launch)}
+
+
+def check_program(launch: Launch) -> Finding:
+    """Whether the launcher is here."""
+    try:
+        if launch.launcher == "mpi":
+            mpi.require()
+            return ok("mpi", f"{mpi.program()}", private=True)
+        if launch.launcher == "slurm":
+            slurm.require("srun")
+            return ok("slurm", f"{shutil.which('srun')}", private=True)
+    except EveryrankError as error:
+        return problem(launch.launcher, str(error), "or another --launcher")
+    return ok(launch.launcher, "comes with everyrank" if launch.launcher == "spawn" else "starts in this Python")
+
+
+def check_slurm(environment: Mapping[str, str]) -> list[Finding]:
+    """Variables of Slurm that contradict each other, or mpirun's."""
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        return []
+    found: list[Finding] = []
+    nodes, tasks = environment.get("SLURM_NNODES", "1"), environment.get("SLURM_NTASKS")
+    if environment.get("SLURM_STEP_ID") is None:
+        found.append(ok("Slurm", f"job {job}: {tasks or 'no number of'} tasks on {nodes} nodes; use --launcher slurm"))
+    per_node = environment.get("SLURM_NTASKS_PER_NODE")
+    if tasks and per_node and per_node.isdecimal() and int(per_node) * int(nodes) != int(tasks):
+        found.append(
+            problem(
+                "Slurm",
+                f"SLURM_NTASKS={tasks}, but SLURM_NTASKS_PER_NODE={per_node} on {nodes} nodes",
+                f"--ntasks={int(per_node) * int(nodes)}, or leave one of the two out",
+            )
+        )
+    size = environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("PMI_SIZE")
+    if size and tasks and size != tasks:
+        found.append(
+            problem("Slurm", f"SLURM_NTASKS={tasks}, but mpirun started {size}", f"mpirun -n {tasks}, or srun alone")
+        )
+    return found
+
+
+def check_rendezvous(launch: Launch) -> list[Finding]:
+    """The place where the ranks would meet, and the interface they would talk over."""
+    found: list[Finding] = []
+    endpoint = launch.rendezvous
+    if endpoint is None and isinstance(launch.init_method, str) and launch.init_method.startswith("tcp://"):
+        endpoint = launch.init_method.removeprefix("tcp://")
+    host = None
+    if endpoint is not None:
+        host, port = split_endpoint(endpoint, "--rendezvous")
+        try:
+            if launch.nodes > 1:
+                check_reachable(host, "--rendezvous")
+            found.append(_check_endpoint(host, port))
+        except UsageError as error:
+            found.append(problem("rendezvous", str(error), "see docs/launching.md", private=True))
+    try:
+        own = local_address_towards(host) if host is not None and launch.nodes > 1 else None
+        variable = os.environ.get("GLOO_SOCKET_IFNAME")
+        name, why = choose_interface(launch.interface, variable, own, usable_interfaces())
+        found.append(ok("interface", f"{name or 'the backend chooses'}: {why}", private=True))
+    except UsageError as error:
+        found.append(problem("interface", str(error), "leave it out, or name one of those"))
+    return found
+
+
+def _check_endpoint(host: str, port: int) -> Finding:
+    """Free where this is the host itself, else answered, or refused, by another."""
+    own = set(usable_interfaces().values())
+    if own.intersection(addresses_of(host)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((addresses_of(host)[0], port))
+            except OSError as error:
+                return problem(
+                    "rendezvous", f"{host}:{port}: {os.strerror(error.errno or 0)}", "give another port", True
+                )
+        return ok("rendezvous", f"{host}:{port} is this host, and the port is free", private=True)
+    try:
+        with socket.create_connection((host, port), timeout=5.0):
+            return ok("rendezvous", f"{host}:{port} answers", private=True)
+    except ConnectionRefusedError:
+        return warning(
+            "rendezvous", f"{host}:{port} can be reached, and nobody listens there yet", "start node 0 first", True
+        )
+    except OSError as error:
+        return problem(
+            "rendezvous",
+            f"{host}:{port} does not answer: {error.strerror or error}",
+            "is there a firewall, or another network between?",
+            private=True,
+        )
+
+
+def check_start(launch: Launch) -> list[Finding]:
+    """Start the ranks, and look at where each of them is."""
+    try:
+        answers = run(launch, Named("everyrank.doctor.selftest:introduce_rank"), launch)
+    except EveryrankError as error:
+        log = f"the whole traceback is in {error.log}" if error.log else "docs/launching.md has the usual causes"
+        return [problem("start", f"{launch.launcher}: {error}", log, private=True)]
+    rows: list[dict[str, Any]] = answers.get(0) or []
+    if not rows:
+        return [ok("start", f"{len(answers)} ranks of this host started; rank 0's host has the rest")]
+    first = rows[0]
+    found = [
+        ok("start", f"{len(rows)} ranks by {launch.launcher} in {max(row['seconds'] for row in rows):.1f} s"),
+        ok("backend", f"{first['backend']}: {first['why']}"),
+        ok(
+            "versions", f"torch {first['torch']}, Python {first['python']}, everyrank {first['everyrank']} on all ranks"
+        ),
+    ]
+    for row in rows:
+        text = f"on {row['host']}, process {row['pid']}, local rank {row['local_rank']} of {row['local_size']}"
+        found.append(ok(f"rank {row['rank']}", f"{text}, {row['device']}, over {row['interface']}", private=True))
+    skew = max((abs(row["skew_seconds"]), row["host"]) for row in rows)
+    if skew[0] > _MOST_SKEW_SECONDS:
+        found.append(
+            warning(
+                "clocks",
+                f"that of {skew[1]} differs by {skew[0]:.1f} s from rank 0's: logs of several hosts cannot be compared",
+                "chronyc makestep, or ask who runs the machines",
+                private=True,
+            )
+        )
+    else:
+        found.append(ok("clocks", f"within {max(skew[0], 0.001):.3f} s of each other"))
+    return found
