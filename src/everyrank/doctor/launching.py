@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,7 +97,7 @@ def check_rendezvous(launch: Launch) -> list[Finding]:
     try:
         own = local_address_towards(host) if host is not None and launch.nodes > 1 else None
         variable = os.environ.get("GLOO_SOCKET_IFNAME")
-        name, why = choose_interface(launch.interface, variable, own, usable_interfaces())
+        name, why = choose_interface(launch.interface, variable, launch.nodes == 1, own, usable_interfaces())
         found.append(ok("interface", f"{name or 'the backend chooses'}: {why}", private=True))
     except UsageError as error:
         found.append(problem("interface", str(error), "leave it out, or name one of those"))
@@ -134,17 +135,19 @@ def _check_endpoint(host: str, port: int) -> Finding:
 
 def check_start(launch: Launch) -> list[Finding]:
     """Start the ranks, and look at where each of them is."""
+    begun = time.monotonic()
     try:
         answers = run(launch, Named("everyrank.doctor.selftest:introduce_rank"), launch)
     except EveryrankError as error:
         log = f"the whole traceback is in {error.log}" if error.log else "docs/launching.md has the usual causes"
         return [problem("start", f"{launch.launcher}: {error}", log, private=True)]
+    seconds = time.monotonic() - begun
     rows: list[dict[str, Any]] = answers.get(0) or []
     if not rows:
         return [ok("start", f"{len(answers)} ranks of this host started; rank 0's host has the rest")]
     first = rows[0]
     found = [
-        ok("start", f"{len(rows)} ranks by {launch.launcher} in {max(row['seconds'] for row in rows):.1f} s"),
+        ok("start", f"{len(rows)} ranks by {launch.launcher}, started, met and gone in {seconds:.1f} s"),
         ok("backend", f"{first['backend']}: {first['why']}"),
         ok(
             "versions", f"torch {first['torch']}, Python {first['python']}, everyrank {first['everyrank']} on all ranks"

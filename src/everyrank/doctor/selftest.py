@@ -30,7 +30,6 @@ def selftest_rank(facts: RankFacts, launch: Launch) -> dict[str, Any]:
 
 def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
     """Who and where each rank is, by rank; on rank 0, [] elsewhere. `skew_seconds` is that of its clock to rank 0's."""
-    begun = time.monotonic()
     with open_world(facts, launch) as world:
         num_cuda = torch.cuda.device_count()
         own: dict[str, Any] = {
@@ -47,7 +46,6 @@ def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
             "python": platform.python_version(),
             "everyrank": everyrank.__version__,
             "skew_seconds": _clock_skew(world),
-            "seconds": time.monotonic() - begun,
         }
         world.store.set(f"introduced/{world.rank}", json.dumps(own))
         meet(world, "looked at")

@@ -116,13 +116,18 @@ def check_reachable(host: str, flag: str) -> None:
 
 
 def choose_interface(
-    asked: str | None, variable: str | None, own_address: str | None, interfaces: Mapping[str, str]
+    asked: str | None,
+    variable: str | None,
+    is_one_machine: bool,
+    own_address: str | None,
+    interfaces: Mapping[str, str],
 ) -> tuple[str | None, str]:
     """The network interface that ranks talk over, and why; None leaves the choice to the backend.
 
-    asked         by --interface
-    variable      GLOO_SOCKET_IFNAME of the environment
-    own_address   of this host, on the way to where the ranks meet; None: all ranks are on this host
+    asked            by --interface
+    variable         GLOO_SOCKET_IFNAME of the environment
+    is_one_machine   whether all ranks are on this one
+    own_address      of this machine, on the way to the others; None where it is not known
     """
     if asked is not None:
         if asked not in interfaces:
@@ -130,8 +135,10 @@ def choose_interface(
         return asked, "asked for"
     if variable:
         return None, f"GLOO_SOCKET_IFNAME={variable}"
+    if is_one_machine:
+        return LOOPBACK, "all ranks are on this machine"
     if own_address is None:
-        return LOOPBACK, "all ranks are on this host"
+        return None, "left to the backend"
     found = [name for name, address in interfaces.items() if address == own_address]
     found += _by_any_address(own_address)
     return (found[0], f"it has {own_address}, the way to the others") if found else (None, "left to the backend")

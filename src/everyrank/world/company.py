@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ import torch.distributed as dist
 
 import everyrank
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, describe
-from everyrank.launch.hosts import host_name
+from everyrank.launch.hosts import boot_id, host_name, local_address_towards
 
-__all__ = ["Lookout", "hosts_text", "introduce", "is_an_answer"]
+__all__ = ["Lookout", "Other", "hosts_text", "introduce", "is_an_answer", "met", "way_to_others"]
 
 _BEAT_SECONDS = 1.0
 _ASK_SECONDS = 3.0  # after a failure, to find out whose it was
@@ -34,7 +35,16 @@ _ANSWERS = re.compile(
 )
 
 
-def introduce(store: dist.Store, rank: int) -> None:
+@dataclass(frozen=True)
+class Other:
+    """A rank, as it has introduced itself: its host, which machine that is, its address on the way to rank 0."""
+
+    host: str
+    boot: str
+    address: str | None
+
+
+def introduce(store: dist.Store, rank: int, address: str | None) -> None:
     """Say who this is. Raises `UsageError` where another process says that it is the same rank."""
     if store.add(f"present/{rank}", 1) > 1:
         raise UsageError(
@@ -42,32 +52,42 @@ def introduce(store: dist.Store, rank: int) -> None:
             "give another name or port), or two processes have the same rank"
         )
     store.add(f"beat/{rank}", 0)
-    store.set(f"who/{rank}", json.dumps(_who()))
+    own = {"host": host_name(), "boot": boot_id(), "address": address}
+    store.set(f"who/{rank}", json.dumps(own | _versions()))
 
 
-def _who() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     return {
-        "host": host_name(),
         "torch": torch.__version__.partition("+")[0],  # one host may have the build for CPU
         "everyrank": everyrank.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
 
 
-def met(store: dist.Store, size: int) -> tuple[str, ...]:
-    """The host of each rank, when all have introduced themselves.
+def met(store: dist.Store, size: int) -> list[Other]:
+    """All ranks, when they have introduced themselves.
 
     Raises `CannotRunError` where their versions differ: what they send each other would mean different things.
     """
     rows = [json.loads(store.get(f"who/{rank}")) for rank in range(size)]
-    for name in ("torch", "everyrank", "Python"):
+    for name in _versions():
         for rank, row in enumerate(rows):
             if row[name] != rows[0][name]:
                 raise CannotRunError(
                     f"rank {rank} on {row['host']} has {name} {row[name]}, and rank 0 on {rows[0]['host']} has "
                     f"{rows[0][name]}: install the same on all hosts"
                 )
-    return tuple(row["host"] for row in rows)
+    return [Other(row["host"], row["boot"], row["address"]) for row in rows]
+
+
+def way_to_others(others: Sequence[Other], rank: int, address: str | None) -> tuple[bool, str | None]:
+    """(whether all are on this machine, else its own address on the way to the others)."""
+    elsewhere = [other for other in others if other.boot != others[rank].boot]
+    if not elsewhere or address is not None:
+        return not elsewhere, address
+    # rank 0, and who shares its machine: the way back to whoever has come from another
+    known = [local_address_towards(other.address) for other in elsewhere if other.address is not None]
+    return False, next((way for way in known if way is not None), None)
 
 
 def is_an_answer(error: BaseException) -> bool:

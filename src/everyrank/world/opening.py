@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from everyrank.launch import Launch, RankFacts, num_cores
 from everyrank.launch.hosts import choose_interface, usable_interfaces
-from everyrank.world.company import Lookout, introduce, is_an_answer, met
+from everyrank.world.company import Lookout, introduce, is_an_answer, met, way_to_others
 from everyrank.world.meeting import meet
 from everyrank.world.noun import World, choose_backend, choose_device, use_threads
-from everyrank.world.stores import Meeting, open_store
+from everyrank.world.stores import open_store
 
 __all__ = ["open_world"]
 
@@ -59,10 +59,12 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     use_threads(world.threads)
     gc.collect()
     gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
-    introduce(world.store, world.rank)
+    introduce(world.store, world.rank, meeting.address)
     meet(world, "start")
-    world = replace(world, hosts=met(world.store, world.size))
-    with _on_interface(launch, meeting), _leaving_together(world, meeting.is_host), _on_the_lookout(world, facts):
+    others = met(world.store, world.size)
+    world = replace(world, hosts=tuple(other.host for other in others))
+    way = way_to_others(others, world.rank, meeting.address)
+    with _on_interface(launch, *way), _leaving_together(world, meeting.is_host), _on_the_lookout(world, facts):
         dist.init_process_group(
             # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -84,13 +86,14 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
 
 
 @contextlib.contextmanager
-def _on_interface(launch: Launch, meeting: Meeting) -> Generator[None]:
-    """Ranks of one host stay on loopback; those of several take the interface that leads to where they met.
+def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None) -> Generator[None]:
+    """Ranks of one machine stay on loopback; those of several take the interface that leads to the others.
 
     gloo and NCCL read it from the environment whenever a group is made.
     """
     before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    name, _ = choose_interface(launch.interface, before["GLOO_SOCKET_IFNAME"], meeting.address, usable_interfaces())
+    variable, interfaces = before["GLOO_SOCKET_IFNAME"], usable_interfaces()
+    name, _ = choose_interface(launch.interface, variable, is_one_machine, own_address, interfaces)
     for variable, value in before.items():
         if name is not None and (value is None or launch.interface is not None):
             os.environ[variable] = name

@@ -41,7 +41,7 @@ class Meeting:
     """Where the ranks meet.
 
     store     that of torch
-    address   of this host on the way there; None where all ranks are on this host, or nobody can say
+    address   of this machine on the way there; None for rank 0 and who shares its machine, or where nobody can say
     is_host   whether this rank keeps it open, and so has to leave last
     file      that of a file:// method, to be removed when all have gone
     """
@@ -79,7 +79,8 @@ def open_store(facts: RankFacts, launch: Launch) -> Meeting:
     if not is_alone and not (facts.started_by == "slurm" and host.startswith("127.")):
         check_reachable(host, "the rendezvous at")
     store = _tcp(host, port, hosts_store, timeout, is_alone)
-    return Meeting(store, None if is_alone else local_address_towards(host), hosts_store)
+    address = None if is_alone or facts.rank == 0 else local_address_towards(host)
+    return Meeting(store, address, hosts_store)
 
 
 def _of_environment(environment: Mapping[str, str], facts: RankFacts) -> tuple[str, bool]:
@@ -128,21 +129,20 @@ def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelt
     is_alone = facts.local_size == facts.size
     if facts.rank == 0:
         addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
-        # ranks of one machine may call themselves several hosts, as those of a small Slurm do
         store = _tcp("" if not is_alone else "127.0.0.1", 0, True, timeout, is_alone)
         assert isinstance(store, dist.TCPStore)
         row = {"boot": boot_id(), "host": host_name(), "port": store.port, "addresses": addresses}
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(row))
         partial.replace(path)
-        others = addresses[0] if addresses and not is_alone else None
-        return Meeting(store, others, is_host=True)
+        return Meeting(store, None, is_host=True)
     deadline = time.monotonic() + timeout.total_seconds()
     while not path.exists():
         if time.monotonic() > deadline:
             raise RankFailedError(f"rank 0 did not say where to meet within {timeout.total_seconds():g} s (--timeout)")
         time.sleep(0.02)
     row = json.loads(path.read_text())
+    # ranks of one machine may call themselves several hosts, as those of a small Slurm do
     if row["boot"] == boot_id():
         store = _tcp("127.0.0.1", row["port"], False, timeout, is_alone)
         return Meeting(store, None, is_host=False)
