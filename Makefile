@@ -2,7 +2,7 @@
 #
 #   make demo     train the digits workload under every layout on two processes, check them, write report.html
 #   make test     the test-suite
-#   make test-integrations   what takes real starts: whole benches, recipes by their own commands, the wheel, launchers
+#   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), hosts, recipes, benches
 #   make check    format, lint, types, and the test-suite
 #
 # Without an NVIDIA GPU, PyTorch's own site has smaller wheels: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -21,8 +21,8 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --ignore tests/integration
 
-test-integrations: $(VENV)/installed-dev
-	$(BIN)/python -m pytest tests/integration
+test-integrations: $(VENV)/installed-integrations
+	$(BIN)/python -m pytest tests/integration -rs
 
 check: lint types test
 
@@ -43,6 +43,11 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev]'
+	@touch $@
+
+$(VENV)/installed-integrations: $(VENV)/installed-dev tests/integration/install
+	tests/integration/install
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,mpi,ray]'
 	@touch $@
 
 clean:
