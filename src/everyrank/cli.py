@@ -11,12 +11,13 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from everyrank import __version__
 from everyrank.commands import COMMANDS
-from everyrank.commands.launching import instead
+from everyrank.commands.launching import instead, speaks
 from everyrank.commands.shared import close_output
 from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError
 from everyrank.launch import facts_from_environment
@@ -24,6 +25,8 @@ from everyrank.layout import STRATEGIES
 from everyrank.workload import BUILT_IN
 
 __all__ = ["main"]
+
+_SPEAK_SECONDS = 1.0  # for the rank that says what is wrong for all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
     try:
         parsed = _parser().parse_args(arguments)
-        done = instead(parsed) if hasattr(parsed, "launcher") else None
+        done = _instead(parsed) if hasattr(parsed, "launcher") else None
         status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
         if error.log is not None:
@@ -60,6 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _instead(parsed: argparse.Namespace) -> int | None:
+    try:
+        return instead(parsed)
+    except UsageError as error:
+        if speaks():
+            raise
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which a launcher ends all when one has ended: no word more
+        time.sleep(_SPEAK_SECONDS)
+        return error.exit_status
 
 
 def _is_a_rank() -> bool:

@@ -305,3 +305,96 @@ def test_a_host_where_nobody_types(tmp_path: Path, three_hosts: Hosts) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 4
     assert "ranks 2, 3 did not come to the start within 6 s" in err.splitlines()[-1]
+
+
+# --- what people get wrong
+
+
+def refused(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    """The one line with which it ends, with status 2."""
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("everyrank: ")]
+    assert len(lines) == 1, done.stderr
+    if "torch.distributed.run" not in command:  # torchrun has a status, and a traceback, of its own
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 2
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "variables", "fragments"),
+    [
+        # the ancestor's own bug: a task for each node, ranks counted for each GPU
+        ("srun --nodes=2 --ntasks-per-node=1", "--processes 8", {}, ["one task on each of 2 nodes", "per-node=4"]),
+        ("srun --nodes=2 --ntasks=2", "", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun says 2", "--ntasks=8"]),
+        ("salloc --nodes=2 --ntasks-per-node=1 --ntasks=2", "--launcher slurm --processes 8", {}, ["--per-node spawn"]),
+        # srun's tasks and torchrun's ranks multiplied
+        (
+            "srun --nodes=1 --ntasks=2 PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 -m",
+            "",
+            {},
+            ["srun started 2 tasks on a node", "--ntasks-per-node=1 with torchrun"],
+        ),
+        ("salloc --nodes=1 --ntasks=4", "--launcher slurm --processes 8", {}, ["SLURM_NTASKS=4", "--processes 4"]),
+        ("srun --nodes=1 --ntasks=4", "--processes 2", {}, ["slurm started 4", "leave it out"]),
+        ("salloc --nodes=2 --ntasks=4", "", {}, ["4 tasks on 2 nodes", "--launcher slurm", "srun"]),
+        ("srun --nodes=1 --ntasks=2", "--launcher torchrun", {}, ["slurm has already started this rank"]),
+    ],
+)
+def test_what_people_get_wrong_in_slurm(
+    tmp_path: Path, slurm: dict[str, str], before: str, words: str, variables: dict[str, str], fragments: list[str]
+) -> None:
+    """Recognised before any rank waits for another; one line, with the fix."""
+    program = shlex.split(before.replace("PYTHON", sys.executable))
+    command = ["everyrank"] if program[-1] == "-m" else EVERYRANK
+    line = refused(
+        [*program, *command, *shlex.split(f"train digits --layout ddp {words}")], tmp_path, slurm | variables
+    )
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_fifty_launches(tmp_path: Path) -> None:
+    """Four at a time on one machine, with launchers that open ports among them: none collides with another."""
+    launchers = ["spawn", "torchrun", "mpi"] if mpi.program() else ["spawn", "torchrun"]
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import sys\nfrom everyrank.launch import Launch, Named, run\n"
+        "launch = Launch(sys.argv[1], processes=2, device='cpu', timeout_seconds=60)\n"
+        "rows = run(launch, Named('everyrank.doctor.selftest:introduce_rank'), launch)[0]\n"
+        "assert [row['rank'] for row in rows] == [0, 1]\n"
+    )
+    waiting = [launchers[index % len(launchers)] for index in range(50)]
+    running: list[subprocess.Popen[str]] = []
+    ended = 0
+    while waiting or running:
+        while waiting and len(running) < 4:
+            command = [sys.executable, str(script), waiting.pop()]
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        for process in [process for process in running if process.poll() is not None]:
+            running.remove(process)
+            assert process.returncode == 0, process.communicate()[0]
+            ended += 1
+        time.sleep(0.02)
+    assert ended == 50
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """Named on the command line: one line, status 2 where this host sees it before the start."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for launcher in ("spawn", "mpi"):
+            if launcher == "mpi" and mpi.program() is None:
+                continue
+            words = [*JOB, "--processes", "2", "--launcher", launcher, "--init-method", f"tcp://127.0.0.1:{port}"]
+            done = subprocess.run([*EVERYRANK, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert done.returncode == 2, done.stderr
+            assert len(done.stderr.splitlines()) == 1
+            assert f"port {port}" in done.stderr
+            assert "give another port" in done.stderr

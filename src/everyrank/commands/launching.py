@@ -16,7 +16,7 @@ from everyrank.launch import LAUNCHERS, RENDER, Launch, RankFacts, facts_from_en
 from everyrank.launch.job import RENDEZVOUS
 from everyrank.layout import Layout, parse_layout
 
-__all__ = ["add_launching", "instead", "launch_of"]
+__all__ = ["add_launching", "instead", "launch_of", "speaks"]
 
 _EPILOG = "where and how the ranks start"
 
@@ -169,15 +169,16 @@ def _processes(
 def instead(args: argparse.Namespace) -> int | None:
     """What is done instead of starting ranks from here: a dry run, or a batch job. None where neither was asked for.
 
-    The exit status otherwise.
+    The exit status otherwise. Raises `UsageError` for words and an environment that no start can come of: all ranks
+    of a launcher outside see the same, so one of them is to say it (`speaks`).
     """
     is_queued = args.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
-    if not args.dry_run and not is_queued:
-        if args.requeue and args.launcher != "slurm":
-            raise UsageError("--requeue: it is Slurm that has a queue; give --launcher slurm too")
-        return None
+    if args.requeue and args.launcher != "slurm":
+        raise UsageError("--requeue: it is Slurm that has a queue; give --launcher slurm too")
     layout = getattr(args, "layout", None)
     launch = launch_of(args, layout=parse_layout(layout) if isinstance(layout, str) else None)
+    if not args.dry_run and not is_queued:
+        return None
     if not is_queued:
         print(_rendered(launch))
         return 0
@@ -193,6 +194,12 @@ def instead(args: argparse.Namespace) -> int | None:
     job = slurm.submit(text, path)
     print(f"submitted job {job}: {path}; what it prints: {folder / f'slurm-{job}.out'}")
     return 0
+
+
+def speaks() -> bool:
+    """Whether this process is the one that speaks for all that were started with it."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in names)
 
 
 def _options(words: list[str]) -> dict[str, str]:

@@ -19,11 +19,13 @@ __all__ = [
     "LOOPBACK",
     "addresses_of",
     "boot_id",
+    "check_port",
     "check_reachable",
     "choose_interface",
     "host_name",
     "is_loopback",
     "local_address_towards",
+    "port_refused",
     "split_endpoint",
     "usable_interfaces",
 ]
@@ -113,6 +115,25 @@ def check_reachable(host: str, flag: str) -> None:
         outside = [address for address in usable_interfaces().values() if not is_loopback(address)]
         hint = f"give its own address ({', '.join(outside)})" if outside else "give the address of an interface"
         raise UsageError(f"{flag} {host}: that is {found[0]} here, loopback, which no other host can reach; {hint}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Whether a store can be opened there; of a host that is not this one, nothing is said. Raises `UsageError`."""
+    found = addresses_of(host)
+    if not found or not (is_loopback(found[0]) or found[0] in usable_interfaces().values()):
+        return
+    with socket.socket(socket.AF_INET6 if ":" in found[0] else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((found[0], port))
+        except OSError as error:
+            raise UsageError(port_refused(host, port, error)) from error
+
+
+def port_refused(host: str, port: int, error: OSError) -> str:
+    """In one line, for those who look before the start and for the rank that opens the store."""
+    what = f"port {port} at {host or 'this host'}: {os.strerror(error.errno or 0)}"
+    return f"{what}; give another port, or leave it out: the launcher finds a free one"
 
 
 def choose_interface(

@@ -22,7 +22,7 @@ from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, St
 from everyrank.launch import mpi, ray, slurm
 from everyrank.launch.environments import facts_from_environment
 from everyrank.launch.facts import RankFacts
-from everyrank.launch.hosts import boot_id, check_reachable, host_name, split_endpoint
+from everyrank.launch.hosts import boot_id, check_port, check_reachable, host_name, split_endpoint
 from everyrank.launch.job import Job, Launch
 from everyrank.launch.ranks import Ranks
 from everyrank.launch.stop import Stop
@@ -85,6 +85,9 @@ def _check(launch: Launch) -> None:
         mpi.require()
     elif launch.launcher == "ray":
         ray.require()
+    method = launch.init_method
+    if isinstance(method, str) and method.startswith("tcp://") and launch.launcher != "slurm":
+        check_port(*split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://"))
     if launch.nodes > 1 and launch.rendezvous is not None:
         check_reachable(split_endpoint(launch.rendezvous, "--rendezvous")[0], "--rendezvous")
 

@@ -27,6 +27,7 @@ from everyrank.launch.hosts import (
     host_name,
     is_loopback,
     local_address_towards,
+    port_refused,
     split_endpoint,
     usable_interfaces,
 )
@@ -204,8 +205,5 @@ def _listen(host: str, port: int, is_alone: bool) -> socket.socket:
         listening.listen(2048)
     except OSError as error:
         listening.close()
-        raise UsageError(
-            f"port {port} at {host or 'this host'}: {os.strerror(error.errno or 0)}; give another port, or leave it "
-            "out: the launcher finds a free one"
-        ) from error
+        raise UsageError(port_refused(host, port, error)) from error
     return listening
