@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from everyrank.errors import UsageError
 from everyrank.launch import LAUNCHERS, RENDER, Launch, RankFacts, facts_from_environment, num_accelerators, slurm
@@ -72,11 +71,8 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         _check_forgotten_srun(os.environ)
     launcher = args.launcher or "spawn"
     nodes, min_nodes = _nodes(args, facts, os.environ)
-    if facts is None and nodes > 1 and launcher in ("spawn", "torchrun") and args.node_rank is None:
-        is_told = launcher == "torchrun" and args.rendezvous_kind == "c10d"
-        if args.rendezvous is not None and not is_told:
-            print("\n".join(_typed_on(node) for node in range(nodes)))
-            raise UsageError(f"--nodes {args.nodes}: which of them is this? type the line above of each host there")
+    if facts is None and launcher in ("spawn", "torchrun") and args.rendezvous is not None:
+        _tell_other_hosts(args, nodes, is_told=launcher == "torchrun" and args.rendezvous_kind == "c10d")
     return Launch(
         launcher=launcher,
         processes=_processes(args, facts, os.environ, layout, nodes),
@@ -97,6 +93,17 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         address=args.address,
         arguments=tuple(shlex.split(args.launcher_args)),
     )
+
+
+def _tell_other_hosts(args: argparse.Namespace, nodes: int, is_told: bool) -> None:
+    """Print what to type on which host. Raises `UsageError` where this one does not know which it is."""
+    if nodes == 1 or args.dry_run:
+        return
+    if args.node_rank in (None, 0):
+        others = range(nodes) if args.node_rank is None else range(1, nodes)
+        print("\n".join(_typed_on(None if is_told else node, node) for node in others), flush=True)
+    if args.node_rank is None and not is_told:
+        raise UsageError(f"--nodes {args.nodes}: which of them is this? type the line above of each host there")
 
 
 def _check_started(
@@ -176,9 +183,18 @@ def instead(args: argparse.Namespace) -> int | None:
     if args.requeue and args.launcher != "slurm":
         raise UsageError("--requeue: it is Slurm that has a queue; give --launcher slurm too")
     layout = getattr(args, "layout", None)
-    launch = launch_of(args, layout=parse_layout(layout) if isinstance(layout, str) else None)
+    one = parse_layout(layout) if isinstance(layout, str) else None
+    if args.dry_run and args.node_rank is None and args.launcher in (None, "spawn", "torchrun"):
+        # with c10d, hosts find their places: the command is the same on each but for what it finds out there
+        nodes = _nodes(args, None, os.environ)[0] if args.rendezvous_kind == "static" else 1
+        for args.node_rank in range(nodes):
+            print(f"# on host {args.node_rank}\n" * (nodes > 1) + _rendered(launch_of(args, layout=one)))
+        return 0
     if not args.dry_run and not is_queued:
+        # the words are looked at before a rank is waited for; the command itself prints what others have to type
+        launch_of(argparse.Namespace(**{**vars(args), "dry_run": True, "node_rank": args.node_rank or 0}), layout=one)
         return None
+    launch = launch_of(args, layout=one)
     if not is_queued:
         print(_rendered(launch))
         return 0
@@ -215,7 +231,11 @@ def _rendered(launch: Launch) -> str:
     return "\n".join(shlex.join(command) for command in RENDER[launch.launcher](launch, Path("JOB")))
 
 
-def _typed_on(node: int) -> str:
-    """What was typed, for another host."""
-    words: list[Any] = ["everyrank", *sys.argv[1:], "--node-rank", node]
-    return f"on host {node}:  {shlex.join(map(str, words))}"
+def _typed_on(node_rank: int | None, host: int) -> str:
+    """What was typed, for another host; there it may have to be told which one it is."""
+    words = ["everyrank", *sys.argv[1:]]
+    if "--node-rank" in words:
+        place = words.index("--node-rank")
+        del words[place : place + 2]
+    words += ["--node-rank", str(node_rank)] if node_rank is not None else []
+    return f"on host {host}:  {shlex.join(words)}"

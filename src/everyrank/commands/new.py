@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.resources
+import shlex
 from pathlib import Path
 
 from everyrank.commands.shared import check_writable
@@ -17,7 +18,9 @@ HELP = "print or write a standalone script: plain PyTorch, yours"
 def add(parser: argparse.ArgumentParser) -> None:
     """Its words."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE")
-    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="write it there, with its data beside it")
+    parser.add_argument(
+        "path", nargs="?", type=Path, metavar="PATH", help="write it there, with what it needs beside it"
+    )
     parser.add_argument("--list", action="store_true", help="what there is")
 
 
@@ -40,15 +43,30 @@ def run(args: argparse.Namespace) -> int:
     if args.path is None:
         print(recipes[args.recipe], end="")
         return 0
-    if args.path.exists():
-        raise UsageError(f"{args.path}: it exists already; give another path, or remove it")
-    check_writable(args.path)
-    args.path.write_text(recipes[args.recipe], encoding="utf-8")
+    texts = {args.path: recipes[args.recipe]}
+    batch = folder / f"{args.recipe}.sbatch"
+    if batch.is_file():  # a batch script that starts this one, by the name it is written under
+        script, text = _beside(args.path), batch.read_text(encoding="utf-8")
+        for name, path in ((f"{args.recipe}.py", args.path), (batch.name, script)):
+            text = text.replace(name, shlex.quote(path.name))
+        texts[script] = text
+    for path in texts:
+        if path.exists():
+            raise UsageError(f"{path}: it exists already; give another path, or remove it")
+        check_writable(path)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    written = list(map(str, texts))
     data = args.path.with_name("digits.csv.gz")
-    if data.name not in recipes[args.recipe]:
-        print(f"wrote {args.path}")
-        return 0
-    if not data.exists():
-        data.write_bytes((importlib.resources.files("everyrank.workloads") / "digits.csv.gz").read_bytes())
-    print(f"wrote {args.path} and {data}")
+    if data.name in recipes[args.recipe]:
+        if not data.exists():
+            data.write_bytes((importlib.resources.files("everyrank.workloads") / "digits.csv.gz").read_bytes())
+        written.append(str(data))
+    print(f"wrote {' and '.join(written)}")
     return 0
+
+
+def _beside(path: Path) -> Path:
+    if path.suffix == ".sbatch":
+        raise UsageError(f"{path}: the script itself comes here, its batch script beside it; give a name like train.py")
+    return path.with_suffix(".sbatch")
