@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
     try:
         parsed = _parser().parse_args(arguments)
-        done = _instead(parsed) if hasattr(parsed, "launcher") else None
+        parsed.words = list(sys.argv[1:] if arguments is None else arguments)
+        done = _instead(parsed) if hasattr(parsed, "workload") and hasattr(parsed, "launcher") else None
         status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
         if error.log is not None:

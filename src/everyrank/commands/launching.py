@@ -7,11 +7,12 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from everyrank.errors import UsageError
 from everyrank.launch import LAUNCHERS, RENDER, Launch, RankFacts, facts_from_environment, num_accelerators, slurm
+from everyrank.launch.environments import whole_number
 from everyrank.launch.job import RENDEZVOUS
 from everyrank.layout import Layout, parse_layout
 
@@ -91,8 +92,15 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         init_method=args.init_method,
         interface=args.interface,
         address=args.address,
-        arguments=tuple(shlex.split(args.launcher_args)),
+        arguments=_split(args.launcher_args),
     )
+
+
+def _split(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--launcher-args {text!r}: {error}; close the quotes") from error
 
 
 def _tell_other_hosts(args: argparse.Namespace, nodes: int, is_told: bool) -> None:
@@ -101,7 +109,7 @@ def _tell_other_hosts(args: argparse.Namespace, nodes: int, is_told: bool) -> No
         return
     if args.node_rank in (None, 0):
         others = range(nodes) if args.node_rank is None else range(1, nodes)
-        print("\n".join(_typed_on(None if is_told else node, node) for node in others), flush=True)
+        print("\n".join(_typed_on(args.words, None if is_told else node, node) for node in others), flush=True)
     if args.node_rank is None and not is_told:
         raise UsageError(f"--nodes {args.nodes}: which of them is this? type the line above of each host there")
 
@@ -112,7 +120,7 @@ def _check_started(
     """Words that contradict whoever has started this rank."""
     if args.launcher is not None:
         raise UsageError(f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out")
-    nodes = int(environment.get("SLURM_NNODES", "1")) if facts.started_by == "slurm" else 1
+    nodes = whole_number(environment, "SLURM_NNODES", "1") if facts.started_by == "slurm" else 1
     if args.processes not in (None, facts.size, [facts.size]):
         if facts.started_by == "slurm" and facts.size == nodes and args.processes % nodes == 0:
             raise UsageError(
@@ -123,8 +131,9 @@ def _check_started(
     cards = environment.get("SLURM_GPUS_ON_NODE", "")
     idle = int(cards) - facts.local_size if cards.isdecimal() and facts.started_by == "slurm" else 0
     if idle > 0 and args.processes is None and args.device != "cpu" and (layout is None or layout.axis is not None):
+        tasks = f"{facts.local_size} task{'s' * (facts.local_size > 1)}"
         raise UsageError(
-            f"srun started {facts.local_size} task on a node with {cards} GPUs, of which {idle} would be idle: "
+            f"srun started {tasks} on a node with {cards} GPUs, of which {idle} would be idle: "
             f"srun --ntasks-per-node={cards} (or --processes {facts.size} if that is meant)"
         )
 
@@ -146,7 +155,7 @@ def _nodes(args: argparse.Namespace, facts: RankFacts | None, environment: Mappi
         return 1, None
     if args.nodes is None:
         is_in_allocation = args.launcher == "slurm" and "SLURM_JOB_ID" in environment
-        return (int(environment.get("SLURM_NNODES", "1")) if is_in_allocation else 1), None
+        return (whole_number(environment, "SLURM_NNODES", "1") if is_in_allocation else 1), None
     least, colon, most = args.nodes.rpartition(":")
     if not most.isdecimal() or (colon and not least.isdecimal()):
         raise UsageError(f"--nodes {args.nodes}: give a number, or MIN:MAX")
@@ -180,14 +189,22 @@ def instead(args: argparse.Namespace) -> int | None:
     of a launcher outside see the same, so one of them is to say it (`speaks`).
     """
     is_queued = args.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
-    if args.requeue and args.launcher != "slurm":
-        raise UsageError("--requeue: it is Slurm that has a queue; give --launcher slurm too")
+    facts = facts_from_environment(os.environ)
+    words = {"--sbatch": args.sbatch, "--prologue": args.prologue, "--requeue": args.requeue}
+    for flag, value in words.items():
+        if value and args.launcher != "slurm" and facts is None:
+            shown = "" if value is True else f" {value if isinstance(value, Path) else ' '.join(value)}"
+            raise UsageError(f"{flag}{shown}: it is Slurm that has batch jobs; give --launcher slurm too")
+    if args.dry_run and facts is not None:
+        if facts.rank == 0:
+            print(f"nothing is left to start: {facts.started_by} has started rank 0 of {facts.size}")
+        return 0
     layout = getattr(args, "layout", None)
     one = parse_layout(layout) if isinstance(layout, str) else None
     if args.dry_run and args.node_rank is None and args.launcher in (None, "spawn", "torchrun"):
         # with c10d, hosts find their places: the command is the same on each but for what it finds out there
         nodes = _nodes(args, None, os.environ)[0] if args.rendezvous_kind == "static" else 1
-        for args.node_rank in range(nodes):
+        for args.node_rank in range(max(1, nodes)):
             print(f"# on host {args.node_rank}\n" * (nodes > 1) + _rendered(launch_of(args, layout=one)))
         return 0
     if not args.dry_run and not is_queued:
@@ -201,7 +218,7 @@ def instead(args: argparse.Namespace) -> int | None:
     folder = Path.cwd()
     name = f"everyrank-{Path(args.workload.partition(':')[0]).stem}"
     batch = slurm.Batch(_options(args.sbatch), args.prologue, args.requeue)
-    command = [sys.executable, "-m", "everyrank", *(word for word in sys.argv[1:] if word != "--dry-run")]
+    command = [sys.executable, "-m", "everyrank", *(word for word in args.words if word != "--dry-run")]
     text = slurm.script(launch, batch, command, folder, name)
     if args.dry_run:
         print(f"{text}\n# in the allocation:\n{_rendered(launch)}")
@@ -213,8 +230,9 @@ def instead(args: argparse.Namespace) -> int | None:
 
 
 def speaks() -> bool:
-    """Whether this process is the one that speaks for all that were started with it."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    """Whether this process is the one that speaks for all that a launcher outside has started with it."""
+    names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"]
+    names += ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else []  # a person may have started this one alone
     return all(os.environ.get(name, "0") == "0" for name in names)
 
 
@@ -231,9 +249,9 @@ def _rendered(launch: Launch) -> str:
     return "\n".join(shlex.join(command) for command in RENDER[launch.launcher](launch, Path("JOB")))
 
 
-def _typed_on(node_rank: int | None, host: int) -> str:
+def _typed_on(typed: Sequence[str], node_rank: int | None, host: int) -> str:
     """What was typed, for another host; there it may have to be told which one it is."""
-    words = ["everyrank", *sys.argv[1:]]
+    words = ["everyrank", *typed]
     if "--node-rank" in words:
         place = words.index("--node-rank")
         del words[place : place + 2]

@@ -15,8 +15,10 @@ from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import Launch, Named, mpi, run, slurm
 from everyrank.launch.hosts import (
     addresses_of,
+    check_port,
     check_reachable,
     choose_interface,
+    is_loopback,
     local_address_towards,
     split_endpoint,
     usable_interfaces,
@@ -58,12 +60,18 @@ def check_slurm(environment: Mapping[str, str]) -> list[Finding]:
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         return []
-    found: list[Finding] = []
+    found = [
+        problem("Slurm", f"{name}={environment[name]} is no whole number", f"unset {name}")
+        for name in ("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+        if not environment.get(name, "1").isdecimal()
+    ]
+    if found:
+        return found
     nodes, tasks = environment.get("SLURM_NNODES", "1"), environment.get("SLURM_NTASKS")
     if environment.get("SLURM_STEP_ID") is None:
         found.append(ok("Slurm", f"job {job}: {tasks or 'no number of'} tasks on {nodes} nodes; use --launcher slurm"))
     per_node = environment.get("SLURM_NTASKS_PER_NODE")
-    if tasks and per_node and per_node.isdecimal() and int(per_node) * int(nodes) != int(tasks):
+    if tasks and per_node and int(per_node) * int(nodes) != int(tasks):
         found.append(
             problem(
                 "Slurm",
@@ -106,16 +114,11 @@ def check_rendezvous(launch: Launch) -> list[Finding]:
 
 def _check_endpoint(host: str, port: int) -> Finding:
     """Free where this is the host itself, else answered, or refused, by another."""
-    own = set(usable_interfaces().values())
-    if own.intersection(addresses_of(host)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((addresses_of(host)[0], port))
-            except OSError as error:
-                return problem(
-                    "rendezvous", f"{host}:{port}: {os.strerror(error.errno or 0)}", "give another port", True
-                )
+    if any(is_loopback(address) or address in usable_interfaces().values() for address in addresses_of(host)):
+        try:
+            check_port(host, port)
+        except UsageError as error:
+            return problem("rendezvous", str(error), "or end what has it", private=True)
         return ok("rendezvous", f"{host}:{port} is this host, and the port is free", private=True)
     try:
         with socket.create_connection((host, port), timeout=5.0):
@@ -124,10 +127,10 @@ def _check_endpoint(host: str, port: int) -> Finding:
         return warning(
             "rendezvous", f"{host}:{port} can be reached, and nobody listens there yet", "start node 0 first", True
         )
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return problem(
             "rendezvous",
-            f"{host}:{port} does not answer: {error.strerror or error}",
+            f"{host}:{port} does not answer: {getattr(error, 'strerror', None) or error}",
             "is there a firewall, or another network between?",
             private=True,
         )

@@ -26,12 +26,13 @@ from everyrank.errors import UsageError
 from everyrank.launch.facts import RankFacts
 from everyrank.launch.hosts import addresses_of
 
-__all__ = ["facts_from_environment", "first_host", "tasks_per_node"]
+__all__ = ["facts_from_environment", "first_host", "tasks_per_node", "whole_number"]
 
 _PERSON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_JOB_ID")
+_LAST_STEP = 0xFFFF_0000  # above are those that srun did not start: the batch script, the shell of salloc
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below those that systems give to outgoing connections
 
 
@@ -50,12 +51,16 @@ def facts_from_environment(environment: Mapping[str, str]) -> RankFacts | None:
     if facts is not None:
         _check_agreement(environment, facts)
         return facts
-    if "RANK" not in present and "WORLD_SIZE" not in present:
-        return None
+    program = "torchrun"
     missing = [name for name in _PERSON if name not in present]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        program = "mpirun"
+        present, missing = _part_of_mpi(environment)
+        if not present:
+            return None
     raise UsageError(
         f"the environment has {', '.join(present)} but not {', '.join(missing)}: "
-        f"start with torchrun, or unset {present[0]}"
+        f"start with {program}, or unset {present[0]}"
     )
 
 
@@ -85,13 +90,24 @@ def _of_mpi(environment: Mapping[str, str]) -> RankFacts | None:
     return None
 
 
+def _part_of_mpi(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """What there is, and what is missing, of a set that says which rank this is, but not all of it."""
+    for names in (_OPEN_MPI, _MPICH):
+        present = [name for name in names if environment.get(name)]
+        if names[0] in present and len(present) < len(names):
+            return present, [name for name in names if name not in present]
+    return [], []
+
+
 def _of_slurm(environment: Mapping[str, str]) -> RankFacts | None:
     if environment.get("SLURM_STEP_ID") is None or not all(environment.get(name) for name in _SLURM):
         return None
     rank, local_rank, size = _numbers(environment, _SLURM[:3])
     node, job, step = _numbers(environment, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if step > _LAST_STEP:
+        return None
     counts = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
-    if node >= len(counts):
+    if not 0 <= node < len(counts):
         raise UsageError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE has {len(counts)} nodes: unset both")
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     # A port of this job and step: two of them on one node do not meet. Whoever knows a better one names it.
@@ -177,6 +193,11 @@ def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int
         except ValueError:
             raise UsageError(f"{name}={environment[name]} in the environment: it must be a whole number") from None
     return found
+
+
+def whole_number(environment: Mapping[str, str], name: str, default: str) -> int:
+    """A variable that counts something. Raises `UsageError`."""
+    return _numbers({name: default, **environment}, (name,))[0]
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import sys
 import threading
@@ -95,8 +96,9 @@ def local_address_towards(host: str) -> str | None:
 
 def split_endpoint(text: str, flag: str) -> tuple[str, int]:
     """`host:port`, `[::1]:29500` -> (host, port). Raises `UsageError`."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    host, _, port = text.rpartition(":")
+    is_host = bool(re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/]+", host))
+    if not is_host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise UsageError(f"{flag} {text}: give HOST:PORT, with a port from 1 to 65535")
     return host.strip("[]"), int(port)
 
@@ -119,13 +121,13 @@ def check_reachable(host: str, flag: str) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Whether a store can be opened there; of a host that is not this one, nothing is said. Raises `UsageError`."""
-    found = addresses_of(host)
-    if not found or not (is_loopback(found[0]) or found[0] in usable_interfaces().values()):
+    own = [address for address in addresses_of(host) if is_loopback(address) or _by_any_address(address)]
+    if not own:
         return
-    with socket.socket(socket.AF_INET6 if ":" in found[0] else socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in own[0] else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((found[0], port))
+            probe.bind((own[0], port))
         except OSError as error:
             raise UsageError(port_refused(host, port, error)) from error
 

@@ -97,6 +97,10 @@ class Launch:
             split_endpoint(self.rendezvous, "--rendezvous")
         if self.rendezvous_kind not in RENDEZVOUS:
             raise UsageError(f"--rendezvous-kind {self.rendezvous_kind}: give {' or '.join(RENDEZVOUS)}")
+        if self.rendezvous_kind == "c10d" and self.launcher != "torchrun":
+            raise UsageError("--rendezvous-kind c10d: it is torchrun's; give --launcher torchrun too")
+        if self.nodes > 1 and self.launcher == "ray":
+            raise UsageError(f"--nodes {self.nodes}: Ray chooses the hosts itself; leave it out")
         if self.launcher in ("spawn", "torchrun") and self.nodes > 1:
             if self.rendezvous is None:
                 raise UsageError(

@@ -5,6 +5,7 @@ The job's folder has to be on storage that all hosts share, as home directories 
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -74,7 +75,7 @@ def script(launch: Launch, batch: Batch, command: Sequence[str], folder: Path, n
         "nodes": str(launch.nodes),
         "ntasks": str(launch.nodes * per_node),
         "ntasks-per-node": str(per_node),
-        "output": str(folder / "slurm-%j.out"),
+        "output": str(folder).replace("%", "%%") + "/slurm-%j.out",
     }
     if batch.requeue:
         # the batch shell alone gets the signal (B:); `exec` below makes it everyrank, which asks the ranks to stop
@@ -82,15 +83,15 @@ def script(launch: Launch, batch: Batch, command: Sequence[str], folder: Path, n
     lines = ["#!/bin/bash"]
     for key, value in (options | dict(batch.options)).items():
         lines.append(f"#SBATCH --{_word(key)}" + (f"={_quoted(key, value)}" if value else ""))
-    lines += ["set -euo pipefail", f"cd -- {shlex.quote(str(folder))}"]
-    if batch.prologue is not None:
+    lines.append(f"cd -- {shlex.quote(str(folder))} || exit 2")
+    if batch.prologue is not None:  # before any `set`: module and conda read variables that are not set
         lines += [f"# --- {_comment(str(batch.prologue))}", _text_of(batch.prologue), "# ---"]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
 
 
 def _word(key: str) -> str:
-    if not key.replace("-", "").isalnum() or not key.isascii():
-        raise UsageError(f"--sbatch {key}: give long names of sbatch's options, like partition=gpu")
+    if not re.fullmatch(r"[a-z][a-z0-9-]+", key):
+        raise UsageError(f"--sbatch {_comment(key)}: give long names of sbatch's options, like partition=gpu")
     return key
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 import torch.distributed as dist
@@ -69,12 +68,14 @@ def open_store(facts: RankFacts, launch: Launch) -> Meeting:
             "--init-method tcp://HOST:PORT (HOST: that of rank 0), or set MASTER_ADDR and MASTER_PORT"
         )
     timeout = datetime.timedelta(seconds=launch.timeout_seconds)
-    where = urlparse(method)
-    if where.scheme == "file":
-        return _by_file(Path(url2pathname(where.path)), facts, launch.timeout_seconds)
-    if where.scheme == "meet":
-        return _by_address_in_file(Path(url2pathname(where.path)), facts, timeout)
-    host, port = split_endpoint(where.netloc, f"--init-method {where.scheme}://")
+    kind, _, place = method.partition("://")
+    if kind == "file":
+        # ours are written as URIs; a person's are taken as they are typed
+        is_ours = launch.init_method is None
+        return _by_file(Path(url2pathname(place) if is_ours else place), facts, launch.timeout_seconds)
+    if kind == "meet":
+        return _by_address_in_file(Path(url2pathname(place)), facts, timeout)
+    host, port = split_endpoint(place, "--init-method tcp://")
     is_alone = facts.local_size == facts.size
     # a Slurm of several nodes on one machine has loopback as their address, and means it
     if not is_alone and not (facts.started_by == "slurm" and host.startswith("127.")):
@@ -112,8 +113,8 @@ def _by_function(facts: RankFacts, launch: Launch) -> Meeting:
 def _by_file(path: Path, facts: RankFacts, timeout_seconds: float) -> Meeting:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"file://{path}: {path.parent} cannot be written; give another place")
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"file://{path}: it cannot be written; give another place")
     with contextlib.suppress(OSError):
         content, age = path.read_bytes(), time.time() - path.stat().st_mtime
         if content and not any(name in content for name in _OF_A_STORE):
