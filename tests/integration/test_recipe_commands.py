@@ -4,39 +4,120 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-import everyrank
+from everyrank.cli import main
 from forge import Forge
-from recipes.test_recipes import LAYOUTS, LOOPBACK, NAMES, RECIPES, distance, library, read
+from recipes.test_recipes import LAYOUTS, MUTATIONS, NAMES, RECIPES, Printed, beside, distance, library, read, typed
 
-PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
+
+
+def by_its_command(folder: Path, name: str, more: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """The lines of its header, in one shell; `more` words come after the name of the program."""
+    beside(folder, name)
+    text = (folder / f"{name}.py").read_text()
+    commands = "\n".join(re.findall(r"^Run: (.*)$", text, re.MULTILINE))
+    program, _, rest = commands.partition(" ")
+    return typed(folder, f"{program} {more} {rest}" if more else commands, **variables)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
     """Every loss to 1e-12, and the held-out images that are read right, exactly."""
-    text = (RECIPES / f"{name}.py").read_text()
-    (tmp_path / f"{name}.py").write_text(text)
-    data = Path(everyrank.__file__).parent / "workloads" / "digits.csv.gz"
-    (tmp_path / data.name).write_bytes(data.read_bytes())
-    stdout = ""
-    for command in re.findall(r"^Run: (.*)$", text, re.MULTILINE):
-        program, *words = shlex.split(command)
-        done = subprocess.run(
-            [*PROGRAMS[program], *words],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        stdout += done.stdout
-    assert distance(read(stdout), library(forge, LAYOUTS[name])) <= 1e-12
+    done = by_its_command(tmp_path, name)
+    assert distance(read(done.stdout), library(forge, LAYOUTS[name])) <= 1e-12
+    if name == "elastic_torchrun":
+        assert done.stderr.count("of 2 goes on from update 20") == 2  # once by each rank: there was one restart
+    if name == "multi_node":
+        places = re.findall(r"^rank (\d) of 2: host \S+, local rank 0, address 127.0.0.1$", done.stdout, re.MULTILINE)
+        assert sorted(places) == ["0", "1"]
+
+
+# --- those with a launcher that has to be there
+
+
+def mutated(folder: Path, name: str) -> None:
+    """Put the mistake into the recipe that is in this folder already."""
+    before, after = MUTATIONS[name]
+    text = (folder / f"{name}.py").read_text()
+    assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
+    (folder / f"{name}.py").write_text(text.replace(before, after))
+
+
+def check(forge: Forge, name: str, right: Printed, wrong: Printed) -> None:
+    """Equal to 1e-12 as it is, and not with the mistake."""
+    assert distance(right, library(forge, LAYOUTS[name])) <= 1e-12
+    assert distance(wrong, library(forge, LAYOUTS[name])) > 1e-9
+
+
+def test_slurm(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
+    """By srun as the header says, and on two nodes, which have one address here and so are told it."""
+    right = read(by_its_command(tmp_path, "slurm", **slurm).stdout)
+    two_nodes = "srun --nodes 2 --ntasks-per-node 1 --cpu-bind=none python slurm.py"
+    on_two = read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout)
+    mutated(tmp_path, "slurm")
+    check(forge, "slurm", right, read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout))
+    assert distance(on_two, library(forge, LAYOUTS["slurm"])) <= 1e-12
+
+
+def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """A batch script that forgets srun starts the script once, in a real allocation: it says so, and ends."""
+    beside(tmp_path, "slurm")
+    wrapped = f"sbatch --wait --ntasks=2 --output={tmp_path}/out --wrap '{sys.executable} slurm.py'"
+    typed(tmp_path, wrapped, 2, **slurm)
+    (line,) = (tmp_path / "out").read_text().splitlines()
+    assert "but not by srun: srun --ntasks 2 --cpu-bind=none python slurm.py" in line
+
+
+def test_slurm_batch_script(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
+    """What `everyrank new slurm` writes, submitted as it is, but for where the first node is."""
+    assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
+    typed(tmp_path, "sbatch --wait --output=out train.sbatch", **slurm, MASTER_ADDR="127.0.0.1")
+    assert distance(read((tmp_path / "out").read_text()), library(forge, LAYOUTS["slurm"])) <= 1e-12
+
+
+@pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
+def test_mpi(forge: Forge, tmp_path: Path, program: str) -> None:
+    """By the header's mpirun, over a file; and over an address, which several hosts would need."""
+    found = shutil.which("mpirun.mpich") if program == "MPICH" else shutil.which(str(MPIRUN))
+    if found is None:
+        pytest.skip(f"not verified here: needs {program}")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "tmp").mkdir()
+    # the header's own command: `mpirun` is this one
+    root = " --allow-run-as-root --oversubscribe" if program == "Open MPI" else ""
+    (tmp_path / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec "{found}"{root} "$@"\n')
+    (tmp_path / "bin" / "mpirun").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"PATH": path, "TMPDIR": str(tmp_path / "tmp")}
+    right = read(by_its_command(tmp_path, "mpi", **variables).stdout)
+    assert not list((tmp_path / "tmp").glob("mpi-*/*"))  # the file they met over is gone
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
+    words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
+    by_address = read(by_its_command(tmp_path, "mpi", words, **variables, **meeting).stdout)
+    assert distance(by_address, library(forge, LAYOUTS["mpi"])) <= 1e-12
+    mutated(tmp_path, "mpi")
+    check(forge, "mpi", right, read(typed(tmp_path, "mpirun -n 2 python mpi.py", **variables).stdout))
+
+
+def test_ray(forge: Forge, tmp_path: Path) -> None:
+    """In a Ray that it starts itself. What an actor raises ends the script, with its words."""
+    if find_spec("ray") is None:
+        pytest.skip("not verified here: needs Ray")
+    right = read(by_its_command(tmp_path, "ray_actors").stdout)
+    mutated(tmp_path, "ray_actors")
+    check(forge, "ray_actors", right, read(typed(tmp_path, "python ray_actors.py --ranks 2").stdout))
+    text = (RECIPES / "ray_actors.py").read_text()
+    failing = text.replace("        losses = []\n", "        losses = [] if rank == 0 else 1 / 0\n")
+    assert failing != text
+    (tmp_path / "ray_actors.py").write_text(failing)
+    done = typed(tmp_path, "python ray_actors.py --ranks 2", 1)
+    assert "ZeroDivisionError" in done.stderr
+    assert not done.stdout

@@ -1,6 +1,7 @@
 """Each recipe gives the losses of the library; a mutation of it does not.
 
-The ranks are forked here. tests/integration runs each by the command in its own header.
+The ranks are forked here, where a plain torchrun starts them. tests/integration runs each by the command in its own
+header, and those that need another launcher.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import ast
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,13 +24,15 @@ import pytest
 
 import everyrank
 from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
-from forge import Forge
+from everyrank.cli import main
+from forge import Forge, by_hand
 
 PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
-NAMES = [name for name in ALL if name != "imagenet_ddp"]  # which reads images: its tests are at the end
+NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray"}  # what starts them: their tests are in integration
+NAMES = [name for name in ALL if name not in {"imagenet_ddp", *NEEDS}]  # it reads images: its tests are at the end
 
 # The layout that is the same training. Recipes are float64 throughout, except the one that shows low precision.
 LAYOUTS = {
@@ -41,6 +47,14 @@ LAYOUTS = {
     "fsdp": "fsdp:precision=float64",
     "iterable_sharding": "ddp:precision=float64",
     "checkpoint_resume": "ddp:precision=float64",
+    "ddp_tcp": "ddp:precision=float64",
+    "ddp_file": "ddp:precision=float64",
+    "ddp_env": "ddp:precision=float64",
+    "multi_node": "ddp:precision=float64",
+    "elastic_torchrun": "ddp:precision=float64",
+    "slurm": "ddp:precision=float64",
+    "mpi": "ddp:precision=float64",
+    "ray_actors": "ddp:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -68,7 +82,23 @@ MUTATIONS = {
         "manual_seed(SEED + epoch)",
         "manual_seed(SEED + epoch + begin)",
     ),
+    "ddp_tcp": ("manual_seed(SEED + epoch)", "manual_seed(SEED + epoch + rank)"),  # every rank has its own order
+    "ddp_file": ("            optimizer.zero_grad()\n", ""),  # the gradients of all updates before stay in
+    "ddp_env": ("lr=0.05", "lr=0.05 * world_size"),  # the batch does not grow with the ranks, so nothing is to scale
+    "multi_node": (  # the first rank of every host reads the same samples
+        "batch.tensor_split(world_size)[rank]\n            loss",
+        'batch.tensor_split(world_size)[int(os.environ["LOCAL_RANK"])]\n            loss',
+    ),
+    "elastic_torchrun": ('optimizer.load_state_dict(box[0]["optimizer"])', "pass"),  # the momentum is lost
+    "slurm": ("(loss * world_size / len(batch))", "(loss * world_size / BATCH)"),
+    "mpi": ("        dist.all_reduce(sums)\n", ""),  # rank 0 prints the losses of its own half
+    "ray_actors": ("ddp(images[own])", "model(images[own])"),
 }
+
+
+# What a task of srun finds, one on each of two nodes.
+TASK = {f"SLURM_{name}": "0" for name in ("STEP_ID", "PROCID", "LOCALID")}
+TASK |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"}
 
 
 @dataclass(frozen=True)
@@ -95,6 +125,8 @@ def printed(forge: Forge, folder: Path, name: str, text: str) -> Printed:
     (folder / f"{name}.py").write_text(text)
     (folder / "digits.csv.gz").write_bytes((PACKAGE / "workloads" / "digits.csv.gz").read_bytes())
     commands = re.findall(r"^Run: (.*)$", text, re.MULTILINE)
+    if any(command.endswith(" &") or command.startswith("export ") for command in commands):
+        return read(typed(folder, "\n".join(commands)).stdout)  # lines that only one shell can run
     return read("".join(output(forge, folder, command) for command in commands))
 
 
@@ -107,12 +139,31 @@ def output(forge: Forge, folder: Path, command: str) -> str:
         done = forge(folder, *words[place + 1 :], size=size, script=words[place])
         assert done.status == 0, done.err
         return done.out
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
-    started = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    return typed(folder, command).stdout
+
+
+def typed(folder: Path, commands: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run lines as a person types them, with `python` and all else of this environment first on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, **variables}
+    shell = subprocess.Popen(
+        ["/bin/sh", "-e"],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
-    assert started.returncode == 0, started.stderr
-    return started.stdout
+    try:
+        out, err = shell.communicate(commands, timeout=120)  # until those in the background have ended too
+    except BaseException:
+        os.killpg(shell.pid, signal.SIGKILL)  # and whatever it started
+        shell.wait()
+        raise
+    assert shell.returncode == status, err
+    return subprocess.CompletedProcess(commands, shell.returncode, out, err)
 
 
 def read(stdout: str) -> Printed:
@@ -160,10 +211,148 @@ def test_recipe_is_standalone(name: str) -> None:
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {module.partition(".")[0] for module in modules}
-    images = {"PIL"} if name == "imagenet_ddp" else set()
-    assert roots <= {"torch", *images, *sys.stdlib_module_names}
-    assert len(text.splitlines()) <= (210 if images else 150)
-    assert re.search(r"^Run: (python|torchrun) ", ast.get_docstring(tree) or "", re.MULTILINE)
+    extra = {"imagenet_ddp": {"PIL"}, "ray_actors": {"ray"}}.get(name, set())
+    assert roots <= {"torch", *extra, *sys.stdlib_module_names}
+    assert len(text.splitlines()) <= (210 if name == "imagenet_ddp" else 150)
+    command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", ast.get_docstring(tree) or "", re.MULTILINE)
+    assert command is not None
+    assert command[1] in {"python", "torchrun", "export", "srun", "mpirun"}
+
+
+# --- what the recipes that are started by hand say of a start that cannot work
+
+
+def beside(folder: Path, name: str) -> None:
+    """The recipe and its data in this folder."""
+    (folder / f"{name}.py").write_text((RECIPES / f"{name}.py").read_text())
+    (folder / "digits.csv.gz").write_bytes((PACKAGE / "workloads" / "digits.csv.gz").read_bytes())
+
+
+def refusal(folder: Path, command: str, **variables: str) -> str:
+    """The one line that it says, with status 2, at once."""
+    began = time.monotonic()
+    done = typed(folder, command, 2, **variables)
+    assert time.monotonic() - began < 60
+    assert not done.stdout
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
+    """Rank 0 is killed while it waits; after that both ranks of the next run name the file, in any order."""
+    beside(tmp_path, "ddp_file")
+    meeting = tmp_path / "meeting"
+    words = f"ddp_file.py --world-size 2 --init file://{meeting} --rank"
+    killed = subprocess.Popen([sys.executable, *shlex.split(words), "0"], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not meeting.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "in use by another run" in refusal(tmp_path, f"python {words} 0")  # it lives still
+    killed.kill()
+    killed.wait()
+    for rank in (1, 0):
+        line = refusal(tmp_path, f"python {words} {rank}")
+        assert line == f"ddp_file.py: {meeting} was left by a run that was killed: remove it, and start all ranks again"
+    meeting.unlink()
+    typed(tmp_path, f"python {words} 0 &\npython {words} 1")
+    assert not list(tmp_path.glob("meeting*"))  # neither the file nor its lock
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "lacks RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "lacks LOCAL_RANK, MASTER_ADDR: "),
+        ({**by_hand(0, "1"), "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+        (by_hand(2, "1"), "RANK=2, but WORLD_SIZE=2"),
+    ],
+)
+def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str], said: str) -> None:
+    beside(tmp_path, "ddp_env")
+    assert said in refusal(tmp_path, "python ddp_env.py", **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "gpus", "said"),
+    [
+        ({"SLURM_JOB_ID": "7"}, 0, "in job 7, but not by srun: srun --ntasks 2 --cpu-bind=none python slurm.py"),
+        ({}, 0, "not in a job of Slurm"),
+        ({}, 4, "not in a job of Slurm"),
+        ({**TASK, "SLURM_NTASKS": "2"}, 4, "one task on each node, but 4 GPUs: srun --ntasks-per-node 4"),
+        ({**TASK, "PATH": ""}, 1, "set MASTER_ADDR"),
+    ],
+)
+def test_start_without_srun_is_refused(tmp_path: Path, change: dict[str, str], gpus: int, said: str) -> None:
+    """In an allocation srun is forgotten easily; one task per node leaves GPUs idle."""
+    beside(tmp_path, "slurm")
+    count = (
+        f"import runpy, torch; torch.cuda.device_count = lambda: {gpus}; runpy.run_path('slurm.py', None, '__main__')"
+    )
+    assert said in refusal(tmp_path, f"{sys.executable} -c {shlex.quote(count)}", **change)
+
+
+def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
+    beside(tmp_path, "mpi")
+    assert "not started by mpirun" in refusal(tmp_path, "python mpi.py")
+    two_hosts = {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
+    two_hosts |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert "set MASTER_ADDR and MASTER_PORT" in refusal(tmp_path, "python mpi.py", **two_hosts)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("socket.gethostname()", "'host' + os.environ['GROUP_RANK']", "MASTER_ADDR=127.0.0.1 is 127.0.0.1 on host0"),
+        ("torch.__version__", "'2.1' + os.environ['GROUP_RANK']", "not the same torch"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_refused(tmp_path: Path, before: str, after: str, said: str) -> None:
+    """Each of two torchruns says it, before anything is trained. On one machine the difference is pretended."""
+    beside(tmp_path, "multi_node")
+    text = (tmp_path / "multi_node.py").read_text()
+    assert text.count(before) == 1
+    (tmp_path / "multi_node.py").write_text(text.replace(before, after))
+    commands = re.findall(r"^Run: (.*)$", text, re.MULTILINE)
+    done = typed(tmp_path, "\n".join(commands), 1)  # torchrun's own status
+    lines = [line for line in done.stderr.splitlines() if line.startswith("multi_node.py: ")]
+    assert len(lines) == 2
+    assert all(said in line for line in lines)
+    assert not done.stdout
+    if "torch" in said:
+        vm = socket.gethostname()
+        assert f"{vm} has 2.10, {vm} has 2.11" in lines[0]
+
+
+def test_restart_goes_on_with_another_number_of_ranks(forge: Forge, tmp_path: Path) -> None:
+    """Two ranks, of which one dies; the three that go on from the checkpoint print the losses of all updates."""
+    beside(tmp_path, "elastic_torchrun")
+    share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    words = "torchrun --standalone --nproc-per-node {} elastic_torchrun.py"
+    done = typed(tmp_path, words.format(2) + " --fail-at 25", 1, **share)
+    assert "goes on" not in done.stderr
+    assert not done.stdout
+    done = typed(tmp_path, words.format(3), **share)
+    assert "of 3 goes on from update 20" in done.stderr
+    assert distance(read(done.stdout), library(forge, LAYOUTS["elastic_torchrun"])) <= 1e-12
+    assert not list(tmp_path.glob("elastic.p*"))
+
+
+def test_new_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script, its data, and a batch script that starts it by its name; nothing is written over."""
+    assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.csv.gz", "train.py", "train.sbatch"]
+    assert str(tmp_path / "train.sbatch") in capsys.readouterr().out
+    batch = (tmp_path / "train.sbatch").read_text()
+    assert "python train.py" in batch
+    assert "slurm." not in batch
+    subprocess.run(["sh", "-n", str(tmp_path / "train.sbatch")], check=True)
+    (tmp_path / "train.py").unlink()
+    assert main(["new", "slurm", str(tmp_path / "train.py")]) == 2
+    assert "train.sbatch: it exists already" in capsys.readouterr().err
+    assert not (tmp_path / "train.py").exists()
+    assert main(["new", "slurm", str(tmp_path / "other.sbatch")]) == 2
+    assert "give a name like train.py" in capsys.readouterr().err
 
 
 # --- imagenet_ddp: images in folders, made of the shipped digits

@@ -1,9 +1,9 @@
 """Training that torchrun starts again when a rank dies: it goes on from its last checkpoint, on the ranks there are.
 
-Run: torchrun --standalone --nnodes 1:1 --nproc-per-node 2 --max-restarts 3 elastic_torchrun.py --fail-at 25
+Run: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+Run: torchrun --standalone --nproc-per-node 2 --max-restarts 3 elastic_torchrun.py --fail-at 25
 
-Here rank 1 kills itself at update 25, once. torchrun then ends all ranks and starts them again, and they print the
-losses of a run that was never interrupted. Leave --fail-at out of your own.
+Here rank 1 kills itself once, at update 25. torchrun ends all ranks and starts new ones; the losses stay the same.
 
 What to change for your own training:
 - load() and build() are your data and your network. BATCH is the batch of all ranks, so that their number may change.
@@ -11,8 +11,9 @@ What to change for your own training:
   leaves, the others go on, if two are left; when one comes, all begin again from the checkpoint with it.
 - CHECKPOINT is on storage that all hosts share: rank 0 reads and writes it, and may be another host after a restart.
 - What is not in the checkpoint begins anew: add schedule, GradScaler and the random generators that you draw from.
-- Every restart repeats what came after the last checkpoint. One that fails again at the same place uses up
-  --max-restarts; what is wrong with the script, no restart cures.
+- The variable gives each start a store of its own. In torchrun's, which outlives its ranks, new ones find addresses
+  of dead ones, and fail or hang (pytorch issue 135712).
+- A restart repeats what came after the last checkpoint. It cures no mistake of the script: --max-restarts ends those.
 """
 
 import argparse
@@ -87,11 +88,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail-at", type=int, help="rank 1 dies at this update, the first time")
     fail_at = parser.parse_args().fail_at if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        sys.exit("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun: else ranks hang after a restart")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # The timeout ends the wait for a rank that died on another host, whose end torchrun here does not see.
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -110,8 +112,7 @@ def main():
         model.load_state_dict(box[0]["model"])
         optimizer.load_state_dict(box[0]["optimizer"])
         sums.copy_(box[0]["sums"])
-        if rank == 0:
-            print(f"goes on from update {begin} on {world_size} ranks", file=sys.stderr)
+        print(f"rank {rank} of {world_size} goes on from update {begin}", file=sys.stderr)
 
     saved = begin
     for update in range(begin, len(sums)):

@@ -8,8 +8,8 @@ the first host that the second reaches. Or the same line on both, without --node
 
 What to change for your own training:
 - load() and build() are your data and your network. BATCH is the batch of all ranks.
-- c10d: where both hosts wait a minute and fail, the first did not see that the endpoint is its own: give it there
-  --rdzv-conf is_host=1 (is_host=0 on the others). --local-addr, a host's own address, helps where names mislead.
+- c10d: where both hosts wait a minute and fail, the first did not see that the endpoint is its own: give it
+  --rdzv-conf is_host=1 (is_host=0 on the others). Or they do not know its name: give each --local-addr, its address.
 - Debian gives a host's own name the address 127.0.1.1. Gloo follows the name, so on each host set GLOO_SOCKET_IFNAME
   (and NCCL_SOCKET_IFNAME) to the interface of the address that is printed below; the firewall lets its ports through.
 - Data, script and packages are the same on all hosts: torch's version is compared here, the rest is not.
@@ -99,7 +99,7 @@ def meet():
     for host, _, seen in hosts:
         if len({name for name, _, _ in hosts}) > 1 and ipaddress.ip_address(seen.partition("%")[0]).is_loopback:
             refuse(f"MASTER_ADDR={master} is {seen} on {host}, loopback: change --master-addr (of c10d: --local-addr)")
-    print(f"rank {rank} of {world_size}: host {own}, local rank {local_rank}, address {address}", flush=True)
+    sys.stdout.write(f"rank {rank} of {world_size}: host {own}, local rank {local_rank}, address {address}\n")
     return store, rank, world_size
 
 

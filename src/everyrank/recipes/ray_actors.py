@@ -129,18 +129,16 @@ def main():
     gpu = {"GPU": 1} if ray.cluster_resources().get("GPU", 0) >= world_size else {}
     group = placement_group([{"CPU": 1, **gpu}] * world_size, STRATEGY)
     if not group.wait(60):
-        free = ray.available_resources()
-        sys.exit(
-            f"no place for {world_size} ranks in Ray: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs free"
-        )
+        has = ray.available_resources()
+        sys.exit(f"no place for {world_size} ranks: Ray has {has.get('CPU', 0)} CPUs and {has.get('GPU', 0)} GPUs free")
     places = [PlacementGroupSchedulingStrategy(group, index) for index in range(world_size)]
     ranks = [Rank.options(num_cpus=1, num_gpus=len(gpu), scheduling_strategy=place).remote() for place in places]
-    address = ray.get(ranks[0].address.remote(), timeout=60)
+    address = ray.get(ranks[0].address.remote(), timeout=300)
     results = [actor.train.remote(rank, world_size, address) for rank, actor in enumerate(ranks)]
     running = results
     while running:
         ended, running = ray.wait(running, timeout=LONGEST)
-        ray.get(ended or running, timeout=0)  # raises what the first rank that failed raised
+        ray.get(ended or running, timeout=60)  # raises what the first rank that failed raised
     losses, top1 = ray.get(results[0])
     for update, loss in enumerate(losses):
         print(f"update {update} loss {loss}")
