@@ -1371,7 +1371,7 @@ def test_doctor_sees_a_port_in_use(busy: int) -> None:
     ):
         finding = doctor.check_rendezvous(launch)[0]
         assert finding.status == "problem"
-        assert f"127.0.0.1:{busy}: Address already in use" in finding.line
+        assert f"port {busy} at 127.0.0.1: Address already in use" in finding.line
         assert "another port" in finding.line
     free = doctor.check_rendezvous(Launch(rendezvous=f"127.0.0.1:{free_port()}"))[0]
     assert free.status == "ok"
