@@ -236,8 +236,7 @@ def test_several_hosts(tmp_path: Path, three_hosts: Hosts, words: list[str], cou
     assert record.loss == pytest.approx(single.loss, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["spawn", "static", "c10d"])
-@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize(("kind", "cut"), [("spawn", 0), ("spawn", 1), ("static", 0), ("c10d", 1)])
 def test_a_host_that_is_cut_off(tmp_path: Path, three_hosts: Hosts, kind: str, cut: int) -> None:
     """Its cable is pulled: the others end within the timeout, and name the ranks and the host that are missing."""
     kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}

@@ -21,7 +21,7 @@ def meet(world: World, where: str) -> None:
     deadline = time.monotonic() + world.timeout_seconds
     missing = list(range(world.size))
     pause = 0.001
-    while missing := [rank for rank in missing if not world.store.check([f"{where}/{rank}"])]:
+    while missing := _not_there(world, where, missing):
         if time.monotonic() > deadline:
             names = ", ".join(map(str, missing))
             raise RankFailedError(
@@ -30,6 +30,15 @@ def meet(world: World, where: str) -> None:
             )
         time.sleep(pause)
         pause = min(0.05, pause * 1.5)
+
+
+def _not_there(world: World, where: str, ranks: list[int]) -> list[int]:
+    try:
+        return [rank for rank in ranks if not world.store.check([f"{where}/{rank}"])]
+    except RuntimeError as error:  # torch's DistNetworkError
+        raise RankFailedError(
+            f"rank 0 went away before the {where}: its store no longer answers ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def tell(world: World, key: str, text: str | None) -> str:

@@ -169,6 +169,8 @@ def _answers(address: str, port: int) -> bool:
 def _tcp(host: str, port: int, opens: bool, timeout: datetime.timedelta, is_alone: bool) -> dist.Store:
     """Open the store, or come to it. An empty `host` opens it on every interface."""
     listening = _listen(host, port, is_alone) if opens else None
+    if not opens:
+        _wait_for(host, port, timeout.total_seconds())
     if listening is not None:
         bound, port = listening.getsockname()[:2]
         host = bound if host and bound not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104  (told apart, not bound)
@@ -188,6 +190,20 @@ def _tcp(host: str, port: int, opens: bool, timeout: datetime.timedelta, is_alon
     if listening is not None:
         listening.detach()  # it is the store's now
     return store
+
+
+def _wait_for(host: str, port: int, seconds: float) -> None:
+    """Until somebody listens there: torch's own client asks again only after ever longer pauses."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=seconds).close()
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+        except OSError:  # the client below says what is wrong
+            return
+        else:
+            return
 
 
 def _listen(host: str, port: int, is_alone: bool) -> socket.socket:
