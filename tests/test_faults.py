@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import RENDER, Launch, run
+from everyrank.launch import RENDER, Launch, listen, run
 from forge import by_hand, free_port
 
 pytestmark = pytest.mark.skipif(
@@ -391,3 +391,18 @@ def test_words_that_contradict_the_environment(cli: Cli) -> None:
     status, _, stderr = cli.end()
     assert status == 2, stderr
     assert "--processes 3" in the_line(stderr)
+
+
+def test_one_request_may_come_twice() -> None:
+    """A scheduler sends SIGTERM to a rank and to its guard, which passes it on; a person's second comes later."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with listen(signal.SIGTERM) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.asked == signal.SIGTERM
+            time.sleep(0.6)
+            with pytest.raises(SystemExit, match="143"):
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

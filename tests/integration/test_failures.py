@@ -146,3 +146,18 @@ def test_the_person_is_gone(cli: Cli, slurm: dict[str, str]) -> None:
     os.kill(command_line(cli), signal.SIGKILL)
     cli.end(timeout=30)
     assert cli.left(15.0) == {}
+
+
+def test_scancel_asks_to_stop(cli: Cli, slurm: dict[str, str]) -> None:
+    """Slurm sends SIGTERM to every process of the step, guards too: the ranks finish the update, save, and end."""
+    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
+    words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm", "--out", "out"]
+    in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, slurm)
+    cli.wait_for_update_3()
+    environment = {**os.environ, **slurm}
+    jobs = subprocess.run(["squeue", "-h", "-o", "%A"], env=environment, capture_output=True, text=True, check=True)
+    subprocess.run(["scancel", "--signal=TERM", f"{jobs.stdout.split()[0]}.0"], env=environment, check=True)
+    status, _, stderr = cli.end(timeout=40)
+    assert status == 143, stderr
+    assert list((cli.folder / "out" / "checkpoints").glob("step-*"))
+    assert cli.left(15.0) == {}

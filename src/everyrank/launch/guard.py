@@ -57,7 +57,8 @@ def _watch(job: Job, child: int, directory: Path) -> None:
         time.sleep(_LOOK_SECONDS)
         if (directory / "stop").exists() and time.monotonic() > asked + _ASK_SECONDS:
             asked = time.monotonic()
-            os.kill(child, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGUSR1)
         if os.getppid() != starter or not lives():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)

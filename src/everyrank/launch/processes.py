@@ -44,8 +44,9 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
     if facts is not None:
         return {facts.rank: _call_here(facts, function, (*arguments, stop) if stop is not None else arguments)}
     _check(launch)
-    directory = _shared_folder() if launch.launcher in ("slurm", "mpi") else _temporary_folder("everyrank-")
-    logs = launch.logs or _temporary_folder("everyrank-logs-")
+    make_folder = _shared_folder if launch.launcher in ("slurm", "mpi") else _temporary_folder
+    directory = make_folder("everyrank-")
+    logs = launch.logs or make_folder("everyrank-logs-")
     keep_logs = launch.logs is not None
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -122,12 +123,12 @@ def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[
         raise kind(f"rank {facts.rank} of {facts.size} on {host_name()}: {describe(error)}", log) from error
 
 
-def _shared_folder() -> Path:
+def _shared_folder(prefix: str) -> Path:
     """A folder for a job whose ranks may be on several hosts: below the home directory, which clusters share."""
     place = Path.home() / ".cache" / "everyrank" / "jobs"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="job-", dir=place))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     except OSError as error:
         raise CannotRunError(f"no folder for the job: {error}; it has to be on storage that all hosts share") from error
 

@@ -38,12 +38,12 @@ class Place:
         self.sent: set[str] = set()
         self.shown = 0
 
-    def host(self) -> str:
-        """Which of Ray's nodes this is on."""
-        return ray.get_runtime_context().get_node_id()
+    def host(self) -> tuple[str, list[str]]:
+        """Which of Ray's nodes this is on, and the GPUs that Ray has given to it."""
+        return ray.get_runtime_context().get_node_id(), [str(number) for number in ray.get_gpu_ids()]
 
-    def start(self, job: bytes, rank: int, local_rank: int, local_size: int) -> None:
-        """Start the rank. `job` comes from the driver, over Ray's own connections."""
+    def start(self, job: bytes, rank: int, local_rank: int, local_size: int, devices: str) -> None:
+        """Start the rank. `job` comes from the driver, over Ray's own connections; `devices` are those of the node."""
         import dataclasses
         import subprocess
 
@@ -61,7 +61,11 @@ class Place:
         words = [str(self.folder), str(rank), str(local_rank), str(local_size)]
         with (self.folder / "screen").open("wb") as screen:  # of rank 0; the others write to their logs
             command = [sys.executable, "-m", "everyrank.launch.worker", *words]
-            self.process = subprocess.Popen(command, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL)
+            # a rank picks its device by its local rank, so it sees those of all ranks of the node
+            environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": devices} if devices else {})}
+            self.process = subprocess.Popen(
+                command, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL, env=environment
+            )
 
     def give(self, name: str, content: bytes) -> None:
         """A file for the rank: where rank 0 has opened the store, or the request to stop."""
@@ -129,17 +133,19 @@ def _places(count: int, devices: str) -> list[Any]:
     options = {"num_cpus": 1, "num_gpus": wanted.get("GPU", 0)}
     actor: Any = Place
     places = [actor.options(scheduling_strategy=one, **options).remote() for one in strategy]
-    nodes = ray.get([place.host.remote() for place in places])
+    nodes = [node for node, _ in ray.get([place.host.remote() for place in places])]
     order = sorted(range(count), key=lambda index: (nodes.index(nodes[index]), index))
     return [places[index] for index in order]
 
 
 def _follow(places: list[Any], content: bytes, directory: Path, job: Job) -> int:
     """Start all, and carry what they leave until they have ended."""
-    nodes = ray.get([place.host.remote() for place in places])
+    hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
+    nodes = [node for node, _ in hosts]
     sizes, seen = Counter(nodes), Counter[str]()
     for rank, (place, node) in enumerate(zip(places, nodes, strict=True)):
-        place.start.remote(content, rank, seen[node], sizes[node])
+        devices = ",".join(device for other, own in hosts if other == node for device in own)
+        place.start.remote(content, rank, seen[node], sizes[node], devices)
         seen[node] += 1
     is_stopping = False
     while True:

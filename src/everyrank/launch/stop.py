@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 __all__ = ["Stop", "listen"]
+
+_SAME_SECONDS = 0.5
 
 
 @dataclass
@@ -24,15 +27,21 @@ class Stop:
 def listen(*signals: signal.Signals) -> Generator[Stop]:
     """Note these signals instead of being ended by them; a SIGTERM after one of them does what it did before.
 
+    Within half a second it is taken for the same request: schedulers send it to a rank and to its guard, which passes
+    it on.
+
     Outside the main thread nothing can be listened for, and nothing is ever asked.
     """
-    stop = Stop()
+    stop, asked_at = Stop(), 0.0
     before: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
         earlier = before[signal.Signals(number)]
-        if stop.asked is None or number != signal.SIGTERM:
-            stop.asked = stop.asked or signal.Signals(number)
+        if stop.asked is None:
+            stop.asked, asked_at = signal.Signals(number), time.monotonic()
+        elif number != signal.SIGTERM or time.monotonic() < asked_at + _SAME_SECONDS:
+            pass
         elif callable(earlier):
             earlier(number, frame)
         else:

@@ -19,7 +19,7 @@ from everyrank.launch.hosts import choose_interface, usable_interfaces
 from everyrank.world.company import Lookout, introduce, is_an_answer, met, way_to_others
 from everyrank.world.meeting import meet
 from everyrank.world.noun import World, choose_backend, choose_device, use_threads
-from everyrank.world.stores import open_store
+from everyrank.world.stores import Meeting, open_store
 
 __all__ = ["open_world"]
 
@@ -64,7 +64,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     others = met(world.store, world.size)
     world = replace(world, hosts=tuple(other.host for other in others))
     way = way_to_others(others, world.rank, meeting.address)
-    with _on_interface(launch, *way), _leaving_together(world, meeting.is_host), _on_the_lookout(world, facts):
+    with _on_interface(launch, *way), _leaving_together(world, meeting), _on_the_lookout(world, facts):
         dist.init_process_group(
             # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -81,8 +81,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
         meet(world, "end")
     dist.destroy_process_group()
     _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
-    if meeting.file is not None and world.rank == 0:
-        meeting.file.unlink(missing_ok=True)
+    _remove(meeting)
 
 
 @contextlib.contextmanager
@@ -129,14 +128,21 @@ def _on_the_lookout(world: World, facts: RankFacts) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _leaving_together(world: World, is_host: bool) -> Generator[None]:
+def _leaving_together(world: World, meeting: Meeting) -> Generator[None]:
     """After an error, too, the store stays for a moment: others still read there what this rank has told them."""
     try:
         yield
     except Exception:
         with contextlib.suppress(Exception):
-            _leave(world, is_host, _SHORT_GOODBYE_SECONDS)
+            _leave(world, meeting.is_host, _SHORT_GOODBYE_SECONDS)
+        _remove(meeting)
         raise
+
+
+def _remove(meeting: Meeting) -> None:
+    """The file in which ranks met, by the one that leaves last."""
+    if meeting.file is not None and meeting.is_host:
+        meeting.file.unlink(missing_ok=True)
 
 
 def _leave(world: World, is_host: bool, seconds: float) -> None:

@@ -70,9 +70,9 @@ def open_store(facts: RankFacts, launch: Launch) -> Meeting:
     timeout = datetime.timedelta(seconds=launch.timeout_seconds)
     kind, _, place = method.partition("://")
     if kind == "file":
-        # ours are written as URIs; a person's are taken as they are typed
-        is_ours = launch.init_method is None
-        return _by_file(Path(url2pathname(place) if is_ours else place), facts, launch.timeout_seconds)
+        if launch.init_method is None:  # the launcher's own, which goes away with the job
+            return Meeting(dist.FileStore(url2pathname(place), facts.size), None, is_host=False)
+        return _by_file(Path(place), facts, launch.timeout_seconds)
     if kind == "meet":
         return _by_address_in_file(Path(url2pathname(place)), facts, timeout)
     host, port = split_endpoint(place, "--init-method tcp://")
