@@ -1443,7 +1443,13 @@ def test_doctor_survives_a_name_that_no_host_has(name: str) -> None:
 def row(rank: int, **changes: Any) -> dict[str, Any]:
     place = {"rank": rank, "host": f"n{rank}", "pid": 7, "local_rank": 0, "local_size": 1, "device": "cpu"}
     versions = {"torch": "2.9", "python": "3.11", "everyrank": "0.1"}
-    return {**place, **versions, "interface": "eth0", "backend": "gloo", "why": "cpu", "skew_seconds": 0.0, **changes}
+    return {
+        **place,
+        **versions,
+        "choices": {"interface": "eth0: the way", "backend": "gloo: cpu"},
+        "skew_seconds": 0.0,
+        **changes,
+    }
 
 
 @pytest.mark.parametrize(("skew", "status"), [(0.2, "ok"), (-0.2, "ok"), (90.0, "warning"), (-90.0, "warning")])

@@ -397,3 +397,17 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
             assert len(done.stderr.splitlines()) == 1
             assert f"port {port}" in done.stderr
             assert "give another port" in done.stderr
+
+
+def test_a_store_from_python(expected: Record, tmp_path: Path) -> None:
+    """The fourth init method: a function of rank and world size that opens the store."""
+    place = str(tmp_path / "store")
+
+    def open_store(rank: int, size: int) -> object:
+        import torch.distributed as dist
+
+        return dist.FileStore(place, size)
+
+    launch = Launch(processes=2, init_method=open_store)
+    found = run(find_workload("digits"), parse_layout("ddp:precision=float64"), launch, steps=6, show=False)[0]
+    same(found, expected, "spawn")

@@ -151,14 +151,16 @@ def check_start(launch: Launch) -> list[Finding]:
     first = rows[0]
     found = [
         ok("start", f"{len(rows)} ranks by {launch.launcher}, started, met and gone in {seconds:.1f} s"),
-        ok("backend", f"{first['backend']}: {first['why']}"),
+        ok("backend", first["choices"]["backend"]),
         ok(
             "versions", f"torch {first['torch']}, Python {first['python']}, everyrank {first['everyrank']} on all ranks"
         ),
     ]
     for row in rows:
         text = f"on {row['host']}, process {row['pid']}, local rank {row['local_rank']} of {row['local_size']}"
-        found.append(ok(f"rank {row['rank']}", f"{text}, {row['device']}, over {row['interface']}", private=True))
+        found.append(
+            ok(f"rank {row['rank']}", f"{text}, {row['device']}, over {row['choices']['interface']}", private=True)
+        )
     skew = max((abs(row["skew_seconds"]), row["host"]) for row in rows)
     if skew[0] > _MOST_SKEW_SECONDS:
         found.append(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import everyrank
 from everyrank.launch import Launch, RankFacts
 from everyrank.launch.hosts import host_name
-from everyrank.world import World, choose_backend, meet, open_world
+from everyrank.world import World, meet, open_world
 
 __all__ = ["introduce_rank", "selftest_rank"]
 
@@ -31,7 +31,6 @@ def selftest_rank(facts: RankFacts, launch: Launch) -> dict[str, Any]:
 def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
     """Who and where each rank is, by rank; on rank 0, [] elsewhere. `skew_seconds` is that of its clock to rank 0's."""
     with open_world(facts, launch) as world:
-        num_cuda = torch.cuda.device_count()
         own: dict[str, Any] = {
             "rank": world.rank,
             "host": host_name(),
@@ -39,9 +38,7 @@ def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
             "local_rank": world.local_rank,
             "local_size": world.local_size,
             "device": str(world.device),
-            "backend": world.backend,
-            "why": choose_backend(launch.backend, world.device.type, world.local_size, num_cuda)[1],
-            "interface": os.environ.get("GLOO_SOCKET_IFNAME", "what the backend chose"),
+            "choices": dict(world.choices),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "everyrank": everyrank.__version__,

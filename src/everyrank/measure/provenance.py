@@ -35,6 +35,8 @@ def provenance(workload: Workload, dataset: Any, world: World, command: list[str
         "cores": num_cores(),
         "threads_per_rank": world.threads,
         "loader_workers_per_rank": world.loader_workers,
+        "hosts": list(dict.fromkeys(world.hosts)),
+        "choices": dict(world.choices),
         "accelerator": torch.cuda.get_device_name(world.device) if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,
         "settings": dict(workload.source.settings) if workload.source else {},

@@ -148,6 +148,9 @@ def _train(
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
     if world.rank == 0 and workload.batch_rule is not None:
         watch.line(workload.batch_rule)
+    hosts = list(dict.fromkeys(world.hosts))
+    if len(hosts) > 1:
+        watch.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
     if begin:
         watch.line(f"going on after update {begin} of {end}, from {options.resume}")
     watch.begin(f"{workload.name} · {layout} · {ranks}", end, begin)

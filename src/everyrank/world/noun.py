@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ class World:
     store                   where ranks leave each other small notes
     group                   all ranks; None in the world of one that `alone` makes inside a larger one
     hosts                   the name of each rank's host
+    choices                 what was chosen automatically, and why: backend, interface
     """
 
     rank: int
@@ -41,6 +43,7 @@ class World:
     store: dist.Store
     group: dist.ProcessGroup | None
     hosts: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def choose_device(asked: str | None, num_cuda: int) -> str:

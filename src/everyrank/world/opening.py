@@ -37,7 +37,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     """
     num_cuda = torch.cuda.device_count()
     kind = choose_device(launch.device, num_cuda)
-    backend, _ = choose_backend(launch.backend, kind, facts.local_size, num_cuda)
+    backend, why = choose_backend(launch.backend, kind, facts.local_size, num_cuda)
     device = torch.device("cuda", facts.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,7 +64,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     others = met(world.store, world.size)
     world = replace(world, hosts=tuple(other.host for other in others))
     way = way_to_others(others, world.rank, meeting.address)
-    with _on_interface(launch, *way), _leaving_together(world, meeting), _on_the_lookout(world, facts):
+    with _on_interface(launch, *way) as interface, _leaving_together(world, meeting), _on_the_lookout(world, facts):
         dist.init_process_group(
             # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -74,7 +74,8 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
             timeout=datetime.timedelta(seconds=launch.timeout_seconds),
             device_id=device if backend == "nccl" else None,
         )
-        yield replace(world, group=dist.group.WORLD)
+        choices = {"backend": f"{backend}: {why}", "interface": interface}
+        yield replace(world, group=dist.group.WORLD, choices=choices)
         # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
         gc.unfreeze()
         gc.collect()
@@ -85,19 +86,19 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
 
 
 @contextlib.contextmanager
-def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None) -> Generator[None]:
+def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None) -> Generator[str]:
     """Ranks of one machine stay on loopback; those of several take the interface that leads to the others.
 
-    gloo and NCCL read it from the environment whenever a group is made.
+    gloo and NCCL read it from the environment whenever a group is made. Gives what was chosen, and why.
     """
     before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     variable, interfaces = before["GLOO_SOCKET_IFNAME"], usable_interfaces()
-    name, _ = choose_interface(launch.interface, variable, is_one_machine, own_address, interfaces)
+    name, why = choose_interface(launch.interface, variable, is_one_machine, own_address, interfaces)
     for variable, value in before.items():
         if name is not None and (value is None or launch.interface is not None):
             os.environ[variable] = name
     try:
-        yield
+        yield f"{name or 'by the backend'}: {why}"
     finally:
         for variable, value in before.items():
             if value is None:
