@@ -121,13 +121,14 @@ def _check_started(
     if args.launcher is not None:
         raise UsageError(f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out")
     nodes = whole_number(environment, "SLURM_NNODES", "1") if facts.started_by == "slurm" else 1
-    if args.processes not in (None, facts.size, [facts.size]):
-        if facts.started_by == "slurm" and facts.size == nodes and args.processes % nodes == 0:
+    asked = _asked(args)
+    if asked not in (None, facts.size):
+        if facts.started_by == "slurm" and facts.size == nodes and asked % nodes == 0:
             raise UsageError(
-                f"--processes {args.processes}, but srun started one task on each of {nodes} nodes: "
-                f"srun --ntasks-per-node={args.processes // nodes}"
+                f"--processes {asked}, but srun started one task on each of {nodes} nodes: "
+                f"srun --ntasks-per-node={asked // nodes}"
             )
-        raise UsageError(f"--processes {args.processes}: {facts.started_by} started {facts.size}; leave it out")
+        raise UsageError(f"--processes {asked}: {facts.started_by} started {facts.size}; leave it out")
     cards = environment.get("SLURM_GPUS_ON_NODE", "")
     idle = int(cards) - facts.local_size if cards.isdecimal() and facts.started_by == "slurm" else 0
     if idle > 0 and args.processes is None and args.device != "cpu" and (layout is None or layout.axis is not None):
@@ -171,8 +172,9 @@ def _processes(
 ) -> int:
     if facts is not None:
         return facts.size
-    if args.processes is not None:
-        return max(args.processes) if isinstance(args.processes, list) else args.processes
+    asked = _asked(args)
+    if asked is not None:
+        return asked
     if layout is not None and layout.axis is None:
         return 1
     tasks = environment.get("SLURM_NTASKS", "")
@@ -180,6 +182,12 @@ def _processes(
         return int(tasks)
     here = 0 if args.device == "cpu" else num_accelerators()
     return here * nodes or max(args.default_processes, nodes)
+
+
+def _asked(args: argparse.Namespace) -> int | None:
+    """--processes; of several, the most."""
+    asked: int | list[int] | None = args.processes
+    return max(asked) if isinstance(asked, list) else asked
 
 
 def instead(args: argparse.Namespace) -> int | None:
