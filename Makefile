@@ -22,6 +22,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --ignore tests/integration
 
 test-integrations: $(VENV)/installed-integrations
+	tests/integration/install
 	$(BIN)/python -m pytest tests/integration -rs
 
 check: lint types test
@@ -45,8 +46,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev]'
 	@touch $@
 
-$(VENV)/installed-integrations: $(VENV)/installed-dev tests/integration/install
-	tests/integration/install
+$(VENV)/installed-integrations: $(VENV)/installed-dev
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,mpi,ray]'
 	@touch $@
 

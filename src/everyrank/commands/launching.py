@@ -18,8 +18,6 @@ from everyrank.layout import Layout, parse_layout
 
 __all__ = ["add_launching", "instead", "launch_of", "speaks"]
 
-_EPILOG = "where and how the ranks start"
-
 
 def add_launching(parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False) -> None:
     """--processes, --launcher and what belongs to them. `default_processes`: where there is no accelerator."""
@@ -31,7 +29,7 @@ def add_launching(parser: argparse.ArgumentParser, default_processes: int, sever
         )
     else:
         parser.add_argument("--processes", type=int, metavar="N", help=ranks)
-    words = parser.add_argument_group("launching", _EPILOG)
+    words = parser.add_argument_group("launching", "where and how the ranks start")
     words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: spawn)")
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
     words.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
@@ -118,8 +116,12 @@ def _check_started(
     args: argparse.Namespace, facts: RankFacts, environment: Mapping[str, str], layout: Layout | None
 ) -> None:
     """Words that contradict whoever has started this rank."""
+    is_shell = facts.started_by == "slurm" and facts.size == 1
+    hint = " (in a shell that srun has started: unset SLURM_STEP_ID)" if is_shell else ""
     if args.launcher is not None:
-        raise UsageError(f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out")
+        raise UsageError(
+            f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out{hint}"
+        )
     nodes = whole_number(environment, "SLURM_NNODES", "1") if facts.started_by == "slurm" else 1
     asked = _asked(args)
     if asked not in (None, facts.size):
@@ -128,7 +130,7 @@ def _check_started(
                 f"--processes {asked}, but srun started one task on each of {nodes} nodes: "
                 f"srun --ntasks-per-node={asked // nodes}"
             )
-        raise UsageError(f"--processes {asked}: {facts.started_by} started {facts.size}; leave it out")
+        raise UsageError(f"--processes {asked}: {facts.started_by} started {facts.size}; leave it out{hint}")
     cards = environment.get("SLURM_GPUS_ON_NODE", "")
     idle = int(cards) - facts.local_size if cards.isdecimal() and facts.started_by == "slurm" else 0
     if idle > 0 and args.processes is None and args.device != "cpu" and (layout is None or layout.axis is not None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
         )
     except StoppedError as error:
         job = os.environ.get("SLURM_JOB_ID")
-        if args.requeue and job is not None:
+        is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
+        if args.requeue and job is not None and is_time_up:
             print(f"{error}; job {job} waits in the queue again", flush=True)  # Slurm ends what is left of it
             slurm.requeue(job)
         raise

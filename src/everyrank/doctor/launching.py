@@ -12,7 +12,7 @@ from typing import Any
 from everyrank.doctor.findings import PROBLEM, Finding, absent, ok, problem, warning
 from everyrank.doctor.network import check_network
 from everyrank.errors import EveryrankError, UsageError
-from everyrank.launch import Launch, Named, mpi, run, slurm
+from everyrank.launch import Launch, Named, mpi, ray, run, slurm
 from everyrank.launch.hosts import (
     addresses_of,
     check_port,
@@ -47,6 +47,8 @@ def check_program(launch: Launch) -> Finding:
         if launch.launcher == "mpi":
             mpi.require()
             return ok("mpi", f"{mpi.program()}", private=True)
+        if launch.launcher == "ray":
+            ray.require()
         if launch.launcher == "slurm":
             slurm.require("srun")
             return ok("slurm", f"{shutil.which('srun')}", private=True)

@@ -134,13 +134,18 @@ def _facts(
 
 
 def _private_file() -> Path:
-    """A file named after the process that started the ranks of this host, in a folder of this user alone."""
+    """A file named after what started the ranks of this host, in a folder of this user alone."""
     folder = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         raise UsageError(f"{folder}: it is somebody else's; set TMPDIR to a folder of your own")
-    parent = psutil.Process(os.getppid())
-    return folder / f"meeting-{parent.pid}-{parent.create_time():.2f}-{os.environ.get('SLURM_STEP_ID', '')}"
+    own = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    if "PMIX_NAMESPACE" in os.environ:
+        own = [os.environ["PMIX_NAMESPACE"]]
+    elif not own[0]:  # MPICH has no name for what it started: the process that did; between them no wrapper may stand
+        parent = psutil.Process(os.getppid())
+        own = [str(parent.pid), f"{parent.create_time():.2f}"]
+    return folder / re.sub(r"[^\w.-]", "_", "-".join(["meeting", *own]))
 
 
 def _address_of_node(name: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from everyrank.launch.hosts import boot_id, host_name
+from everyrank.launch.hosts import host_name, process_space
 from everyrank.launch.job import Job
 
 __all__ = ["guard", "write_whole"]
@@ -52,7 +52,7 @@ def guard(job: Job, rank: int, directory: Path) -> None:
 def _watch(job: Job, child: int, directory: Path) -> None:
     """Pass on a request to stop; end the rank when whoever started it, or the person's own process, is gone."""
     starter, asked = os.getppid(), 0.0
-    lives = _pid_watch(job.parent_pid) if boot_id() == job.boot else _beat_watch(directory)
+    lives = _pid_watch(job.parent_pid) if process_space() == job.space else _beat_watch(directory)
     while True:
         time.sleep(_LOOK_SECONDS)
         if (directory / "stop").exists() and time.monotonic() > asked + _ASK_SECONDS:
@@ -84,10 +84,13 @@ def _beat_watch(directory: Path) -> Callable[[], bool]:
 
     def lives() -> bool:
         nonlocal seen, changed
+        beat = seen
         try:
             beat = (directory / "alive").stat().st_mtime
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:  # storage that does not answer just now: silence
+            pass
         if beat != seen:
             seen, changed = beat, time.monotonic()
         return time.monotonic() < changed + _SILENCE_SECONDS

@@ -27,6 +27,7 @@ __all__ = [
     "is_loopback",
     "local_address_towards",
     "port_refused",
+    "process_space",
     "split_endpoint",
     "usable_interfaces",
 ]
@@ -43,14 +44,19 @@ def host_name() -> str:
 def boot_id() -> str:
     """The same for all processes of one running machine, whatever names it has; two machines never share it."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _network_namespace()
+        # containers of one machine may each have a loopback of their own
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _namespace("net")
     return f"{socket.gethostname()} {psutil.boot_time():.0f}"
 
 
-def _network_namespace() -> str:
-    """Containers of one machine may each have a loopback of their own."""
+def process_space() -> str:
+    """The same for all processes that know each other by their numbers: of one machine, and one container."""
+    return boot_id() + _namespace("pid")
+
+
+def _namespace(kind: str) -> str:
     with contextlib.suppress(OSError):
-        return " " + os.readlink("/proc/self/ns/net")  # noqa: PTH115  (a name, not a path)
+        return " " + os.readlink(f"/proc/self/ns/{kind}")  # noqa: PTH115  (a name, not a path)
     return ""
 
 

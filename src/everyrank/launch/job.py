@@ -168,7 +168,7 @@ class Job:
     """What each process finds in its directory. The payload is opened after `sys_path` is in place.
 
     rendezvous   where the ranks meet; None: their launcher tells them
-    boot         which running machine the parent is on, and its process there: elsewhere the directory stands for it
+    space        where the parent's process number means it: elsewhere the directory stands for the parent
     """
 
     payload: bytes
@@ -176,7 +176,7 @@ class Job:
     launcher: str
     processes: int
     rendezvous: str | None
-    boot: str
+    space: str
     parent_pid: int
     logs: Path
 

@@ -54,7 +54,8 @@ def main() -> int:
                 process.kill()
             return 128 - failed[0] if failed[0] < 0 else failed[0]
         time.sleep(0.1)
-    return max(process.returncode for process in started)
+    codes = [process.returncode for process in started if process.returncode]
+    return 0 if not codes else 128 - codes[0] if codes[0] < 0 else codes[0]
 
 
 if __name__ == "__main__":

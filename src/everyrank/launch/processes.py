@@ -22,7 +22,7 @@ from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, St
 from everyrank.launch import mpi, ray, slurm
 from everyrank.launch.environments import facts_from_environment
 from everyrank.launch.facts import RankFacts
-from everyrank.launch.hosts import boot_id, check_port, check_reachable, host_name, split_endpoint
+from everyrank.launch.hosts import check_port, check_reachable, host_name, process_space, split_endpoint
 from everyrank.launch.job import Job, Launch
 from everyrank.launch.ranks import Ranks
 from everyrank.launch.stop import Stop
@@ -56,7 +56,7 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
             launch.launcher,
             launch.processes,
             _rendezvous(launch, directory),
-            boot_id(),
+            process_space(),
             os.getpid(),
             logs.absolute(),
         )

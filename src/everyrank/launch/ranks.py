@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, kind_named, signal_text
 from everyrank.launch import mpi, ray, slurm, spawn, torchrun
+from everyrank.launch.hosts import host_name
 from everyrank.launch.job import Launch
 from everyrank.launch.stop import Stop
 
@@ -53,12 +54,12 @@ class Ranks:
         self.starts_again = launch.restarts > 0 or launch.min_nodes is not None
 
     def __enter__(self) -> Ranks:
-        name = f"{self.launch.launcher}.log"
-        for stale in [*self.logs.glob("rank*.log"), *self.logs.glob(name)]:  # of the run before
-            stale.replace(stale.with_name(stale.name + ".before"))
+        for stale in self._logs_of_before():
+            with contextlib.suppress(FileNotFoundError):
+                stale.replace(stale.with_name(stale.name + ".before"))
         # A launcher's own messages are kept away from the screen: what it says of a failure is not what failed.
         if self.launch.launcher != "spawn":
-            self.launcher_log = (self.logs / name).open("wb")
+            self.launcher_log = (self.logs / self._launcher_log_name).open("wb")
         self._beat()
         try:
             for command in RENDER[self.launch.launcher](self.launch, self.directory):
@@ -67,6 +68,17 @@ class Ranks:
             self._end()
             raise
         return self
+
+    @property
+    def _launcher_log_name(self) -> str:
+        # hosts that each start their own may share the folder
+        return f"{self.launch.launcher}{f'-{host_name()}' if self.launch.nodes > 1 else ''}.log"
+
+    def _logs_of_before(self) -> list[Path]:
+        """Those that this host's ranks are about to write, from the run before."""
+        if self.launch.nodes > 1 and self.launch.finds_its_place:  # which ranks are here is decided later
+            return [self.logs / self._launcher_log_name]
+        return [self.logs / self._launcher_log_name, *(self.logs / f"rank{rank}.log" for rank in self.expected)]
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -87,9 +99,11 @@ class Ranks:
     def wait(self) -> None:
         """Return when every process has ended well; raise what went wrong first otherwise."""
         deadline = time.monotonic() + self.launch.timeout_seconds
+        is_asked = False
         while True:
             codes = [process.poll() for process in self.processes]
-            failed = not self.starts_again and (self._errors() or self._dead())
+            is_final = not self.starts_again or (self.stop is not None and self.stop.asked is not None)
+            failed = is_final and (self._errors() or self._dead())
             if failed or any(code not in (None, 0) for code in codes):
                 self._raise_first_failure()
             if all(code == 0 for code in codes):
@@ -102,15 +116,17 @@ class Ranks:
                     f"{_ranks_text(missing)} of {self.launch.processes} never started: "
                     f"no sign within {self.launch.timeout_seconds:g} s (--timeout){self._last_words()}"
                 )
-            if self.stop is not None and self.stop.asked is not None:
+            if self.stop is not None and self.stop.asked is not None and not is_asked:
+                is_asked = True
                 (self.directory / "stop").touch()  # each rank's guard looks for it
             if time.monotonic() > self.beat_at + _BEAT_SECONDS:
                 self._beat()
-            time.sleep(0.02)
+            time.sleep(0.02 if missing else 0.1)
 
     def _beat(self) -> None:
         self.beat_at = time.monotonic()
-        (self.directory / "alive").touch()
+        with contextlib.suppress(OSError):  # of storage elsewhere
+            (self.directory / "alive").touch()
 
     def results(self) -> dict[int, Any]:
         """What the function returned in each rank that reports here."""
@@ -154,9 +170,9 @@ class Ranks:
             raise self._error(errors)
         if dead:
             raise self._died(dead[0])
-        name = f"{self.launch.launcher}.log"
         raise RankFailedError(
-            f"{self.launch.launcher} ended before its ranks had started{self._last_words()}", self.logs / name
+            f"{self.launch.launcher} ended before its ranks had started{self._last_words()}",
+            self.logs / self._launcher_log_name,
         )
 
     def _died(self, row: dict[str, Any]) -> RankFailedError:
@@ -212,7 +228,7 @@ class Ranks:
         """The last line that a launcher said."""
         if self.launcher_log is None:
             return ""
-        text = (self.logs / f"{self.launch.launcher}.log").read_text(errors="replace")
+        text = (self.logs / self._launcher_log_name).read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
         return f": {lines[-1]}" if lines else ""
 
@@ -225,7 +241,11 @@ class Ranks:
         """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
         groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
         ranks = [tuple(map(int, path.read_text().split())) for path in self.directory.glob("rank*.pid")]
-        if self.stop is None or self.launch.launcher in ("slurm", "mpi"):  # ranks that listen take it for a request
+        if self.stop is None or self.launch.launcher in (
+            "slurm",
+            "mpi",
+            "ray",
+        ):  # ranks that listen take it for a request
             _signal(os.killpg, groups, signal.SIGTERM)
             deadline = time.monotonic() + _END_SECONDS
             while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
@@ -248,8 +268,6 @@ def _child_environment() -> dict[str, str]:
 
 
 def _row(rank: int, code: int) -> dict[str, Any]:
-    from everyrank.launch.hosts import host_name
-
     return {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
 
 

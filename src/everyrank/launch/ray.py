@@ -17,7 +17,7 @@ __all__ = ["render", "require"]
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv: the driver, which asks the cluster for a place for each rank."""
-    devices = "gpu" if launch.device == "cuda" else "cpu"
+    devices = {"cuda": "gpu", "cpu": "cpu"}.get(launch.device or "", "any")
     command = [sys.executable, "-m", "everyrank.launch.ray_driver", str(directory), str(launch.processes), devices]
     return [[*command, launch.address or "local"]]
 

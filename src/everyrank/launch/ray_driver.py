@@ -1,7 +1,8 @@
 """Ask a Ray cluster for a place for each rank: one actor a rank, which starts it as a process of its own there.
 
-`python -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu ADDRESS|local`. The actors carry bytes between the job's
-folder here and one like it on their host, so no storage has to be shared: the job there, results and errors back.
+`python -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu|any ADDRESS|local`; any: GPUs where there are enough. The
+actors carry bytes between the job's folder here and one like it on their host, so no storage has to be shared: the job
+there, results and errors back.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Place:
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-ray-"))
         self.process: Any = None
         self.sent: set[str] = set()
-        self.shown = 0
+        self.read: dict[str, int] = {}  # bytes of a file that grows
 
     def host(self) -> tuple[str, list[str]]:
         """Which of Ray's nodes this is on, and the GPUs that Ray has given to it."""
@@ -47,13 +48,14 @@ class Place:
         import dataclasses
         import subprocess
 
-        from everyrank.launch.hosts import boot_id
+        from everyrank.launch.hosts import process_space
 
         here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)
         own = dataclasses.replace(
             here,
             rendezvous="meet://" + (self.folder / "address").as_uri().removeprefix("file://"),
-            boot=boot_id(),
+            space=process_space(),
+            sys_path=[*here.sys_path, *sys.path],
             parent_pid=os.getpid(),
             logs=self.folder,
         )
@@ -78,15 +80,16 @@ class Place:
         status = self.process.poll()
         new: dict[str, bytes] = {}
         for path in self.folder.glob("*"):
-            is_log = path.suffix == ".log"
-            wanted = path.name == "address" or path.suffix in (".pid", ".result", ".error", ".exit", ".log")
-            if wanted and (is_log or path.name not in self.sent):
+            if path.name == "screen" or path.suffix == ".log":
+                with path.open("rb") as file:
+                    file.seek(self.read.get(path.name, 0))
+                    new[path.name] = file.read()
+                    self.read[path.name] = file.tell()
+            elif path.name not in self.sent and (
+                path.name == "address" or path.suffix in (".pid", ".result", ".error", ".exit")
+            ):
                 self.sent.add(path.name)
                 new[path.name] = path.read_bytes()
-        with (self.folder / "screen").open("rb") as screen:
-            screen.seek(self.shown)
-            new["screen"] = screen.read()
-            self.shown = screen.tell()
         return new, status
 
     def end(self) -> None:
@@ -104,7 +107,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _terminated)
     content = (directory / "job.pickle").read_bytes()
     job: Job = pickle.loads(content)  # noqa: S301  (our own parent wrote it)
-    local = {"num_cpus": max(count, os.cpu_count() or 1), "include_dashboard": False} if address == "local" else {}
+    local: dict[str, Any] = {}
+    if address == "local":  # one of this machine, which nothing else has to reach
+        local = {"num_cpus": max(count, os.cpu_count() or 1), "include_dashboard": False}
+        local["_node_ip_address"] = "127.0.0.1"
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
     places = _places(count, devices)
     try:
@@ -121,7 +127,8 @@ def _terminated(number: int, _: FrameType | None) -> NoReturn:
 def _places(count: int, devices: str) -> list[Any]:
     """An actor for each rank, those of one node beside each other: then local ranks count up from 0."""
     groups, strategies = importlib.import_module("ray.util"), importlib.import_module("ray.util.scheduling_strategies")
-    wanted = {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" else {})}
+    has_devices = devices == "any" and ray.cluster_resources().get("GPU", 0) >= count
+    wanted = {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" or has_devices else {})}
     group = groups.placement_group([wanted] * count, strategy="PACK")
     if not group.wait(_PLACE_SECONDS):
         there = ray.available_resources()
@@ -143,10 +150,12 @@ def _follow(places: list[Any], content: bytes, directory: Path, job: Job) -> int
     hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
     nodes = [node for node, _ in hosts]
     sizes, seen = Counter(nodes), Counter[str]()
+    starts: list[Any] = []
     for rank, (place, node) in enumerate(zip(places, nodes, strict=True)):
         devices = ",".join(device for other, own in hosts if other == node for device in own)
-        place.start.remote(content, rank, seen[node], sizes[node], devices)
+        starts.append(place.start.remote(content, rank, seen[node], sizes[node], devices))
         seen[node] += 1
+    ray.get(starts)
     is_stopping = False
     while True:
         time.sleep(_LOOK_SECONDS)
@@ -170,7 +179,8 @@ def _carry(name: str, text: bytes, directory: Path, job: Job, places: list[Any])
     elif name == "address":
         ray.get([place.give.remote(name, text) for place in places[1:]])
     elif name.endswith(".log"):
-        (job.logs / name).write_bytes(text)
+        with (job.logs / name).open("ab") as log:
+            log.write(text)
     else:
         # a process of another host is nothing that can be signalled here
         partial = directory / f"{name}.partial"

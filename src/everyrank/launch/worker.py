@@ -22,7 +22,7 @@ from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.launch.environments import facts_from_environment
 from everyrank.launch.facts import RankFacts
 from everyrank.launch.guard import guard, write_whole
-from everyrank.launch.hosts import boot_id, host_name
+from everyrank.launch.hosts import host_name, process_space
 from everyrank.launch.job import Job
 
 __all__ = ["main"]
@@ -61,12 +61,12 @@ def main() -> int:
         report_error(error, facts, directory, job.logs)
         os._exit(1)
 
+    status = 1
     try:
         result = job.function()(dataclasses.replace(facts, fail=fail), *job.arguments())
         write_whole(directory / f"rank{facts.rank}.result", pickle.dumps(result))
     except BaseException as error:
         report_error(error, facts, directory, job.logs)
-        status = 1
     else:
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (removes multiprocessing's temporary folders)
         status = 0
@@ -90,7 +90,7 @@ def _facts(job: Job) -> RankFacts:
 
 def _where_to_signal(job: Job) -> str:
     """Process and group, for a parent on the same machine; nothing for one elsewhere."""
-    return f"{os.getpid()} {os.getpgrp()}" if boot_id() == job.boot else ""
+    return f"{os.getpid()} {os.getpgrp()}" if process_space() == job.space else ""
 
 
 def _open_log(facts: RankFacts, log: Path) -> None:
@@ -123,7 +123,8 @@ def report_error(error: BaseException, facts: RankFacts, directory: Path, logs: 
         or (isinstance(error, WorkloadError) and error.__cause__ is not None),
         "time": time.time(),
     }
-    write_whole(directory / f"rank{facts.rank}.error", json.dumps(row).encode())
+    with contextlib.suppress(OSError):  # the disk is full, or the folder is gone: the exit status is what is left
+        write_whole(directory / f"rank{facts.rank}.error", json.dumps(row).encode())
 
 
 if __name__ == "__main__":

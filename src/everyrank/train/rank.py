@@ -52,7 +52,8 @@ def train_rank(
     with contextlib.ExitStack() as stack:
         if stop is None:
             # torchrun ends ranks with SIGTERM when another has died; ours asks them with SIGUSR1
-            heard = [signal.SIGUSR1] if launch.launcher == "torchrun" else [signal.SIGTERM, signal.SIGUSR1]
+            by_torchrun = "torchrun" in (launch.launcher, launch.per_node)
+            heard = [signal.SIGUSR1] if by_torchrun else [signal.SIGTERM, signal.SIGUSR1]
             stop = stack.enter_context(listen(*heard))
         world = stack.enter_context(open_world(facts, launch))
         options = _agreed(options, world, facts.attempt)

@@ -27,11 +27,13 @@ from everyrank.launch.hosts import boot_id, host_name, local_address_towards
 __all__ = ["Lookout", "Other", "hosts_text", "introduce", "is_an_answer", "met", "way_to_others"]
 
 _BEAT_SECONDS = 1.0
+_SLOW_BEAT_SECONDS = 10.0  # where the store is a file, which grows with each
 _ASK_SECONDS = 3.0  # after a failure, to find out whose it was
 _SILENT_AFTER = 0.8  # of the timeout: before the backend's own, which names nobody
 # what a backend says when another rank went away
 _ANSWERS = re.compile(
-    r"closed by peer|reset by peer|broken pipe|timed? ?out|gloo|nccl|socket|connection|store", re.IGNORECASE
+    r"closed by peer|reset by peer|broken pipe|timed? ?out|\b(gloo|nccl|sockets?|connections?|store|tcpstore)\b",
+    re.IGNORECASE,
 )
 
 
@@ -129,6 +131,7 @@ class Lookout:
         now = time.monotonic()
         self.heard = [now] * len(hosts)  # when each was last heard of
         self.answered = now  # when the store last answered
+        self.beat_seconds = _BEAT_SECONDS if self.store.has_extended_api() else _SLOW_BEAT_SECONDS
         self.over = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch)]
         for thread in self.threads:
@@ -139,7 +142,7 @@ class Lookout:
         self.over.set()
 
     def _beat(self) -> None:
-        while not self.over.wait(_BEAT_SECONDS):
+        while not self.over.wait(self.beat_seconds):
             with contextlib.suppress(Exception):  # a store that is gone is seen by the watch
                 self._exchange()
 
@@ -173,7 +176,7 @@ class Lookout:
         if longest < seconds:
             return None
         # one host's ranks fall silent within a beat or two of each other
-        silent = [rank for rank, silence in silences.items() if silence > longest - 3 * _BEAT_SECONDS]
+        silent = [rank for rank, silence in silences.items() if silence > longest - 3 * self.beat_seconds]
         return RankFailedError(f"{hosts_text(silent, self.hosts)}: no sign for {longest:.0f} s: {why}")
 
     def report(self, error: BaseException) -> None:
@@ -200,7 +203,7 @@ class Lookout:
                 f"rank 0 of {len(self.hosts)} on {self.hosts[0]}: gone without a word (its store no longer answers): "
                 "killed, or its host is down"
             )
-        silent = [rank for rank, heard in enumerate(self.heard) if heard < begun - _BEAT_SECONDS * 0.5]
+        silent = [rank for rank, heard in enumerate(self.heard) if heard < begun - self.beat_seconds * 0.5]
         silent = [rank for rank in silent if rank != self.rank]
         if silent:
             return RankFailedError(

@@ -59,27 +59,28 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     use_threads(world.threads)
     gc.collect()
     gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
-    introduce(world.store, world.rank, meeting.address)
-    meet(world, "start")
-    others = met(world.store, world.size)
-    world = replace(world, hosts=tuple(other.host for other in others))
-    way = way_to_others(others, world.rank, meeting.address)
-    with _on_interface(launch, *way) as interface, _leaving_together(world, meeting), _on_the_lookout(world, facts):
-        dist.init_process_group(
-            # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-            store=dist.PrefixStore("group", world.store),
-            rank=facts.rank,
-            world_size=facts.size,
-            timeout=datetime.timedelta(seconds=launch.timeout_seconds),
-            device_id=device if backend == "nccl" else None,
-        )
-        choices = {"backend": f"{backend}: {why}", "interface": interface}
-        yield replace(world, group=dist.group.WORLD, choices=choices)
-        # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
-        gc.unfreeze()
-        gc.collect()
-        meet(world, "end")
+    with _leaving_together(world, meeting):
+        introduce(world.store, world.rank, meeting.address)
+        meet(world, "start")
+        others = met(world.store, world.size)
+        world = replace(world, hosts=tuple(other.host for other in others))
+        way = way_to_others(others, world.rank, meeting.address)
+        with _on_interface(launch, *way) as interface, _on_the_lookout(world, facts):
+            dist.init_process_group(
+                # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
+                "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+                store=dist.PrefixStore("group", world.store),
+                rank=facts.rank,
+                world_size=facts.size,
+                timeout=datetime.timedelta(seconds=launch.timeout_seconds),
+                device_id=device if backend == "nccl" else None,
+            )
+            choices = {"backend": f"{backend}: {why}", "interface": interface}
+            yield replace(world, group=dist.group.WORLD, choices=choices)
+            # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
+            gc.unfreeze()
+            gc.collect()
+            meet(world, "end")
     dist.destroy_process_group()
     _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
     _remove(meeting)
@@ -96,7 +97,8 @@ def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None)
     name, why = choose_interface(launch.interface, variable, is_one_machine, own_address, interfaces)
     for variable, value in before.items():
         if name is not None and (value is None or launch.interface is not None):
-            os.environ[variable] = name
+            # NCCL takes a name for the beginning of names, unless it is told otherwise
+            os.environ[variable] = f"={name}" if variable.startswith("NCCL") else name
     try:
         yield f"{name or 'by the backend'}: {why}"
     finally:
@@ -122,6 +124,7 @@ def _on_the_lookout(world: World, facts: RankFacts) -> Generator[None]:
             raise
         cause = lookout.first_failure()
         if cause is None:
+            lookout.report(error)
             raise
         raise cause from error
     finally:
@@ -149,7 +152,8 @@ def _remove(meeting: Meeting) -> None:
 def _leave(world: World, is_host: bool, seconds: float) -> None:
     """Go, the rank that hosts the store last: the others still ask it who has come to the end."""
     if not is_host:
-        world.store.set(f"left/{world.rank}", "gone")
+        with contextlib.suppress(RuntimeError):  # rank 0 has not waited any longer
+            world.store.set(f"left/{world.rank}", "gone")
         return
     deadline = time.monotonic() + seconds
     waiting = [f"left/{rank}" for rank in range(world.size) if rank != world.rank]

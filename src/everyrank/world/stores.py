@@ -78,7 +78,9 @@ def open_store(facts: RankFacts, launch: Launch) -> Meeting:
     host, port = split_endpoint(place, "--init-method tcp://")
     is_alone = facts.local_size == facts.size
     # a Slurm of several nodes on one machine has loopback as their address, and means it
-    if not is_alone and not (facts.started_by == "slurm" and host.startswith("127.")):
+    # and torchrun's agent has opened a store of its own on every interface
+    is_meant = facts.started_by == "torchrun" or (facts.started_by == "slurm" and host.startswith("127."))
+    if not is_alone and not is_meant:
         check_reachable(host, "the rendezvous at")
     store = _tcp(host, port, hosts_store, timeout, is_alone)
     address = None if is_alone or facts.rank == 0 else local_address_towards(host)
@@ -131,6 +133,7 @@ def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelt
     is_alone = facts.local_size == facts.size
     if facts.rank == 0:
         addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
+        addresses = [address for address in addresses if not address.startswith("fe80")]
         store = _tcp("" if not is_alone else "127.0.0.1", 0, True, timeout, is_alone)
         assert isinstance(store, dist.TCPStore)
         row = {"boot": boot_id(), "host": host_name(), "port": store.port, "addresses": addresses}
@@ -139,7 +142,7 @@ def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelt
         partial.replace(path)
         return Meeting(store, None, is_host=True)
     deadline = time.monotonic() + timeout.total_seconds()
-    while not path.exists():
+    while path not in path.parent.iterdir():  # `exists` is remembered by storage of a network
         if time.monotonic() > deadline:
             raise RankFailedError(f"rank 0 did not say where to meet within {timeout.total_seconds():g} s (--timeout)")
         time.sleep(0.02)
@@ -209,6 +212,7 @@ def _wait_for(host: str, port: int, seconds: float) -> None:
 def _listen(host: str, port: int, is_alone: bool) -> socket.socket:
     """Listen at the address that was named, and on loopback alone where all ranks are on this host."""
     found = addresses_of(host) if host else []
+    found.sort(key=lambda address: is_loopback(address) != is_alone)  # others cannot come to loopback
     wanted = found[0] if found else ("127.0.0.1" if is_alone else "")
     listening = socket.socket(socket.AF_INET6 if ":" in wanted else socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
