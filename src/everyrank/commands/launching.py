@@ -198,6 +198,8 @@ def instead(args: argparse.Namespace) -> int | None:
     The exit status otherwise. Raises `UsageError` for words and an environment that no start can come of: all ranks
     of a launcher outside see the same, so one of them is to say it (`speaks`).
     """
+    layout = getattr(args, "layout", None)
+    one = parse_layout(layout) if isinstance(layout, str) else None
     is_queued = args.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
     facts = facts_from_environment(os.environ)
     words = {"--sbatch": args.sbatch, "--prologue": args.prologue, "--requeue": args.requeue}
@@ -209,8 +211,6 @@ def instead(args: argparse.Namespace) -> int | None:
         if facts.rank == 0:
             print(f"nothing is left to start: {facts.started_by} has started rank 0 of {facts.size}")
         return 0
-    layout = getattr(args, "layout", None)
-    one = parse_layout(layout) if isinstance(layout, str) else None
     if args.dry_run and args.node_rank is None and args.launcher in (None, "spawn", "torchrun"):
         # with c10d, hosts find their places: the command is the same on each but for what it finds out there
         nodes = _nodes(args, None, os.environ)[0] if args.rendezvous_kind == "static" else 1
