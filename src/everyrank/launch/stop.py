@@ -40,7 +40,7 @@ def listen(*signals: signal.Signals) -> Generator[Stop]:
         earlier = before[signal.Signals(number)]
         if stop.asked is None:
             stop.asked, asked_at = signal.Signals(number), time.monotonic()
-        elif number != signal.SIGTERM or time.monotonic() < asked_at + _SAME_SECONDS:
+        elif number != signal.SIGTERM or (stop.asked == number and time.monotonic() < asked_at + _SAME_SECONDS):
             pass
         elif callable(earlier):
             earlier(number, frame)
