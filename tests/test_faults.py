@@ -397,7 +397,7 @@ def test_one_request_may_come_twice() -> None:
     """A scheduler sends SIGTERM to a rank and to its guard, which passes it on; a person's second comes later."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with listen(signal.SIGTERM) as stop:
+        with listen(signal.SIGTERM, same_seconds=0.5) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.asked == signal.SIGTERM

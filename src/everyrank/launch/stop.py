@@ -13,8 +13,6 @@ from typing import Any
 
 __all__ = ["Stop", "listen"]
 
-_SAME_SECONDS = 0.5
-
 
 @dataclass
 class Stop:
@@ -24,10 +22,10 @@ class Stop:
 
 
 @contextlib.contextmanager
-def listen(*signals: signal.Signals) -> Generator[Stop]:
+def listen(*signals: signal.Signals, same_seconds: float = 0.0) -> Generator[Stop]:
     """Note these signals instead of being ended by them; a SIGTERM after one of them does what it did before.
 
-    Within half a second it is taken for the same request: schedulers send it to a rank and to its guard, which passes
+    Within `same_seconds` it is taken for the same request: schedulers send it to a rank and to its guard, which passes
     it on.
 
     Outside the main thread nothing can be listened for, and nothing is ever asked.
@@ -40,7 +38,7 @@ def listen(*signals: signal.Signals) -> Generator[Stop]:
         earlier = before[signal.Signals(number)]
         if stop.asked is None:
             stop.asked, asked_at = signal.Signals(number), time.monotonic()
-        elif number != signal.SIGTERM or (stop.asked == number and time.monotonic() < asked_at + _SAME_SECONDS):
+        elif number != signal.SIGTERM or (stop.asked == number and time.monotonic() < asked_at + same_seconds):
             pass
         elif callable(earlier):
             earlier(number, frame)

@@ -35,6 +35,8 @@ from everyrank.world import World, from_rank_0, on_rank_0, open_world
 
 __all__ = ["train_rank"]
 
+_SAME_SECONDS = 0.5  # between two SIGTERM that are one
+
 
 def train_rank(
     facts: RankFacts,
@@ -54,7 +56,7 @@ def train_rank(
             # torchrun ends ranks with SIGTERM when another has died; ours asks them with SIGUSR1
             by_torchrun = "torchrun" in (launch.launcher, launch.per_node)
             heard = [signal.SIGUSR1] if by_torchrun else [signal.SIGTERM, signal.SIGUSR1]
-            stop = stack.enter_context(listen(*heard))
+            stop = stack.enter_context(listen(*heard, same_seconds=_SAME_SECONDS))
         world = stack.enter_context(open_world(facts, launch))
         options = _agreed(options, world, facts.attempt)
         if isinstance(what, Source):
