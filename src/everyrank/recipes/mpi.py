@@ -73,7 +73,7 @@ def evaluate(model, rank, world_size, device):
 
 
 def refuse(why):  # in one line, with the exit status of wrong usage
-    print(f"{Path(__file__).name}: {why}", file=sys.stderr)
+    sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # in one go: ranks share the screen
     raise SystemExit(2)
 
 

@@ -75,7 +75,7 @@ def evaluate(model, rank, world_size, device):
 
 def refuse(why):  # one line from each host, with the exit status of wrong usage
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(__file__).name}: {why}", file=sys.stderr)
+        sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # in one go: ranks share the screen
     raise SystemExit(2)
 
 
