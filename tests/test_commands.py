@@ -207,15 +207,17 @@ def audit_in_ranks(world: Any, mutation: str) -> list[str]:
     import everyrank.data.parts as parts
     import zoo
     from everyrank.audit import audit
-    from everyrank.data import Slice
+    from everyrank.parallel.mesh import open_mesh
 
     workload = zoo.workload("frozen")
-    reads = Slice(0 if mutation == "same slice" else world.rank, world.size)
     order = parts.epoch_order
     patched = (lambda length, seed, epoch: order(length, seed, 0)) if mutation == "epoch not set" else order
     with mock.patch.object(parts, "epoch_order", patched):
         layout = Layout("ddp", accumulate=2)
-        return audit(workload, zoo.Points(23), zoo.Points(13), layout, dataclasses.replace(world), reads)[0]
+        mesh = open_mesh(layout, world)
+        if mutation == "same slice":
+            mesh = dataclasses.replace(mesh, place={**mesh.place, "replicate": 0})
+        return audit(workload, zoo.Points(23), zoo.Points(13), layout, mesh)[0]
 
 
 @pytest.mark.parametrize(

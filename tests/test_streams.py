@@ -19,6 +19,7 @@ from everyrank.data import Slice, all_updates, batches_for_updates, updates_per_
 from everyrank.data.stream import Streamed
 from everyrank.errors import WorkloadError
 from everyrank.loop import evaluate, open_data, run_updates
+from everyrank.parallel.mesh import open_mesh
 from everyrank.strategies import prepare
 from everyrank.world import World, alone
 
@@ -199,18 +200,18 @@ def test_a_rank_keeps_to_its_part_of_the_files(ranks: Any) -> None:
 def audited(world: World, fault: str, workers: int = 0) -> list[str]:
     """What the audit says of data that is broken in this way."""
     here = dataclasses.replace(world, loader_workers=workers)
-    reads = Slice(world.rank, world.size)
+    mesh = open_mesh(parse_layout("ddp"), here)
     if fault == "padded":
         data: Any = Padded(23, world.rank, world.size)
     elif fault == "files":
         data = Files([5, 1, 17])
     elif fault == "files cut twice":
         data = Files([5, 1, 17])
-        reads = Slice(0, world.size)
+        mesh = dataclasses.replace(mesh, place={**mesh.place, "replicate": 0})
     else:
         data = Streamed(Stream(23, fault, world.rank, world.size), 23, True)
     workload = workload_of(data, order="shard" if fault.startswith("files") else "global")
-    return audit(workload, data, None, parse_layout("ddp:accumulate=2"), here, reads)[0]
+    return audit(workload, data, None, parse_layout("ddp:accumulate=2"), mesh)[0]
 
 
 @pytest.mark.parametrize(

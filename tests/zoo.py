@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from everyrank import Workload
+from everyrank.models import DECODER_PLAN, Decoder, DecoderShape
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -106,6 +107,32 @@ class UnusedModel(FrozenModel):
         self.unused = nn.Linear(4, 4)
 
 
+class Passages(Sentences):
+    """Sentences of 8 tokens with their positions: ({"tokens": (8,), "positions": (8,)}, next tokens (8,))."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(0, 12, (length, 9), generator=generator)
+        self.lengths = torch.randint(0, 9, (length,), generator=generator)
+        self.lengths[0] = 8
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        target = self.tokens[index, 1:].clone()
+        target[self.lengths[index] :] = -100
+        return {"tokens": self.tokens[index, :8], "positions": torch.arange(8)}, target
+
+
+def decoder(num_blocks: int = 4, tied: bool = True, heads: int = 4) -> Decoder:
+    """A decoder transformer of 16 features."""
+    return Decoder(DecoderShape(num_blocks, heads, width=16, hidden=24, vocabulary=12, tied=tied))
+
+
+def guessed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric: how many next tokens are guessed right."""
+    return ((output.argmax(-1) == target) & (target != -100)).sum(), (target != -100).sum()
+
+
 def squared(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output - target).square().sum(), len(target)
 
@@ -169,6 +196,17 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
             "loss": masked_loss,
             "metrics": {},
             "blocks": "blocks",
+            "clip_norm": 0.5,
+        },
+        "decoder": {
+            "model": decoder,
+            "train_data": lambda: Passages(23),
+            "eval_data": lambda: Passages(13),
+            "loss": masked_loss,
+            "metrics": {"guessed": guessed},
+            "blocks": "blocks",
+            "tensor_plan": DECODER_PLAN,
+            "sequence_dim": 1,
             "clip_norm": 0.5,
         },
         "frozen": {"model": FrozenModel, "blocks": "layers", "clip_norm": 1.0},

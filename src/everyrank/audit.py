@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 
 from everyrank.collectives import gather
 from everyrank.data import (
-    Slice,
     Streamed,
     all_updates,
     batches_for_evaluation,
@@ -30,6 +29,7 @@ from everyrank.data.seeds import seed_sample
 from everyrank.data.stream import Forward
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload
+from everyrank.parallel.mesh import Mesh
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -39,12 +39,11 @@ _NUM_EPOCHS = 2
 _NUM_COMPARED = 64  # samples whose content is compared between ranks
 
 
-def audit(
-    workload: Workload, train_data: Any, eval_data: Any, layout: Layout, world: World, reads: Slice
-) -> tuple[list[str], str]:
+def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, mesh: Mesh) -> tuple[list[str], str]:
     """What is wrong (nothing: []), and what was audited. The same on every rank that takes part; a collective."""
+    world, reads = mesh.world, mesh.reads
     counted = dataclasses.replace(workload, collate=_numbers)
-    problems = _differences(workload, train_data, world, reads)
+    problems = _differences(workload, train_data, world)
     per_epoch = updates_per_epoch(len(train_data), workload.global_batch)
     updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
     batches = batches_for_updates(
@@ -57,7 +56,7 @@ def audit(
                 own[update.epoch] += part.input[: part.size].tolist()
     orders: list[list[int]] = []
     for epoch, numbers in enumerate(own):
-        order = _over_ranks(numbers, world, reads)
+        order = _over_ranks(numbers, mesh)
         orders.append(order)
         problems += complaints(order, _expected(workload, train_data, epoch), f"epoch {epoch}")
     text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, each read once"
@@ -75,14 +74,14 @@ def audit(
         with blame_workload():
             parts = batches_for_evaluation(counted, _numbered(eval_data), reads, world, torch.float64)
             numbers = [number for part in parts for number in part.input[: part.size].tolist()]
-        problems += complaints(_over_ranks(numbers, world, reads), _expected(workload, eval_data, 0), "evaluation")
+        problems += complaints(_over_ranks(numbers, mesh), _expected(workload, eval_data, 0), "evaluation")
         text += f"; {len(eval_data)} evaluated, each counted once"
     return problems, text
 
 
-def _differences(workload: Workload, data: Any, world: World, reads: Slice) -> list[str]:
+def _differences(workload: Workload, data: Any, world: World) -> list[str]:
     """Samples that are not the same on all ranks: a dataset that divides itself by rank is then divided twice."""
-    if isinstance(data, Streamed) or reads.count == 1:
+    if isinstance(data, Streamed) or world.size == 1:
         return []
     chosen = sorted(
         {round(index) for index in torch.linspace(0, len(data) - 1, min(_NUM_COMPARED, len(data))).tolist()}
@@ -215,7 +214,8 @@ def _numbers(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
     return numbers, numbers
 
 
-def _over_ranks(numbers: list[int], world: World, reads: Slice) -> list[int]:
-    own = torch.tensor(numbers, dtype=torch.int64)
-    rows = gather(own, world) if reads.count > 1 else [own]
+def _over_ranks(numbers: list[int], mesh: Mesh) -> list[int]:
+    """What all ranks have read; of those that read the same samples, the first."""
+    own = numbers if mesh.is_first("pipeline", "context", "tensor") else []
+    rows = gather(torch.tensor(own, dtype=torch.int64), mesh.world)
     return [number for row in rows for number in row.tolist()]

@@ -15,10 +15,16 @@ from everyrank.errors import LayoutError
 
 __all__ = ["AXES", "PRECISIONS", "STRATEGIES", "Layout", "Strategy", "parse_layout"]
 
-AXES = ("replicate", "shard")
-"""Mesh axes, outermost first."""
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too.
+
+(An expert axis would stand between context and tensor.)
+"""
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16")
+
+
+Option = type | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -27,22 +33,39 @@ class Strategy:
 
     module      where its `prepare` is
     axis        the mesh axis that takes the ranks; None: it runs in one process, whatever the world
-    options     keys of its own, with the type of their value
+    options     keys of its own, with the type of their value, or the words it may be
+    others      further mesh axes that it goes with
     """
 
     module: str
     axis: str | None
-    options: Mapping[str, type] = field(default_factory=dict[str, type])
+    options: Mapping[str, Option] = field(default_factory=dict[str, Option])
+    others: tuple[str, ...] = ()
 
 
-_DDP_OPTIONS: dict[str, type] = {"bucket_mb": float, "static_graph": bool, "find_unused": bool}
+_DDP: dict[str, Option] = {"bucket_mb": float, "static_graph": bool, "find_unused": bool}
+_TENSOR: dict[str, Option] = {"sequence": bool}
+_CONTEXT: dict[str, Option] = {"method": ("ring", "ulysses")}
+_PIPELINE: dict[str, Option] = {
+    "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    "microbatches": int,
+    "chunks": int,
+}
 
 STRATEGIES: dict[str, Strategy] = {
     "single": Strategy("everyrank.strategies.single", None),
     "dataparallel": Strategy("everyrank.strategies.dataparallel", None),
-    "ddp": Strategy("everyrank.strategies.ddp", "replicate", _DDP_OPTIONS),
-    "zero1": Strategy("everyrank.strategies.zero1", "replicate", _DDP_OPTIONS),
-    "fsdp": Strategy("everyrank.strategies.fsdp", "shard", {"reshard_after_forward": bool}),
+    "ddp": Strategy("everyrank.strategies.ddp", "replicate", _DDP | _CONTEXT | _TENSOR, ("context", "tensor")),
+    "zero1": Strategy("everyrank.strategies.zero1", "replicate", _DDP),
+    "fsdp": Strategy(
+        "everyrank.strategies.fsdp",
+        "shard",
+        {"reshard_after_forward": bool, "meta": bool} | _CONTEXT | _TENSOR,
+        ("replicate", "context", "tensor"),
+    ),
+    "tensor": Strategy("everyrank.strategies.tensor", "tensor", _TENSOR),
+    "context": Strategy("everyrank.strategies.context", "context", _CONTEXT),
+    "pipeline": Strategy("everyrank.strategies.pipeline", "pipeline", _PIPELINE, ("replicate", "shard", "tensor")),
 }
 """Deleting a strategy is removing its file and its line here."""
 
@@ -81,20 +104,39 @@ class Layout:
         if self.strategy == "dataparallel" and self.recompute:
             raise LayoutError(f"layout {self}: its copies of the model do not survive recompute; use ddp")
         for axis, degree in self.degrees.items():
-            if axis not in ((strategy.axis,) if strategy.axis else ()):
+            if axis != strategy.axis and axis not in strategy.others:
                 raise LayoutError(f"layout {self}: {self.strategy} has no mesh axis {axis}; {_keys_of(self.strategy)}")
             if degree < 1:
                 raise LayoutError(f"layout {self}: {axis}={degree}: give at least 1 rank")
         for key, value in self.options.items():
             if key not in strategy.options:
                 raise LayoutError(f"layout {self}: {self.strategy} has no key {key}; {_keys_of(self.strategy)}")
-            if key == "static_graph" and value and self.accumulate > 1:
-                raise LayoutError(
-                    f"layout {self}: torch learns a static graph while it sends gradients, and the first backward "
-                    "of several micro-batches sends none; leave out static_graph or accumulate"
-                )
-            if key == "bucket_mb" and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise LayoutError(f"layout {self}: bucket_mb={value}: give a size above 0 MiB")
+            problem = _problem_with(key, value, strategy.options[key])
+            if problem:
+                raise LayoutError(f"layout {self}: {key}={_text(value)}: {problem}")
+        problem = self._do_not_go_together()
+        if problem:
+            raise LayoutError(f"layout {self}: {problem}")
+
+    def _do_not_go_together(self) -> str:
+        """What is wrong with the keys beside each other; nothing: an empty text."""
+        if self.options.get("static_graph") and self.accumulate > 1:
+            return (
+                "torch learns a static graph while it sends gradients, and the first backward of several micro-batches "
+                "sends none; leave out static_graph or accumulate"
+            )
+        is_zero_bubble = self.options.get("schedule") == "zero-bubble"
+        split = [axis for axis in ("shard", "tensor") if self.degrees.get(axis, 1) > 1]
+        if is_zero_bubble and split:
+            return f"gradients of weights that lie in parts ({split[0]}) cannot wait; use schedule=1f1b"
+        if is_zero_bubble and self.compile:
+            return "the compiler does not know of weight gradients that wait; leave out compile, or use schedule=1f1b"
+        if "chunks" in self.options and self.options.get("schedule") != "interleaved":
+            return "chunks is for schedule=interleaved"
+        for key, axis in (("sequence", "tensor"), ("method", "context")):
+            if key in self.options and self.axis != axis and self.degrees.get(axis, 1) == 1:
+                return f"{key} is for an axis that this layout has not; give {axis}=2, say"
+        return ""
 
     def __str__(self) -> str:
         """The layout as one types it, defaults left out; `parse_layout` reads it back."""
@@ -170,7 +212,9 @@ def parse_layout(text: str) -> Layout:
     )
 
 
-def _read(text: str, key: str, value: str, kind: type) -> object:
+def _read(text: str, key: str, value: str, kind: Option) -> object:
+    if isinstance(kind, tuple):
+        return value  # `Layout` knows which words may be
     truths = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if kind is bool:
         if value.lower() not in truths:
@@ -183,6 +227,17 @@ def _read(text: str, key: str, value: str, kind: type) -> object:
         raise LayoutError(f"layout {text!r}: {key}={value}: give {wanted}") from None
 
 
+def _problem_with(key: str, value: object, kind: Option) -> str:
+    """What is wrong with the value of a strategy's key; nothing: an empty text."""
+    if isinstance(kind, tuple):
+        return "" if value in kind else f"give one of {', '.join(kind)}"
+    if kind is int and not (isinstance(value, int) and value >= 1):
+        return "give at least 1"
+    if key == "bucket_mb" and not (isinstance(value, int | float) and 0 < value < math.inf):
+        return "give a size above 0 MiB"
+    return ""
+
+
 def _text(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
@@ -191,7 +246,7 @@ def _text(value: object) -> str:
 
 def _keys_of(strategy: str) -> str:
     entry = STRATEGIES[strategy]
-    own = [*([entry.axis] if entry.axis else []), *entry.options]
+    own = [*([entry.axis] if entry.axis else []), *entry.others, *entry.options]
     return f"{strategy} takes accumulate, precision, recompute, compile{''.join(', ' + key for key in own)}"
 
 

@@ -28,7 +28,7 @@ from everyrank.data.seeds import mix
 from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, describe
 from everyrank.layout import Layout
 from everyrank.parallel.build import compute_dtype, seed_everything
-from everyrank.parallel.shard import local_tensors
+from everyrank.parallel.mesh import local_tensors
 from everyrank.strategies import Prepared, evaluate_batch
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -127,7 +127,7 @@ def run_updates(
     """
     updates = list(updates)
     batches = batches_for_updates(
-        workload, dataset, updates, prepared.reads, layout.accumulate, world, compute_dtype(layout), reverse
+        workload, dataset, updates, prepared.reads, prepared.micro_batches, world, compute_dtype(layout), reverse
     )
     return _run(workload, world, prepared, updates, batches)
 
@@ -147,7 +147,7 @@ def _run(
                 share = prepared.step(micro_batches)
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
-                where = _agreed(first_bad_tensor(workload, prepared, micro_batches), prepared, world)
+                where = _agreed(first_bad_tensor(workload, prepared, micro_batches), prepared)
                 raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
             except WorkloadError as error:
                 raise WorkloadError(f"update {update.step}: {error}") from error.__cause__
@@ -155,8 +155,8 @@ def _run(
 
 
 def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: World) -> None:
-    """Make dropout a function of (seed, step, rank)."""
-    seed = mix(workload.seed, update.step, prepared.reads.index)
+    """Make dropout a function of (seed, step, rank); ranks that compute on the same activations draw the same."""
+    seed = mix(workload.seed, update.step, prepared.mesh.draws)
     torch.default_generator.manual_seed(seed)
     if world.device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -198,11 +198,9 @@ def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[B
     return next(iter(bad_outputs), _THE_LOSS if is_bad(losses) else _NONE_AGAIN)
 
 
-def _agreed(found: str, prepared: Prepared, world: World) -> str:
+def _agreed(found: str, prepared: Prepared) -> str:
     """What the first rank has found that found something; all ranks say the same. A collective."""
-    if prepared.reads.count == 1:
-        return found
-    rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), world)
+    rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), prepared.mesh.world)
     texts = [bytes(row.tolist()).decode() for row in rows]
     return min(texts, key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS))  # the first that says most
 
@@ -222,9 +220,11 @@ def evaluate(
     prepared.model.eval()
     with torch.no_grad():
         for batch in batches_for_evaluation(workload, dataset, prepared.reads, world, compute_dtype(layout)):
-            shares += evaluate_batch(workload, prepared.predict(batch), batch)
+            output = prepared.predict(batch)
+            if prepared.speaks:
+                shares += evaluate_batch(workload, output, batch)
     prepared.model.train()
-    total = shares if prepared.reads.count == 1 else sum_over_ranks(shares, world)
+    total = sum_over_ranks(shares, prepared.mesh.world)
     names = ["loss", *workload.metrics]
     return {name: (float(total[row, 0]), float(total[row, 1])) for row, name in enumerate(names)}
 

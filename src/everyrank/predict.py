@@ -71,25 +71,34 @@ def _predict(
         for batch in batches_for_evaluation(workload, data, prepared.reads, world, compute_dtype(layout)):
             tick()
             with blame_workload():
-                own = _own(workload, prepared.predict(batch), batch)
-            if prepared.reads.count > 1:
-                _check_alike(own, world)
-                # parts of a batch are contiguous and in the order of the ranks
-                rows = gather(own, world)
-                own = torch.cat([row.reshape(-1, *own.shape[1:]) for row in rows])
+                output = prepared.predict(batch)
+                own = _own(workload, output, batch) if prepared.speaks else None
+            # parts of a batch are contiguous and in the order of the ranks
+            own = _agreed(own, prepared.mesh.world)
+            rows = gather(own, prepared.mesh.world)
+            own = torch.cat([row.reshape(-1, *own.shape[1:]) for row in rows])
             if world.rank == 0:
                 write(first, own.cpu().numpy())
             first += batch.total
 
 
-def _check_alike(own: Tensor, world: World) -> None:
-    """Raise `WorkloadError` where the rows of one rank have another shape than those of another."""
-    shapes = [tuple(row.tolist()) for row in gather(torch.tensor(own.shape[1:], dtype=torch.int64), world)]
-    if len(set(shapes)) > 1:
+_DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def _agreed(own: Tensor | None, world: World) -> Tensor:
+    """The rank's rows, or none of the shape and kind that others have. A collective.
+
+    Raises `WorkloadError` where the rows of one rank have another shape than those of another.
+    """
+    about = [] if own is None else [_DTYPES.index(own.dtype), *own.shape[1:]]
+    rows = [tuple(row.tolist()) for row in gather(torch.tensor(about, dtype=torch.int64), world)]
+    kinds = sorted({row for row in rows if row})
+    if len(kinds) > 1:
         raise WorkloadError(
-            f"predict: rows of shape {shapes[0]} on one rank and {min(set(shapes) - {shapes[0]})} on another; "
+            f"predict: rows of shape {kinds[0][1:]} on one rank and {kinds[1][1:]} on another; "
             "pad all batches alike, or give Workload.predict = (output) -> rows of one shape"
         )
+    return own if own is not None else torch.zeros(0, *kinds[0][1:], dtype=_DTYPES[kinds[0][0]])
 
 
 def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:

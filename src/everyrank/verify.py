@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from everyrank.audit import audit
-from everyrank.data import Slice
 from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
 from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
+from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import Subject, check_layout, subject_of
 from everyrank.progress import progress
 from everyrank.record import Parity, Record
@@ -69,10 +69,10 @@ def _audited(parity: Parity, subject: Subject, layout: Layout, world: World, key
     """The parity with what the audit of the samples found."""
     data = (subject.workload, subject.train_data, subject.eval_data)
     if layout.axis is None:
-        found = on_rank_0(world, key, lambda: audit(*data, layout, alone(world), Slice(0, 1)))
+        found = on_rank_0(world, key, lambda: audit(*data, layout, open_mesh(layout, alone(world))))
         problems, text = found or ([], "")
     else:
-        problems, text = audit(*data, layout, world, Slice(world.rank, world.size))
+        problems, text = audit(*data, layout, open_mesh(layout, world))
     if not problems:
         return dataclasses.replace(parity, checks=[*parity.checks, text])
     return dataclasses.replace(

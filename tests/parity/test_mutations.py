@@ -21,6 +21,7 @@ import zoo
 from everyrank import parse_layout
 from everyrank.data import Slice
 from everyrank.loop import open_data
+from everyrank.parallel.mesh import Mesh
 from everyrank.parity import check_layout, subject_of
 from everyrank.record import Parity
 from everyrank.world import World
@@ -114,7 +115,8 @@ def local_count(strategy: str, world: World) -> Patch:
 
 def same_slice(strategy: str, world: World) -> Patch:
     """Every rank reads the first rank's part."""
-    return mock.patch.object(_strategy(strategy), "Slice", lambda index, count: Slice(0, count))
+    first = property(lambda mesh: Slice(0, mesh.size("replicate", "shard")))
+    return mock.patch.object(Mesh, "reads", first)
 
 
 def weights_averaged(strategy: str, world: World) -> Patch:
@@ -203,7 +205,7 @@ def seeded_by_rank(strategy: str, world: World) -> Patch:
         )
     )
     if strategy == "fsdp":
-        stack.enter_context(mock.patch.object(_strategy(strategy), "broadcast_from_rank_0"))
+        stack.enter_context(mock.patch.object(everyrank.parallel.build, "broadcast_from_rank_0"))
     return stack
 
 

@@ -32,7 +32,13 @@ RECIPES = PACKAGE / "recipes"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
 NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray"}  # what starts them: their tests are in integration
-NAMES = [name for name in ALL if name not in {"imagenet_ddp", *NEEDS}]  # it reads images: its tests are at the end
+ALONE = {  # with a network of their own: what trains the same whole, by plain python, is compared
+    "tensor": "tensor",
+    "fsdp_tensor": "tensor",
+    "context": "context",
+}
+LONG = {"imagenet_ddp": 210, "context": 210, "pipeline": 170}  # lines; the others have 150 at most
+NAMES = [name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE}]  # it reads images: see the end
 
 # The layout that is the same training. Recipes are float64 throughout, except the one that shows low precision.
 LAYOUTS = {
@@ -45,6 +51,9 @@ LAYOUTS = {
     "distributed_evaluation": "ddp:precision=float64",
     "zero1": "zero1:precision=float64",
     "fsdp": "fsdp:precision=float64",
+    "hsdp": "single:precision=float64",
+    "pipeline": "single:precision=float64",
+    "model_parallel_two_devices": "single:precision=float64",
     "iterable_sharding": "ddp:precision=float64",
     "checkpoint_resume": "ddp:precision=float64",
     "ddp_tcp": "ddp:precision=float64",
@@ -93,7 +102,51 @@ MUTATIONS = {
     "slurm": ("(loss * world_size / len(batch))", "(loss * world_size / BATCH)"),
     "mpi": ("        dist.all_reduce(sums)\n", ""),  # rank 0 prints the losses of its own half
     "ray_actors": ("ddp(images[own])", "model(images[own])"),
+    "hsdp": ("loss * world_size / len(batch)", "loss * SHARDS / len(batch)"),  # averaged over copies too
+    "tensor": ("(-1, WIDTH // HEADS)", "(HEADS, -1)"),  # the halves of two heads are taken for heads
+    "fsdp_tensor": (  # the batch is cut over all ranks, of which those of a tensor group compute together
+        "batch.tensor_split(shards.size())[shards.get_local_rank()]\n            loss",
+        "batch.tensor_split(world_size)[rank]\n            loss",
+    ),
+    "pipeline": ("loss / len(batch)  #", "loss / len(own) / MICRO_BATCHES  #"),  # a mean of means, of ragged pieces
+    "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
+    "context": (
+        "= places(rank, world_size)",
+        "= torch.arange(LENGTH).chunk(world_size)[rank]",
+    ),  # but the ring thinks so
 }
+
+# What else goes wrong where more is written by hand.
+MORE_MUTATIONS = [
+    ("tensor", "        dist.all_reduce(squares)\n", "        pass\n"),  # every rank scales by a norm of its own
+    ("tensor", "else world_size) for", "else 1) for"),  # what is whole counts as often as there are ranks
+    ("fsdp_tensor", "* pieces / dist.get_world_size()", ""),
+    ("fsdp_tensor", "dist.all_reduce(sums, group=shards.get_group())", "dist.all_reduce(sums)"),
+    (
+        "pipeline",
+        "iter(batch.tensor_split(MICRO_BATCHES))",
+        "iter(batch.tensor_split(MICRO_BATCHES + 1))",
+    ),  # one too few
+    ("context", "            dist.all_reduce(flat)\n", ""),
+    ("context", "self.positions(positions)", "self.positions(torch.arange(len(positions)))"),  # counted by the rank
+    ("context", "pass_on(four)()", "(four if step else pass_on(four)())"),  # gradients stay with the neighbour
+    ("context", "return slice(length // 2, length), slice(length)", "return slice(length), slice(length)"),
+]
+
+# On other numbers of ranks, or with the other commands of their headers; what is changed in the text before.
+OTHER_STARTS = [
+    ("tensor", 4, ("", "")),
+    ("fsdp_tensor", 2, ("", "")),
+    ("fsdp_tensor", 3, ("TENSOR = 2", "TENSOR = 1")),
+    ("hsdp", 3, ("SHARDS = 2", "SHARDS = 1")),
+    ("pipeline", 1, ("", "")),
+    ("pipeline", 4, ("", "")),
+    ("pipeline", 3, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50")),  # of the last batch, of 30, some are empty
+    ("pipeline", 4, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 2")),  # fewer than stages
+    ("context", 3, ("", "")),
+    ("context", 4, ("", "")),
+    ("model_parallel_two_devices", 2, ("", "")),
+]
 
 
 # What a task of srun finds, one on each of two nodes.
@@ -203,6 +256,119 @@ def test_mutation_differs(forge: Forge, tmp_path: Path, name: str) -> None:
     assert distance(printed(forge, tmp_path, name, text.replace(before, after)), library(forge, LAYOUTS[name])) > 1e-9
 
 
+# --- those with a network of their own
+
+
+@cache
+def alone(name: str) -> Printed:
+    """What the script prints when plain python starts it: one process, without a process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        beside(Path(folder), name)
+        return read(typed(Path(folder), f"python {name}.py").stdout)
+
+
+def gap(found: Printed, whole: Printed) -> float:
+    """The largest relative difference of a loss or of the evaluation's."""
+    assert len(found.losses) == len(whole.losses) > 20
+    assert found.numbers.keys() == whole.numbers.keys() >= {"top1"}
+    pairs = [
+        *zip(found.losses, whole.losses, strict=True),
+        *((found.numbers[k], whole.numbers[k]) for k in found.numbers),
+    ]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+TRANSFORMER = """
+import tensor as recipe
+import torch, torch.nn.functional as F
+from everyrank import Workload
+from torch.utils.data import TensorDataset
+
+workload = Workload(
+    name="rows", model=recipe.build,
+    train_data=lambda: TensorDataset(*recipe.load("cpu", False)),
+    eval_data=lambda: TensorDataset(*recipe.load("cpu", True)),
+    loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
+    metrics={"top1": lambda output, target: ((output.argmax(1) == target).sum(), len(target))},
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4),
+    clip_norm=1.0, global_batch=64, epochs=2)
+"""
+
+
+def test_network_of_its_own_is_trained_as_the_library_would(tmp_path: Path) -> None:
+    """What the others are compared with is itself compared: the same network, as a workload on one device."""
+    beside(tmp_path, "tensor")
+    (tmp_path / "workload.py").write_text(TRANSFORMER)
+    record = run(
+        find_workload(str(tmp_path / "workload.py")),
+        parse_layout("single:precision=float64"),
+        Launch(processes=1),
+        show=False,
+    )[0]
+    assert distance(alone("tensor"), record) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_recipe_equals_one_process(forge: Forge, tmp_path: Path, name: str) -> None:
+    """By the command in its header, and without the split."""
+    text = (RECIPES / f"{name}.py").read_text()
+    assert gap(printed(forge, tmp_path, name, text), alone(ALONE[name])) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_mutation_differs_from_one_process(forge: Forge, tmp_path: Path, name: str) -> None:
+    text = (RECIPES / f"{name}.py").read_text()
+    before, after = MUTATIONS[name]
+    assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
+    assert gap(printed(forge, tmp_path, name, text.replace(before, after)), alone(ALONE[name])) > 1e-9
+
+
+def difference(forge: Forge, folder: Path, name: str, text: str) -> float:
+    """From the losses and the evaluation that this recipe is to have."""
+    found = printed(forge, folder, name, text)
+    return gap(found, alone(ALONE[name])) if name in ALONE else distance(found, library(forge, LAYOUTS[name]))
+
+
+@pytest.mark.parametrize(("name", "before", "after"), MORE_MUTATIONS)
+def test_more_mutations_differ(forge: Forge, tmp_path: Path, name: str, before: str, after: str) -> None:
+    text = (RECIPES / f"{name}.py").read_text()
+    assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
+    assert difference(forge, tmp_path, name, text.replace(before, after)) > 1e-9
+
+
+@pytest.mark.parametrize(("name", "size", "change"), OTHER_STARTS)
+def test_other_starts_are_equal(forge: Forge, tmp_path: Path, name: str, size: int, change: tuple[str, str]) -> None:
+    text = (RECIPES / f"{name}.py").read_text()
+    assert change[0] in text
+    text = re.sub(
+        "^Run: .*$",
+        f"Run: torchrun --nproc-per-node {size} {name}.py",
+        text.replace(*change),
+        count=1,
+        flags=re.MULTILINE,
+    )
+    assert difference(forge, tmp_path, name, text) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("tensor", 3, "4 heads cannot be cut over 3 ranks evenly"),
+        ("fsdp_tensor", 3, "TENSOR=2 must divide 3 ranks of torchrun, 4 heads"),
+        ("hsdp", 3, "3 ranks of torchrun: SHARDS=2 must divide them"),
+        ("pipeline", 5, "5 ranks of torchrun: give 1 to 4, of which each has a piece"),
+        ("context", 5, "LENGTH=96: twice 5 ranks must divide it"),
+    ],
+)
+def test_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path, name: str, size: int, said: str) -> None:
+    """By rank 0 in one line, before it looks for the others; these say nothing, and end as it does."""
+    beside(tmp_path, name)
+    assert refusal(tmp_path, f"python {name}.py", **by_hand(0, "1", size)) == f"{name}.py: {said}"
+    assert typed(tmp_path, f"python {name}.py", 2, **by_hand(1, "1", size)).stderr == ""
+    if name not in ALONE or ALONE[name] != name:  # those that plain python does not train
+        assert refusal(tmp_path, f"python {name}.py") == f"{name}.py: {said}".replace(str(size), "0", 1)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_recipe_is_standalone(name: str) -> None:
     """torch and the standard library only, never everyrank; short, with a command to run it by."""
@@ -213,7 +379,7 @@ def test_recipe_is_standalone(name: str) -> None:
     roots = {module.partition(".")[0] for module in modules}
     extra = {"imagenet_ddp": {"PIL"}, "ray_actors": {"ray"}}.get(name, set())
     assert roots <= {"torch", *extra, *sys.stdlib_module_names}
-    assert len(text.splitlines()) <= (210 if name == "imagenet_ddp" else 150)
+    assert len(text.splitlines()) <= LONG.get(name, 150)
     command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", ast.get_docstring(tree) or "", re.MULTILINE)
     assert command is not None
     assert command[1] in {"python", "torchrun", "export", "srun", "mpirun"}

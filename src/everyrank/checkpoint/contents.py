@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from everyrank.checkpoint.generators import generators, set_generators
 from everyrank.errors import UsageError, WorkloadError
+from everyrank.parallel.stage import held_elsewhere
 from everyrank.strategies import Prepared
 from everyrank.world import World
 
@@ -122,7 +123,7 @@ def targets_for(prepared: Prepared, world: World, kept: Mapping[str, TensorStora
     Raises `UsageError` where the model is not the one that was saved.
     """
     found = model_tensors(prepared.model)
-    _check_same(found, kept)
+    _check_same(found, {f"model/{name}" for name in held_elsewhere(prepared.model)}, kept)
     parameters = _named(prepared.model, prepared.optimizer)
     for full, about in kept.items():
         kind, _, rest = full.partition("/")
@@ -135,9 +136,9 @@ def targets_for(prepared: Prepared, world: World, kept: Mapping[str, TensorStora
     return found
 
 
-def _check_same(model: Mapping[str, Tensor], kept: Mapping[str, TensorStorageMetadata]) -> None:
+def _check_same(model: Mapping[str, Tensor], elsewhere: set[str], kept: Mapping[str, TensorStorageMetadata]) -> None:
     saved = {name for name in kept if name.startswith("model/")}
-    for name in sorted(model.keys() ^ saved):
+    for name in sorted((model.keys() | elsewhere) ^ saved):
         where = "the model" if name in saved else "the checkpoint"
         raise UsageError(f"{name.removeprefix('model/')} is not in {where}: another model was saved")
     for name, tensor in model.items():

@@ -186,7 +186,7 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
     another training.
     """
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
-    _check_whole(checkpoint, prepared, world)
+    _check_whole(checkpoint, prepared)
     kept = contents_of(checkpoint)
     tensors = targets_for(prepared, world, kept)
     read(tensors, checkpoint, group_for_saving(prepared, world))
@@ -203,7 +203,7 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
 
 def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None:
     """Put the model alone where a checkpoint left it, whatever else changed since. Raises as `resume` does."""
-    _check_whole(checkpoint, prepared, world)
+    _check_whole(checkpoint, prepared)
     kept = {name: about for name, about in contents_of(checkpoint).items() if name.startswith("model/")}
     tensors = targets_for(prepared, world, kept)
     read(tensors, checkpoint, group_for_saving(prepared, world))
@@ -231,12 +231,12 @@ def _setting(name: str, settings: dict[str, Any]) -> str:
     return f"--set {name}={settings[name]}" if name in settings else f"no --set {name}"
 
 
-def _check_whole(checkpoint: Checkpoint, prepared: Prepared, world: World) -> None:
+def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:
     """Read all files once, each by one rank, and compare their sums."""
-    names = sorted(checkpoint.about.files)[prepared.reads.index :: prepared.reads.count]
+    own = prepared.mesh.world
+    names = sorted(checkpoint.about.files)[own.rank :: own.size]
     found = damage(checkpoint, names) or ""
-    if prepared.reads.count > 1:
-        rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), world)
-        found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
+    rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), own)
+    found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
     if found:
         refuse_damaged(checkpoint, found)

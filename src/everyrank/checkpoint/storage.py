@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
-from everyrank.parallel.shard import local_tensors
+from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import Checkpoint, crc_of
 from everyrank.strategies import Prepared
 from everyrank.world import World
@@ -57,7 +57,7 @@ def group_for_saving(prepared: Prepared, world: World) -> dist.ProcessGroup | No
 
     None for a layout of one process, which has nothing to agree on with others.
     """
-    if world.group is None or prepared.reads.count == 1:
+    if world.group is None or prepared.mesh.world.size == 1:
         return None
     timeout = datetime.timedelta(seconds=world.timeout_seconds)
     group: Any = dist.new_group(backend="gloo", timeout=timeout)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from everyrank.world import World
 
-__all__ = ["all_equal", "gather", "sum_over_ranks"]
+__all__ = ["all_equal", "fingerprint", "gather", "sum_over_ranks"]
 
 
 def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
@@ -38,12 +38,12 @@ def all_equal(tensors: list[Tensor], world: World) -> bool:
     """Whether every rank holds the same bits in `tensors`. A collective."""
     if world.group is None or world.size == 1:
         return True
-    sums = [_fingerprint(tensor) for tensor in tensors]
+    sums = [fingerprint(tensor) for tensor in tensors]
     rows = gather(torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64), world)
     return all(torch.equal(row, rows[0]) for row in rows)
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
+def fingerprint(tensor: Tensor) -> Tensor:
     """A number that changes with any bit and with any exchange of two elements: a weighted sum of the bytes."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
     weights = torch.arange(1, len(octets) + 1, device=octets.device) * 2654435761 % 4294967291

@@ -56,8 +56,7 @@ def look_inside(workload: Workload, dataset: Any, layout: Layout, world: World) 
     left = planned - _WARM_UP - 1
     if left < 1:
         return Inside(memory.bytes)
-    name = getattr(world.group, "group_name", "")
-    with Traffic({name: layout.axis or ""}) as traffic:
+    with Traffic(prepared.mesh.names()) as traffic:
         next(shares)
     exposed = exposed_shares(shares, min(_PROFILED, left), world.device)
     del prepared, shares

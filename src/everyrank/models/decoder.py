@@ -15,7 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Decoder", "DecoderShape"]
+__all__ = ["DECODER_PLAN", "Decoder", "DecoderShape"]
+
+DECODER_PLAN = {
+    "embedding": "vocabulary",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.attention": "gather",
+    "blocks.*.attention.query": "colwise",
+    "blocks.*.attention.key": "colwise",
+    "blocks.*.attention.value": "colwise",
+    "blocks.*.attention.output": "rowwise",
+    "blocks.*.feed_norm": "sequence",
+    "blocks.*.feed": "gather",
+    "blocks.*.feed.gate": "colwise",
+    "blocks.*.feed.up": "colwise",
+    "blocks.*.feed.down": "rowwise",
+    "norm": "sequence",
+    "head": "colwise_loss",
+}
+"""How its matrices are split over ranks (`Workload.tensor_plan`): two all-reduces a block forward, two backward."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ Source: Ioffe and Szegedy 2015; the pairwise combination of variances is Chan, G
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,17 +27,35 @@ __all__ = ["ForwardState", "find_batch_norms", "synchronise_batch_norm"]
 
 @dataclass
 class ForwardState:
-    """What the forward pass in progress must know of its batch."""
+    """What the forward pass in progress must know of its batch.
+
+    contexts   made and entered around each micro-batch: forward, loss and backward
+    again      of these, those that a block needs when it runs again in backward
+    """
 
     is_borrowed: bool = False
     is_recomputing: bool = False
+    contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = field(default_factory=list[Any])
+    again: list[Callable[[], contextlib.AbstractContextManager[Any]]] = field(default_factory=list[Any])
+
+    @contextlib.contextmanager
+    def passing(self, is_borrowed: bool) -> Generator[None]:
+        """While a micro-batch goes through the model, forward or backward."""
+        self.is_borrowed = is_borrowed
+        with contextlib.ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context())
+            yield
 
     @contextlib.contextmanager
     def recomputing(self) -> Generator[None]:
         """While a block runs its forward again: running statistics have already seen this batch."""
         self.is_recomputing = True
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                for context in self.again:  # torch runs backward outside of the modes of its caller
+                    stack.enter_context(context())
+                yield
         finally:
             self.is_recomputing = False
 

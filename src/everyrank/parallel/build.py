@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import ForwardState, find_batch_norms, synchronise_batch_norm
+from everyrank.parallel.context import SplitContext, split_context
+from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.tensor import SplitModel, split
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["Built", "autocast", "build", "call", "compute_dtype", "find_blocks", "seed_everything"]
+__all__ = [
+    "Built",
+    "autocast",
+    "broadcast_from_rank_0",
+    "build",
+    "call",
+    "compute_dtype",
+    "find_blocks",
+    "seed_everything",
+]
 
 
 @dataclass(frozen=True)
@@ -29,22 +46,57 @@ class Built:
     """A model, and what its forward passes need to know of the batch in progress."""
 
     model: nn.Module
+    mesh: Mesh
     forward: ForwardState
+    tensor: SplitModel | None
+    context: SplitContext | None
+
+    @contextlib.contextmanager
+    def passing(self, batch: Batch) -> Generator[Batch]:
+        """While a batch goes through the model, forward and backward; gives the part of it that goes in here."""
+        part = self.context.take(batch) if self.context is not None else batch
+        with self.forward.passing(is_borrowed=not batch.size):
+            yield part
+        if self.context is not None:
+            self.context.check()
+
+    def share(self, pair: Tensor) -> Tensor:
+        """The rank's share of (sum, count): ranks that split a matrix compute the same loss; one counts."""
+        return pair if self.mesh.is_first("tensor") else torch.zeros_like(pair)
+
+    def finish(self) -> None:
+        """After the last backward of an update: complete the gradients of what tensor ranks have parts of."""
+        if self.tensor is not None:
+            self.tensor.finish()
+
+    def whole(self, output: Any) -> Any:
+        """An output that several ranks have parts of, put together; a collective of these."""
+        output = map_tensors(output, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        return self.context.whole(output) if self.context is not None else output
 
 
-def build(workload: Workload, layout: Layout, world: World) -> Built:
-    """The model: seeded, in its precision, on its device, batch norm over all ranks, recomputing, compiled.
+def build(workload: Workload, layout: Layout, mesh: Mesh, is_sent_round: bool = True) -> Built:
+    """The model of this rank. This is the one place that owns the order in which mechanisms are applied to it:
 
-    The order matters: recomputation has to be inside what is compiled, and both inside what is later sharded.
+    seeded, in its precision, on its device, alike on all ranks (where `is_sent_round`), batch norm over all that read,
+    matrices split (tensor), sequences split (context), recomputing, compiled. What a strategy shards, or cuts into
+    stages, it does afterwards: recomputation has to be inside what is compiled, and both inside what is sharded.
     """
+    world = mesh.world
     seed_everything(workload.seed)
     model: object = workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"workload {workload.name}: model() returned {type(model).__name__}, not an nn.Module")
     model.to(world.device, compute_dtype(layout))
+    if is_sent_round:
+        broadcast_from_rank_0(model, world)
     state = ForwardState()
     if world.group is not None or layout.recompute:  # recomputing must not move running statistics twice
-        synchronise_batch_norm(model, state, world)
+        synchronise_batch_norm(model, state, _readers(mesh))
+    tensor = split(model, workload, layout, mesh)
+    context = split_context(model, workload, layout, mesh)
+    state.contexts += [part.context for part in (tensor, context) if part is not None]
+    state.again += [context.context] if context is not None else []
     blocks = find_blocks(workload, model)
     if layout.recompute:
         if not blocks:
@@ -55,7 +107,20 @@ def build(workload: Workload, layout: Layout, world: World) -> Built:
     if layout.compile:
         for module in blocks or [model]:
             module.compile()
-    return Built(model.train(), state)
+    return Built(model.train(), mesh, state, tensor, context)
+
+
+def _readers(mesh: Mesh) -> World:
+    """The ranks that have samples, or parts of sequences, of their own, as a world of their own."""
+    axes = ("replicate", "shard", "context")
+    return dataclasses.replace(mesh.world, rank=mesh.draws, size=mesh.size(*axes), group=mesh.group(*axes))
+
+
+def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
+    """Start every rank from rank 0's parameters and buffers, also where building drew on something unseeded."""
+    if world.size > 1:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0, group=world.group)
 
 
 def seed_everything(seed: int) -> None:

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
 from everyrank.parallel.build import call, compute_dtype
+from everyrank.parallel.mesh import Mesh
 from everyrank.world import World
 
-__all__ = ["average_gradients", "broadcast_from_rank_0", "check_all_used", "global_total", "replicate"]
+__all__ = ["average_gradients", "check_all_used", "global_total", "replicate"]
 
 
 # the name since torch 2.13, which warns of the old one
@@ -75,16 +76,12 @@ def check_all_used(parameters: Mapping[str, nn.Parameter], layout: Layout) -> No
             )
 
 
-def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
-    """Start every rank from rank 0's parameters and buffers, also where building drew on something unseeded."""
-    if world.size > 1:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0, group=world.group)
-
-
-def average_gradients(parameters: list[nn.Parameter], world: World) -> None:
+def average_gradients(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     """Average what no wrapper averages: the gradients of a few parameters that every rank keeps whole."""
+    axes = ("replicate", "shard", "context")
+    if mesh.size(*axes) == 1:
+        return
     for parameter in parameters:
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=world.group)
-            parameter.grad /= world.size
+            dist.all_reduce(parameter.grad, group=mesh.group(*axes))
+            parameter.grad /= mesh.size(*axes)

@@ -11,25 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from everyrank.layout import Layout
-from everyrank.world import World
+from everyrank.parallel.mesh import Mesh
 
-__all__ = ["group_units", "local_tensors", "reshard", "scalar_parameters", "shard"]
+__all__ = ["group_units", "is_sharded", "reshard", "scalar_parameters", "shard", "shard_each"]
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, world: World) -> None:
-    """Shard each block, then what is left with the root. The model is changed in place."""
+def shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, mesh: Mesh) -> None:
+    """Shard each block, then what is left with the root. The model is changed in place.
+
+    On an axis of replicas (HSDP) gradients are reduced over both axes, and gathers stay on the axis of the shards.
+    """
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(layout.precision)
     # Parameters are gathered and used in low precision; gradients are summed, and the output handed out, in float32.
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     root_policy = dataclasses.replace(policy, output_dtype=torch.float32 if low else None)
     # an explicit mesh: without one torch takes all ranks of the default device type
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(scalar_parameters(model))}
+    axes = ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
+    options: dict[str, Any] = {"mesh": mesh.devices(*axes), "ignored_params": set(scalar_parameters(model))}
     unshards_once = layout.options.get("reshard_after_forward") is False
     for unit in group_units(model, blocks):
         fully_shard(
@@ -37,6 +39,23 @@ def shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, world: Worl
         )
     # backward needs the root's parameters at once
     fully_shard(model, mp_policy=root_policy, reshard_after_forward=False, **options)
+
+
+def shard_each(blocks: list[nn.Module], layout: Layout, mesh: Mesh) -> None:
+    """Shard each block by itself, where the layout has that axis: nothing outside of them is gathered with them."""
+    if mesh.size("shard") == 1:
+        return
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(layout.precision)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    axes = ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
+    for block in blocks:
+        whole = set(scalar_parameters(block))
+        fully_shard(block, mesh=mesh.devices(*axes), mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether `fully_shard` reduces the gradients of this parameter."""
+    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def group_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
@@ -66,8 +85,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
-    """The rank's own part of each tensor; a tensor that is not sharded as it is."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -16,6 +16,7 @@ from everyrank.data import Update, all_updates, updates_per_epoch
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, evaluate, planned_updates, run_updates
 from everyrank.parallel.build import has_batch_norm
+from everyrank.parallel.mesh import local_tensors
 from everyrank.strategies import prepare
 from everyrank.workload import Workload
 from everyrank.world import World, alone, on_rank_0
@@ -130,13 +131,11 @@ def trace(
         shares.append(share)
         if len(states) <= keep and keep:
             states.append(prepared.state())
-    is_shared = prepared.reads.count > 1
-    totals = sum_over_ranks(torch.stack(shares), world) if is_shared else torch.stack(shares).cpu()
+    totals = sum_over_ranks(torch.stack(shares), prepared.mesh.world)
     evaluation: dict[str, tuple[float, float]] = {}
     if subject.eval_data is not None and not keep:
         evaluation = evaluate(workload, subject.eval_data, layout, world, prepared)
-    tensors = [*prepared.model.parameters(), *prepared.model.buffers()] if prepared.replicas and is_shared else []
-    replicas_equal = all_equal(tensors, world) if is_shared else True
+    replicas_equal = all_equal(local_tensors(prepared.replicas), prepared.mesh.world)
     final = prepared.state()
     del prepared
     gc.collect()

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everyrank.data import Batch, Slice
 from everyrank.layout import STRATEGIES, Layout
+from everyrank.parallel.mesh import Mesh
 from everyrank.strategies._update import LossScale, evaluate_batch
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -28,25 +29,40 @@ __all__ = ["Prepared", "evaluate_batch", "prepare"]
 class Prepared:
     """What the loop needs from any way of training.
 
-    reads       the part of each micro-batch that this rank reads
+    mesh        where this rank stands on the axes of the layout, and in which world the layout runs
     step        one update from its micro-batches; float64, shape (2,): this rank's share of (sum, count). The loop
                 adds the shares over ranks, outside the timed region
     predict     the model's output for the rank's part of a batch, without an update; called equally often on every
                 rank
     state       full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
-    replicas    whether every rank holds all parameters, which then must be equal to the last bit
+    replicas    the tensors that every rank holds whole, which must be equal to the last bit
+    micro_batches   parts that each update is cut into before it is cut over ranks
+    idle        of a pipeline: the part of a step that ranks stand idle in theory, the seconds that the newest step
+                spent on micro-batches, and how many of them this rank waited for others
     model, optimizer, schedule, scale    what checkpointing and resetting handle
     """
 
-    reads: Slice
+    mesh: Mesh
     step: Callable[[Sequence[Batch]], Tensor]
     predict: Callable[[Batch], Any]
     state: Callable[[], dict[str, Tensor]]
-    replicas: bool
+    replicas: Sequence[Tensor]
+    micro_batches: int
     model: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler | None
     scale: LossScale | None
+    idle: Callable[[], tuple[float, float, float]] | None = None
+
+    @property
+    def reads(self) -> Slice:
+        """The part of each micro-batch that this rank reads."""
+        return self.mesh.reads
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the outputs of this rank count: of ranks with the same samples, one that has all of the output."""
+        return self.mesh.place["pipeline"] == self.mesh.size("pipeline") - 1 and self.mesh.is_first("context", "tensor")
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everyrank.data import Batch
 from everyrank.errors import NotFiniteError, WorkloadError
 from everyrank.layout import Layout
+from everyrank.parallel.mesh import local_tensors
 from everyrank.parallel.phases import enter_phase
-from everyrank.parallel.shard import local_tensors
 from everyrank.workload import Workload
 
 __all__ = [
@@ -94,6 +95,8 @@ def passes(batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
 def loss_of(workload: Workload, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """(sum, count) of one forward pass: the sum with its graph, and both detached as float64, shape (2,)."""
     total, count = _pair(workload.loss(output, batch.target), "loss")
+    if isinstance(total, DTensor):  # of split logits; every rank has the whole sum
+        total = total.full_tensor()
     if not isinstance(total, Tensor) or total.dim() != 0:
         raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_shape(total)}")
     if not batch.size:
@@ -141,13 +144,13 @@ def update(
     schedule: LRScheduler | None,
     scale: LossScale | None,
     averaged: int = 1,
-    sum_squares: Callable[[Tensor], Tensor] | None = None,
+    squares: Callable[[], Tensor] | None = None,
 ) -> None:
     """Normalise the gradients by the global count, clip them, step.
 
     `total` is [sum, count] over all ranks. The gradients in `parameters` are those of sum / global_batch (times the
-    loss scale), averaged over `averaged` ranks. `sum_squares` adds a local sum of squares over the ranks that hold
-    other parts of the gradients.
+    loss scale), averaged over `averaged` ranks. `squares` gives the sum of their squares where other ranks hold other
+    parts of them (parallel/norm.py).
 
     Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
     changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
@@ -162,8 +165,10 @@ def update(
     is_done = isinstance(factor, float) and factor == 1.0 and workload.clip_norm is None and scale is None
     gradients = [] if is_done else local_tensors([p.grad for p in parameters if p.grad is not None])
     if workload.clip_norm is not None or scale is not None:
-        squares = torch.nn.utils.get_total_norm(gradients).double().square() if gradients else total.new_zeros(())
-        norm = (sum_squares(squares) if sum_squares else squares).sqrt() * factor
+        if squares is not None:
+            norm = squares().sqrt() * factor
+        else:
+            norm = torch.nn.utils.get_total_norm(gradients).double() * factor if gradients else total.new_zeros(())
         if scale is not None:
             finite = bool(norm.isfinite())
             scale.moved(finite)

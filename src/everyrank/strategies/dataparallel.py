@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyrank.data import Batch, Slice
+from everyrank.data import Batch
 from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call, has_batch_norm
+from everyrank.parallel.mesh import open_mesh
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     backward,
@@ -46,7 +47,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     if world.device.type != "cuda" or num_devices < 2:
         raise CannotRunError("needs 2 CUDA devices")
     world = alone(world)
-    model = build(workload, layout, world).model
+    mesh = open_mesh(layout, world)
+    model = build(workload, layout, mesh).model
     if has_batch_norm(model):
         raise CannotRunError("each device would normalise its own part of a batch; ddp has batch norm over all ranks")
     devices = list(range(num_devices))
@@ -72,11 +74,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             return parallel(batch.input)
 
     return Prepared(
-        reads=Slice(0, 1),
+        mesh=mesh,
         step=step,
         predict=predict,
         state=lambda: full_state(model, rank=0),
-        replicas=True,
+        replicas=[],
+        micro_batches=layout.accumulate,
         model=model,
         optimizer=optimizer,
         schedule=schedule,

@@ -8,7 +8,9 @@ Exact     yes
 Source    Li et al., VLDB 2020
 
 Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that leave parameters out of some
-updates; static_graph=true, for models that use the same ones in every update.
+updates; static_graph=true, for models that use the same ones in every update. With context=N the ranks that share a
+sequence are replicas, too (see context.py). With tensor=N the matrices are split (see tensor.py), and torch's
+`fully_shard` keeps the replicas of the parts: it is `fsdp:replicate=...,shard=1,tensor=N`.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from typing import Any
 
 from torch import Tensor
 
-from everyrank.data import Batch, Slice
+from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.replicate import check_all_used, global_total, replicate
-from everyrank.strategies import Prepared
+from everyrank.strategies import Prepared, fsdp
 from everyrank.strategies._update import (
     backward,
     begin,
@@ -42,7 +45,10 @@ __all__ = ["prepare"]
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Replicate the model on every rank of the world."""
-    built = build(workload, layout, world)
+    mesh = open_mesh(layout, world)
+    if mesh.size("tensor") > 1:  # replicas of split matrices: replicas of shards, with one shard
+        return fsdp.prepare(workload, layout, world)
+    built = build(workload, layout, mesh, is_sent_round=False)  # DistributedDataParallel does that
     model = built.model
     ddp = replicate(model, layout, world)
     optimizer, schedule = make_optimizer(workload, model)
@@ -55,12 +61,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         begin(everything)
         shares: list[Tensor] = []
         for is_last, batch in passes(batches):
-            built.forward.is_borrowed = not batch.size
             # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
-            with contextlib.nullcontext() if is_last else ddp.no_sync():
+            with built.passing(batch) as part, contextlib.nullcontext() if is_last else ddp.no_sync():
                 with autocast(layout, world):
-                    output, carrier = ddp(batch.input)
-                    loss, share = loss_of(workload, output, batch)
+                    output, carrier = ddp(part.input)
+                    loss, share = loss_of(workload, output, part)
                 backward(workload, scale, loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
         check_all_used(names, layout)
@@ -68,16 +73,16 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return sum(shares[1:], shares[0])
 
     def predict(batch: Batch) -> Any:
-        built.forward.is_borrowed = not batch.size
-        with autocast(layout, world):
-            return call(model, batch.input)
+        with built.passing(batch) as part, autocast(layout, world):
+            return built.whole(call(model, part.input))
 
     return Prepared(
-        reads=Slice(world.rank, world.size),
+        mesh=mesh,
         step=step,
         predict=predict,
         state=lambda: full_state(model, world.rank),
-        replicas=True,
+        replicas=[*parameters, *model.buffers()],
+        micro_batches=layout.accumulate,
         model=model,
         optimizer=optimizer,
         schedule=schedule,

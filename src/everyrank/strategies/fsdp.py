@@ -15,19 +15,22 @@ Blocks are the modules at `Workload.blocks`; without it the whole model is one u
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from everyrank.data import Batch, Slice
+from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import build, call, find_blocks
-from everyrank.parallel.replicate import average_gradients, broadcast_from_rank_0
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.norm import sum_squares
+from everyrank.parallel.replicate import average_gradients
 from everyrank.parallel.shard import reshard, scalar_parameters, shard
+from everyrank.parallel.state import gathered_state
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     backward,
@@ -46,10 +49,10 @@ __all__ = ["prepare"]
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Shard the model over every rank of the world."""
-    built = build(workload, layout, world)
+    mesh = open_mesh(layout, world)
+    built = build(workload, layout, mesh)
     model = built.model
-    broadcast_from_rank_0(model, world)
-    shard(model, find_blocks(workload, model), layout, world)
+    shard(model, find_blocks(workload, model), layout, mesh)
     # Sharding replaced the parameters, so the optimizer is built after it.
     optimizer, schedule = make_optimizer(workload, model)
     scale = make_scale(layout)
@@ -61,42 +64,37 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
         total, counting = own, None
         for is_last, batch in passes(batches):
-            built.forward.is_borrowed = not batch.size
-            loss, share = loss_of(workload, call(model, batch.input), batch)
-            own += share
-            if is_last:
-                # The count travels while the last backward computes.
-                total = own.clone()
-                counting = dist.all_reduce(total, group=world.group, async_op=True)
-            backward(workload, scale, loss)
-        average_gradients(whole, world)
+            with built.passing(batch) as part:
+                loss, share = loss_of(workload, call(model, part.input), part)
+                own += built.share(share)
+                if is_last:
+                    # The count travels while the last backward computes.
+                    total = own.clone()
+                    counting = dist.all_reduce(total, group=world.group, async_op=True)
+                backward(workload, scale, loss)
+        average_gradients(whole, mesh)
+        built.finish()
         assert counting is not None
         counting.wait()
-        update(workload, total, parameters, optimizer, schedule, scale, world.size, sum_squares)
+        # fully_shard has averaged over all that read: over all but the ranks that split a matrix
+        averaged = world.size // mesh.size("tensor")
+        squares = functools.partial(sum_squares, parameters, mesh)
+        update(workload, total, parameters, optimizer, schedule, scale, averaged, squares)
         return own
 
-    def sum_squares(squares: Tensor) -> Tensor:
-        dist.all_reduce(squares, group=world.group)
-        replicated = sum((p.grad.double().square() for p in whole if p.grad is not None), torch.zeros_like(squares))
-        return squares - (world.size - 1) * replicated
-
     def predict(batch: Batch) -> Any:
-        built.forward.is_borrowed = not batch.size
-        output = call(model, batch.input)
+        with built.passing(batch) as part:
+            output = call(model, part.input)
         reshard(model)  # no backward follows that would
-        return output
-
-    def state() -> dict[str, Tensor]:
-        # a collective: every rank takes part, rank 0 gets the tensors
-        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return {name: tensor.clone() for name, tensor in full.items() if isinstance(tensor, Tensor)}
+        return built.whole(output)
 
     return Prepared(
-        reads=Slice(world.rank, world.size),
+        mesh=mesh,
         step=step,
         predict=predict,
-        state=state,
-        replicas=False,
+        state=lambda: gathered_state(model, mesh),
+        replicas=whole,
+        micro_batches=layout.accumulate,
         model=model,
         optimizer=optimizer,
         schedule=schedule,

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from everyrank.data import Batch, Slice
+from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.mesh import open_mesh
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
     backward,
@@ -37,7 +38,8 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Build the model and train it here, whatever the world."""
     world = alone(world)
-    model = build(workload, layout, world).model
+    mesh = open_mesh(layout, world)
+    model = build(workload, layout, mesh).model
     optimizer, schedule = make_optimizer(workload, model)
     scale = make_scale(layout)
     parameters = list(model.parameters())
@@ -59,11 +61,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             return call(model, batch.input)
 
     return Prepared(
-        reads=Slice(0, 1),
+        mesh=mesh,
         step=step,
         predict=predict,
         state=lambda: full_state(model, rank=0),
-        replicas=True,
+        replicas=[],
+        micro_batches=layout.accumulate,
         model=model,
         optimizer=optimizer,
         schedule=schedule,

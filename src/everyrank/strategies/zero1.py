@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from everyrank.data import Batch, Slice
+from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.partition import assign_owners, broadcast_from_owners, prune
 from everyrank.parallel.replicate import check_all_used, global_total, replicate
 from everyrank.strategies import Prepared
@@ -42,7 +43,8 @@ __all__ = ["prepare"]
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Replicate the model on every rank; keep of the optimizer what this rank owns."""
-    built = build(workload, layout, world)
+    mesh = open_mesh(layout, world)
+    built = build(workload, layout, mesh, is_sent_round=False)  # DistributedDataParallel does that
     model = built.model
     ddp = replicate(model, layout, world)
     optimizer, schedule = make_optimizer(workload, model)
@@ -59,9 +61,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         begin(everything)
         shares: list[Tensor] = []
         for is_last, batch in passes(batches):
-            built.forward.is_borrowed = not batch.size
             # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
-            with contextlib.nullcontext() if is_last else ddp.no_sync():
+            with built.passing(batch), contextlib.nullcontext() if is_last else ddp.no_sync():
                 with autocast(layout, world):
                     output, carrier = ddp(batch.input)
                     loss, share = loss_of(workload, output, batch)
@@ -73,16 +74,16 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return sum(shares[1:], shares[0])
 
     def predict(batch: Batch) -> Any:
-        built.forward.is_borrowed = not batch.size
-        with autocast(layout, world):
+        with built.passing(batch), autocast(layout, world):
             return call(model, batch.input)
 
     return Prepared(
-        reads=Slice(world.rank, world.size),
+        mesh=mesh,
         step=step,
         predict=predict,
         state=lambda: full_state(model, world.rank),
-        replicas=True,
+        replicas=[*parameters, *model.buffers()],
+        micro_batches=layout.accumulate,
         model=model,
         optimizer=optimizer,
         schedule=schedule,

@@ -23,7 +23,7 @@ from everyrank.layout import Layout
 from everyrank.loop import evaluate, is_bad, mean_metrics, run_updates
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
-from everyrank.parallel.shard import local_tensors
+from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import is_better
 from everyrank.strategies import Prepared
 from everyrank.train.log import Log
@@ -147,12 +147,11 @@ class Training:
         seconds = (time.perf_counter() - self.looked_at) / len(waiting)
         self.looked_at = time.perf_counter()
         next_look = max(1, min(_MOST_UPDATES, int(_LOOK_SECONDS / max(seconds, 1e-9))))
-        reads = self.subject.prepared.reads
-        own = [self.stop.asked is not None, next_look if reads.index == 0 else 0]  # the first reader's clock counts
+        mesh = self.subject.prepared.mesh
+        # the first rank's clock counts
+        own = [self.stop.asked is not None, next_look if mesh.world.rank == 0 else 0]
         note = torch.tensor([own], dtype=torch.float64, device=waiting[0].share.device)
-        totals = torch.cat([torch.stack([done.share for done in waiting]), note])
-        if reads.count > 1:
-            totals = sum_over_ranks(totals, self.subject.world)
+        totals = sum_over_ranks(torch.cat([torch.stack([done.share for done in waiting]), note]), mesh.world)
         *rows, (num_asked, next_look) = totals.tolist()
         looked_at = list(waiting)
         waiting.clear()

@@ -25,6 +25,7 @@ BUILT_IN: dict[str, str] = {
     "text": "everyrank.workloads.text:text",
     "text-medium": "everyrank.workloads.text:text_medium",
     "text-124m": "everyrank.workloads.text:text_124m",
+    "causal-lm": "everyrank.workloads.causal_lm:workload",
     "mnist": "everyrank.workloads.mnist:workload",
     "cifar10": "everyrank.workloads.cifar:cifar10",
     "cifar100": "everyrank.workloads.cifar:cifar100",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from everyrank.errors import WorkloadError
-from everyrank.models import Decoder, DecoderShape
+from everyrank.models import DECODER_PLAN, Decoder, DecoderShape
 from everyrank.sources import TextWindows, files_in
 from everyrank.workload import Workload
 
@@ -121,6 +121,8 @@ def _workload(
         seed=seed,
         clip_norm=1.0,
         blocks="blocks",
+        tensor_plan=DECODER_PLAN,
+        sequence_dim=1,
     )
 
 

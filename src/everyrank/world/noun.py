@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ class World:
     group                   all ranks; None in the world of one that `alone` makes inside a larger one
     hosts                   the name of each rank's host
     choices                 what was chosen automatically, and why: backend, interface
+    made                    groups of some of the ranks, made when first asked for; they end with the world, because
+                            making one is a collective of all ranks and layouts are prepared again and again
     """
 
     rank: int
@@ -44,6 +47,7 @@ class World:
     group: dist.ProcessGroup | None
     hosts: tuple[str, ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict[str, str])
+    made: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False, compare=False)
 
 
 def choose_device(asked: str | None, num_cuda: int) -> str:

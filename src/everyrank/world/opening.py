@@ -81,6 +81,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
             gc.unfreeze()
             gc.collect()
             meet(world, "end")
+            world.made.clear()
     dist.destroy_process_group()
     _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
     _remove(meeting)

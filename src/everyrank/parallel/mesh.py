@@ -1,0 +1,141 @@
+"""Where this rank stands on each axis of its layout, and who stands beside it.
+
+The ranks of a world are numbered through the axes as the digits of a number are, the last axis fastest:
+
+    fsdp:shard=2,tensor=2 on 4 ranks        pipeline:shard=2,tensor=2 on 8 ranks
+
+                 tensor                     stage 0     tensor          stage 1     tensor
+                 0    1                                 0    1                      0    1
+       shard 0   0    1                      shard 0    0    1           shard 0    4    5
+             1   2    3                            1    2    3                 1    6    7
+
+Ranks that differ in replicate or shard read different samples; in context, different parts of the same sequences; in
+tensor and pipeline, the same.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from everyrank.data import Slice
+from everyrank.layout import AXES, Layout
+from everyrank.world import World
+
+__all__ = ["Mesh", "local", "local_tensors", "open_mesh"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A rank's place on every axis, outermost first; an axis that the layout does not have is one rank long."""
+
+    world: World
+    sizes: Mapping[str, int]
+    place: Mapping[str, int]
+
+    def size(self, *axes: str) -> int:
+        """How many ranks the axes have together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def reads(self) -> Slice:
+        """The part of each micro-batch that this rank reads."""
+        return Slice(
+            self.place["replicate"] * self.sizes["shard"] + self.place["shard"], self.size("replicate", "shard")
+        )
+
+    @property
+    def draws(self) -> int:
+        """A number that ranks with other samples, or other positions, have another of: what dropout is seeded with."""
+        return self.reads.index * self.sizes["context"] + self.place["context"]
+
+    def is_first(self, *axes: str) -> bool:
+        """Whether this rank is the first on all these axes: of ranks that hold the same, the one that counts."""
+        return all(self.place[axis] == 0 for axis in axes)
+
+    def group(self, *axes: str, use: str = "") -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in these axes alone; None where that is nobody.
+
+        A collective over the whole world when it is first asked for. Each `use` has a group of its own.
+        """
+        if self.size(*axes) == 1 or self.world.group is None:
+            return None
+        if self.size(*axes) == self.world.size and not use:
+            return self.world.group
+        key = ("groups", tuple(self.sizes.items()), axes, use)
+        if key not in self.world.made:
+            self.world.made[key] = self._made(axes)
+        return self.world.made[key]
+
+    def _made(self, axes: tuple[str, ...]) -> Any:
+        """The groups along these axes, made in the same order by every rank; this rank's own."""
+        everywhere = itertools.product(*(range(size) for size in self.sizes.values()))
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(everywhere):
+            others = tuple(at for axis, at in zip(self.sizes, place, strict=True) if axis not in axes)
+            members.setdefault(others, []).append(rank)
+        timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
+        return dist.new_subgroups_by_enumeration(list(members.values()), timeout=timeout)[0]
+
+    def rank_at(self, **place: int) -> int:
+        """The rank that differs from this one in the given places."""
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + place.get(axis, self.place[axis])
+        return rank
+
+    def devices(self, *axes: str) -> DeviceMesh:
+        """Torch's mesh over these of the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
+
+        `context` counts as a part of `shard` where there is one, because parameters are the same along it.
+        """
+        sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
+        sizes["shard"] *= self.sizes["context"]
+        kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
+        key = ("devices", kept)
+        if key not in self.world.made:
+            names, lengths = zip(*kept, strict=True)
+            self.world.made[key] = init_device_mesh(self.world.device.type, lengths, mesh_dim_names=names)
+        return self.world.made[key][axes]
+
+    def names(self) -> dict[str, str]:
+        """Name of a process group -> the axes it goes along, for whoever counts what travels."""
+        used = " x ".join(axis for axis, size in self.sizes.items() if size > 1)
+        found = {getattr(self.world.group, "group_name", ""): used}
+        for (kind, sizes, *axes), made in self.world.made.items():
+            if kind == "groups" and sizes == tuple(self.sizes.items()):
+                found[made.group_name] = " x ".join(axes[0])
+            elif kind == "devices" and math.prod(size for _, size in sizes) == self.world.size:
+                for axis in made.mesh_dim_names:
+                    found.setdefault(made.get_group(axis).group_name, axis)
+        return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rank's own part of a tensor; one that is not split as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The rank's own part of each."""
+    return [local(tensor) for tensor in tensors]
+
+
+def open_mesh(layout: Layout, world: World) -> Mesh:
+    """The mesh of a layout in this world. Raises `LayoutError` for degrees that do not multiply to its size."""
+    degrees = layout.mesh(world.size) if layout.axis is not None else {}
+    sizes = {axis: degrees.get(axis, 1) for axis in AXES}
+    place: dict[str, int] = {}
+    left = world.rank
+    for axis in reversed(AXES):
+        left, place[axis] = divmod(left, sizes[axis])
+    return Mesh(world, sizes, {axis: place[axis] for axis in AXES})

@@ -1,0 +1,190 @@
+"""Run a schedule: forwards and backwards of micro-batches through the stages of this rank, and messages to the others.
+
+What one stage hands to the next is a tensor whose shape the next one cannot know: with the first of each kind (the
+shapes of the batch are known on both sides) goes a header that says it; later ones go alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.errors import WorkloadError
+from everyrank.layout import Layout
+from everyrank.parallel.deferred import Deferring
+from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.phases import enter_phase
+from everyrank.parallel.schedule import bubble, make_schedule
+from everyrank.parallel.stage import Stages
+
+__all__ = ["Pipe"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HEADER = 10  # dtype, number of dimensions, up to eight sizes
+
+
+class Pipe:
+    """The pipeline axis as one rank sees it. Stage s is on rank s % size.
+
+    in_flight   micro-batches that go through together
+    """
+
+    def __init__(self, mesh: Mesh, stages: Stages, layout: Layout) -> None:
+        self.mesh, self.stages, self.size = mesh, stages, mesh.size("pipeline")
+        self.schedule = str(layout.options.get("schedule", "1f1b"))
+        self.in_flight = int(str(layout.options.get("microbatches", 2 * self.size)))
+        self.shapes: dict[tuple[int, Hashable], tuple[torch.dtype, tuple[int, ...]]] = {}
+        self.sent: list[tuple[Any, Tensor]] = []
+        self.later: list[Callable[[], None]] = []  # weight gradients of the micro-batch that goes through now
+        self.num_flown = self.in_flight
+        self.seconds = self.waiting = 0.0
+        # Forward and backward messages between two ranks cross each other: each way has a group of its own, or NCCL,
+        # which keeps the order of all messages between two ranks, would wait for itself.
+        ways = [(kind, wraps) for kind in "FB" for wraps in (False, True)[: 1 + (stages.count > self.size)]]
+        self.groups = {way: mesh.group("pipeline", use=f"{way[0]} {way[1]}") for way in ways}
+
+    def deferring(self) -> contextlib.AbstractContextManager[Any]:
+        """While a micro-batch goes through: weight gradients wait, where the schedule has a place for them."""
+        return Deferring(self.later) if self.schedule == "zero-bubble" else contextlib.nullcontext()
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        forward: Callable[[int, int, Tensor | None], Tensor],
+        backward: Callable[[int, Tensor, Tensor | None], None],
+    ) -> None:
+        """All micro-batches forward and backward.
+
+        `forward(stage, micro, received)` gives the output of a stage; `backward(micro, output, gradient)` goes
+        back from it, from the loss where the gradient is None.
+        """
+        begin = time.perf_counter()
+        self.waiting, self.num_flown = 0.0, len(batches)
+        flying: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        later: dict[tuple[int, int], list[Callable[[], None]]] = collections.defaultdict(list)
+        chunks = self.stages.count // self.size
+        last = self.stages.count - 1
+        for kind, stage, micro in _schedule(self.schedule, self.size, len(batches), chunks)[
+            self.mesh.place["pipeline"]
+        ]:
+            key = _shapes(batches[micro])
+            self.later = later[stage, micro]
+            if kind == "F":
+                received = self._receive("F", stage, micro, key).requires_grad_() if stage else None
+                output = forward(stage, micro, received)
+                flying[stage, micro] = received, output
+                if stage < last:
+                    self._send("F", stage, micro, output, key)
+            elif kind == "W":
+                enter_phase("backward")
+                for add in later.pop((stage, micro)):
+                    add()
+            else:
+                received, output = flying.pop((stage, micro))
+                gradient = self._receive("B", stage, micro, key) if stage < last else None
+                enter_phase("backward")
+                backward(micro, output, gradient)
+                if received is not None:
+                    back = received.grad if received.grad is not None else torch.zeros_like(received)
+                    self._send("B", stage, micro, back, key)
+        self._flush()
+        enter_phase("optimizer")
+        self.seconds = time.perf_counter() - begin
+
+    def through(self, batch: Batch, run: Callable[[int, Tensor | None], tuple[Any, bool]]) -> Any:
+        """One batch forward through all stages; the model's output on the last one, None elsewhere."""
+        found = None
+        for stage in self.stages.numbers:
+            received = self._receive("F", stage, 0, _shapes(batch)) if stage else None
+            output, is_end = run(stage, received)
+            if is_end:
+                found = output
+            else:
+                self._send("F", stage, 0, output, _shapes(batch))
+        self._flush()
+        return found
+
+    def idle(self) -> tuple[float, float, float]:
+        """(part of the time that ranks stand idle in theory, seconds of the newest run, seconds of them waited)."""
+        chunks = self.stages.count // self.size
+        return bubble(self.schedule, self.size, self.num_flown, chunks), self.seconds, self.waiting
+
+    def _send(self, kind: str, stage: int, micro: int, tensor: Tensor, key: Hashable) -> None:
+        """Hand a tensor from `stage` to the one after (F) or before (B). Nothing of it is waited for."""
+        other = stage + 1 if kind == "F" else stage - 1
+        tensor = tensor.detach().contiguous()
+        shape = (tensor.dtype, tuple(tensor.shape))
+        if kind == "F" and self.shapes.get((stage, key)) != shape:
+            if (stage, key) in self.shapes:
+                raise WorkloadError(
+                    f"pipeline: a block's output has shape {shape[1]} where it had {self.shapes[stage, key][1]} for "
+                    "an input of the same shape; pad to one length"
+                )
+            self.shapes[stage, key] = shape
+            sizes = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+            header = torch.tensor(sizes + [0] * (_HEADER - len(sizes)), device=tensor.device)
+            self._post(kind, stage, other, header, micro)
+        self._post(kind, stage, other, tensor, micro)
+
+    def _post(self, kind: str, stage: int, other: int, tensor: Tensor, micro: int) -> None:
+        work = dist.isend(tensor, self._rank(other), group=self._group(kind, stage, other), tag=self._tag(stage, micro))
+        self.sent.append((work, tensor))
+
+    def _receive(self, kind: str, stage: int, micro: int, key: Hashable) -> Tensor:
+        """What `stage` is handed by the one before (F) or after (B)."""
+        begin = time.perf_counter()
+        source = stage - 1 if kind == "F" else stage + 1
+        shape_of = (source, key) if kind == "F" else (stage, key)  # a gradient has the shape of what it is of
+        if shape_of not in self.shapes:
+            header = self._wait(kind, source, stage, torch.zeros(_HEADER, dtype=torch.int64), micro).tolist()
+            self.shapes[shape_of] = _DTYPES[header[0]], tuple(header[2 : 2 + header[1]])
+        dtype, shape = self.shapes[shape_of]
+        found = self._wait(kind, source, stage, torch.empty(shape, dtype=dtype), micro)
+        self.waiting += time.perf_counter() - begin
+        return found
+
+    def _wait(self, kind: str, source: int, stage: int, empty: Tensor, micro: int) -> Tensor:
+        tensor = empty.to(self.mesh.world.device)
+        work = dist.irecv(
+            tensor, self._rank(source), group=self._group(kind, source, stage), tag=self._tag(source, micro)
+        )
+        assert work is not None
+        work.wait()
+        return tensor
+
+    def _flush(self) -> None:
+        """Wait until all that was sent has arrived."""
+        begin = time.perf_counter()
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
+        self.waiting += time.perf_counter() - begin
+
+    def _rank(self, stage: int) -> int:
+        return self.mesh.rank_at(pipeline=stage % self.size)
+
+    def _group(self, kind: str, source: int, target: int) -> dist.ProcessGroup | None:
+        return self.groups[kind, source // self.size != target // self.size]
+
+    def _tag(self, stage: int, micro: int) -> int:
+        return micro * self.stages.count + stage
+
+
+_schedule = functools.lru_cache(maxsize=64)(make_schedule)
+
+
+def _shapes(batch: Batch) -> Hashable:
+    """What both sides of a message know of it: the shapes of the batch."""
+    found: list[Any] = [torch.is_grad_enabled()]
+    map_tensors(batch.input, lambda tensor: found.append(tuple(tensor.shape)) or tensor)
+    return tuple(found)

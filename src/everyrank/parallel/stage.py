@@ -1,0 +1,267 @@
+"""Cut a model at its blocks into the stages of a pipeline, and run one of them.
+
+A rank keeps the blocks of its own stages, and of all that is outside the blocks (embeddings, the head) a replica.
+Every stage runs the model's own forward: foreign blocks hand on what they get, the first own block gets what the stage
+before has sent, and behind the last own block the forward ends. So whatever the model hands to its blocks besides
+(positions, masks, tables) is there on every stage, and needs no sending; and a weight that several stages use (a tied
+embedding) gets its gradients added up over all of them. Memory for these replicas is the price.
+
+It is exact if every block's output is, untouched, the next one's first argument. A model that computes between its
+blocks is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from everyrank.errors import WorkloadError
+from everyrank.layout import Layout
+from everyrank.parallel.batch_norm import find_batch_norms
+from everyrank.parallel.build import find_blocks
+from everyrank.parallel.mesh import Mesh
+from everyrank.workload import Workload
+
+__all__ = ["Absent", "Stages", "balance", "cost", "cut_stages", "held_elsewhere"]
+
+
+class Absent(nn.Module):
+    """Where a block of another stage would be: its tensors by name, with their shape, and no memory.
+
+    `place` is the rank on the pipeline axis that has it.
+    """
+
+    def __init__(self, block: nn.Module, place: int) -> None:
+        super().__init__()
+        self.place = place
+        state = block.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        self.aliases = {name for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
+        self.held_elsewhere = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+
+
+def held_elsewhere(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers of the model that other stages of a pipeline have; tied ones once."""
+    return {
+        f"{block}.{name}"
+        for block, absent in model.named_modules()
+        if isinstance(absent, Absent)
+        for name in absent.held_elsewhere
+        if name not in absent.aliases
+    }
+
+
+class _StageDone(Exception):  # noqa: N818  (no error)
+    """The forward of this stage is at its end."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__("a stage ended; nobody but everyrank should see this")
+        self.output = output
+
+
+class Stages:
+    """A model of which this rank keeps the blocks of some stages.
+
+    path      where the blocks are: `Workload.blocks`
+    spans     the blocks of each stage
+    numbers   the stages of this rank, of `count` in all: stage s is on rank s % size of the pipeline
+    """
+
+    def __init__(self, model: nn.Module, path: str, spans: Sequence[range], size: int, place: int) -> None:
+        container = model.get_submodule(path)
+        self.model, self.path, self.container = model, path, container
+        self.spans, self.count = spans, len(spans)
+        self.numbers = range(place, self.count, size)
+        self.blocks: list[nn.Module] = list(container.children())
+        names = [name for name, _ in container.named_children()]
+        self.slots = {name: _Slot(self, index) for index, name in enumerate(names)}
+        self.span = spans[0]
+        self.received: Tensor | None = None
+        self.handed_on: Tensor | None = None
+        self.version = 0
+        stage_of = {index: number for number, span in enumerate(spans) for index in span}
+        for index, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
+            if stage_of[index] not in self.numbers:
+                container.register_module(name, Absent(block, stage_of[index] % size))
+                _empty(block)  # what the model may ask the block itself stays: an attribute, a type
+        self.kept = dict(container.named_children())
+
+    def run(self, number: int, received: Tensor | None, forward: Callable[[], Any]) -> tuple[Any, bool]:
+        """`forward` of the whole model as far as stage `number` goes: (output, whether it is the model's own).
+
+        `received` is what the stage before has sent; None for the first.
+        """
+        self.span, self.received, self.handed_on = self.spans[number], received, None
+        self._put(self.slots)
+        try:
+            output = forward()
+        except _StageDone as done:
+            return done.output, False
+        finally:
+            self._put(self.kept)
+            self.received = self.handed_on = None
+        if number < self.count - 1:
+            raise WorkloadError("pipeline: the forward pass does not go through the blocks; check Workload.blocks")
+        return output, True
+
+    def _put(self, modules: Mapping[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            self.container.register_module(name, module)
+
+    def through(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What stands in the place of a block does."""
+        if not args and not kwargs:
+            raise WorkloadError(f"pipeline: block {index} is called without an argument")
+        first = next(iter(kwargs), "")
+        value = args[0] if args else kwargs[first]
+        if index and (value is not self.handed_on or value._version != self.version):
+            raise WorkloadError(
+                f"pipeline: the model computes between block {index - 1} and block {index}: the first argument of a "
+                "block has to be, untouched, the output of the one before; move the computation into a block"
+            )
+        if index not in self.span:
+            if not isinstance(value, Tensor):
+                raise WorkloadError(f"pipeline: block {index} gets {type(value).__name__} first, not a tensor")
+            return self._hand_on(value)
+        if index == self.span.start and self.received is not None:
+            value = self.received
+        block = self.blocks[index]
+        output = block(value, *args[1:], **kwargs) if args else block(**{**kwargs, first: value})
+        if not isinstance(output, Tensor):
+            raise WorkloadError(
+                f"pipeline: block {index} ({type(block).__name__}) returns {type(output).__name__}: stages hand on one "
+                "tensor; let the block return it alone"
+            )
+        if index == self.span[-1] and self.span.stop < len(self.blocks):
+            raise _StageDone(output)
+        return self._hand_on(output)
+
+    def _hand_on(self, value: Tensor) -> Tensor:
+        self.handed_on, self.version = value, value._version
+        return value
+
+    def own_blocks(self) -> list[nn.Module]:
+        """The blocks of this rank's stages."""
+        return [self.blocks[index] for number in self.numbers for index in self.spans[number]]
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters that no other stage has."""
+        return list(dict.fromkeys(parameter for block in self.own_blocks() for parameter in block.parameters()))
+
+    def outside_buffers(self) -> list[Tensor]:
+        """The buffers that every stage has."""
+        of_blocks = {id(buffer) for block in self.own_blocks() for buffer in block.buffers()}
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks]
+
+
+def _empty(block: nn.Module) -> None:
+    """Let go of all tensors of a block."""
+    for module in block.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, None)
+        for name, _ in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, None)
+
+
+class _Slot(nn.Module):
+    """Stands in the place of a block while a stage runs."""
+
+    def __init__(self, stages: Stages, index: int) -> None:
+        super().__init__()
+        self.__dict__["stages"], self.__dict__["index"] = stages, index  # no submodules: a slot owns nothing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.__dict__["stages"].through(self.__dict__["index"], args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of its block (a type of attention, say)."""
+        return getattr(self.__dict__["stages"].blocks[self.__dict__["index"]], name)
+
+
+def cut_stages(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> Stages:
+    """Keep of the model what this rank needs. The model is changed in place.
+
+    Raises `WorkloadError` for a model that cannot be cut exactly.
+    """
+    ranks = mesh.size("pipeline")
+    chunks = int(str(layout.options.get("chunks", 2))) if layout.options.get("schedule") == "interleaved" else 1
+    chunks = chunks if ranks > 1 else 1
+    if workload.blocks is None:
+        raise WorkloadError(f"layout {layout}: a pipeline is cut at the repeated blocks; set Workload.blocks")
+    blocks = find_blocks(workload, model)
+    if len(blocks) < ranks * chunks:
+        raise WorkloadError(
+            f"layout {layout}: {ranks * chunks} stages, but there are {len(blocks)} blocks; "
+            f"use at most {len(blocks)} stages"
+        )
+    if find_batch_norms(model):
+        raise WorkloadError(
+            f"layout {layout}: batch norm over micro-batches is another training than over the batch; use a norm "
+            "whose statistics do not span samples, or ddp"
+        )
+    _check_ties(model, workload.blocks, blocks)
+    costs = [cost(block) for block in blocks]
+    inside = {module for block in blocks for module in block.modules()}
+    # What is computed behind the blocks (a head) comes on top of the last stage. In front there is hardly more than
+    # looking up an embedding, which costs nothing in multiplications.
+    costs[-1] += sum(_own_cost(module) for module in model.modules() if module not in inside)
+    spans = balance(costs, ranks * chunks)
+    return Stages(model, workload.blocks, spans, ranks, mesh.place["pipeline"])
+
+
+def cost(module: nn.Module) -> int:
+    """Multiplications for each position: the elements of its matrices. Looking up an embedding multiplies nothing."""
+    return sum(_own_cost(part) for part in module.modules())
+
+
+def _own_cost(module: nn.Module) -> int:
+    if isinstance(module, nn.Embedding):
+        return 0
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.dim() >= 2)
+
+
+def balance(costs: Sequence[int], parts: int) -> list[range]:
+    """Contiguous parts of at least one block, the most expensive as cheap as can be.
+
+    >>> balance([1, 1, 1, 3], 2)
+    [range(0, 3), range(3, 4)]
+    """
+    before = [0, *itertools.accumulate(costs)]
+    count = len(costs)
+    best: list[list[tuple[int, int]]] = [[(before[end], 0) for end in range(count + 1)]]
+    for part in range(1, parts):
+        row: list[tuple[int, int]] = []
+        for end in range(count + 1):
+            # at least one block in this part, and in each before it
+            options = [(max(best[-1][begin][0], before[end] - before[begin]), begin) for begin in range(part, end)]
+            row.append(min(options, default=(before[-1] + 1, 0)))
+        best.append(row)
+    cuts = [count]
+    for part in range(parts - 1, 0, -1):
+        cuts.append(best[part][cuts[-1]][1])
+    cuts = [0, *reversed(cuts)]
+    return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
+
+
+def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> None:
+    """Refuse a weight of a block that another block, or what is outside of the blocks, has too."""
+    everything = model.named_modules(remove_duplicate=False)
+    places = [name for name, module in everything if name.rpartition(".")[0] == path and module in blocks]
+    if len(places) > len(blocks):
+        raise WorkloadError(f"pipeline: of the {len(places)} blocks at {path} some are one module, used again")
+    owner: dict[int, str] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = {module for block in blocks for module in block.modules()}
+    parts = [(names[id(block)], block.parameters()) for block in blocks]
+    outside = (p for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
+    for name, parameters in [*parts, (f"what is outside {path}", outside)]:
+        for parameter in set(parameters):
+            other = owner.setdefault(id(parameter), name)
+            if other != name:
+                raise WorkloadError(
+                    f"pipeline: {other} and {name} share a weight, which would be on two stages; untie them, or use "
+                    "fsdp or tensor"
+                )

@@ -1,0 +1,54 @@
+"""The full state of a model that lies in parts on many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.stage import Absent, Stages
+
+__all__ = ["gathered_state"]
+
+
+def gathered_state(model: nn.Module, mesh: Mesh, stages: Stages | None = None) -> dict[str, Tensor]:
+    """Full parameters and persistent buffers: on rank 0's CPU, {} elsewhere. A collective.
+
+    Parts of tensors are put together one tensor after the other; blocks of other `stages` are sent to rank 0.
+    """
+    rank, group = mesh.world.rank, mesh.world.group
+    found: dict[str, Tensor] = {}
+    sends = stages is not None and rank != 0 and mesh.is_first("replicate", "shard", "context", "tensor")
+    for name, tensor in model.state_dict().items():
+        with _without_advice():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if rank == 0:
+            found[name] = whole.detach().cpu().clone()
+        elif sends and stages is not None and name.startswith(f"{stages.path}."):
+            dist.send(whole.detach().contiguous(), dst=0, group=group)
+    if rank == 0:
+        for block, absent in model.named_modules():
+            if isinstance(absent, Absent):
+                for name, (shape, dtype) in absent.held_elsewhere.items():
+                    received = torch.empty(shape, dtype=dtype, device=mesh.world.device)
+                    dist.recv(received, src=mesh.rank_at(pipeline=absent.place), group=group)
+                    found[f"{block}.{name}"] = received.cpu()
+    return found
+
+
+@contextlib.contextmanager
+def _without_advice() -> Generator[None]:
+    """Torch advises against gathering over two axes one after the other, which is what is meant here."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

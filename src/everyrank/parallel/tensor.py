@@ -1,0 +1,286 @@
+"""Split the matrices of a model over ranks (DTensor), as `Workload.tensor_plan` says.
+
+A plan maps names of modules (`*` stands for one part of a name) to what is done with them:
+
+    colwise          a Linear whose output features are split; its input is whole
+    rowwise          a Linear whose input features are split; outputs are added up
+    colwise_gather   colwise, and the output is put together again: a head
+    colwise_loss     colwise, and the loss is computed on the split output: F.cross_entropy over a split vocabulary
+    vocabulary       an Embedding whose rows are split; outputs are added up
+    gather           a module that hands its first argument to several colwise ones: one all-reduce in backward for all
+    sequence         a norm on a part of the sequence, where the layout says sequence=true (else nothing)
+    replicate        whole on every rank, like all that is not named: every rank computes the same
+    replicate_sum    whole, but used on split features (a norm inside attention heads): its gradients are added up
+
+With `sequence=true` the activations between the split modules are split too, along the sequence: what `rowwise` and
+`vocabulary` add up is scattered, and `gather`, `colwise_gather` and `colwise_loss` gather it (Korthikanti et al. 2022).
+
+Source: Shoeybi et al. 2019 (Megatron-LM).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from everyrank.collectives import fingerprint
+from everyrank.errors import WorkloadError
+from everyrank.layout import Layout
+from everyrank.parallel.heads import HeadsWatch
+from everyrank.parallel.mesh import Mesh, local
+from everyrank.workload import Workload
+
+__all__ = ["WORDS", "SplitModel", "is_split", "split"]
+
+WORDS = (
+    "colwise",
+    "rowwise",
+    "colwise_gather",
+    "colwise_loss",
+    "vocabulary",
+    "gather",
+    "sequence",
+    "replicate",
+    "replicate_sum",
+)
+# module type, and the dimension of its weight that has to divide
+_SPLIT: Mapping[str, tuple[type[nn.Module], int]] = {
+    "colwise": (nn.Linear, 0),
+    "rowwise": (nn.Linear, 1),
+    "colwise_gather": (nn.Linear, 0),
+    "colwise_loss": (nn.Linear, 0),
+    "vocabulary": (nn.Embedding, 0),
+}
+
+
+class SplitModel:
+    """What a step has to know of a model whose matrices are split.
+
+    context   entered around forward, loss and backward
+    finish    after the last backward of an update: complete the gradients of what is not split
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Mapping[str, str], looks: bool) -> None:
+        self.model, self.mesh = model, mesh
+        self.loss_is_split = "colwise_loss" in plan.values()
+        self.to_sum = [model.get_submodule(name) for name, word in plan.items() if word == "replicate_sum"]
+        self.is_checked = False
+        colwise = {name: model.get_submodule(name) for name, word in plan.items() if word == "colwise"}
+        self.watch = HeadsWatch(colwise, mesh.size("tensor")) if looks else None
+
+    @contextlib.contextmanager
+    def context(self) -> Generator[None]:
+        """Torch's loss on split logits works inside its context alone, backward too."""
+        with contextlib.ExitStack() as stack:
+            if self.loss_is_split:
+                stack.enter_context(loss_parallel())
+            if self.watch is not None:
+                stack.enter_context(self.watch)
+            yield
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Add up the gradients that ranks have parts of; in the first update, check that the others are alike.
+
+        Raises `WorkloadError` for a parameter that is used on split features without the plan saying so.
+        """
+        for module in self.to_sum:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(local(parameter.grad), group=self.mesh.group("tensor"))
+        for parameter in self.model.parameters():
+            gradient = parameter.grad
+            if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if gradient.placements != parameter.placements:  # each rank has seen a part of the sequence
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if not self.is_checked:
+            self.is_checked = True
+            self._check_alike()
+            if self.watch is not None:
+                self.watch.end()
+                self.watch = None
+
+    def _check_alike(self) -> None:
+        """What is not split has the same gradient, to the last bit, on all ranks of this axis."""
+        whole = {name: p for name, p in self.model.named_parameters() if not is_split(p) and p.grad is not None}
+        own = torch.stack(
+            [fingerprint(local(p.grad)) for p in whole.values() if p.grad is not None] or [torch.zeros(1)]
+        )
+        rows = [torch.empty_like(own) for _ in range(self.mesh.size("tensor"))]
+        dist.all_gather(rows, own, group=self.mesh.group("tensor"))
+        for index, name in enumerate(whole):
+            if any(row[index] != rows[0][index] for row in rows):
+                module = name.rpartition(".")[0]
+                raise WorkloadError(
+                    f"tensor_plan: the gradient of {name} is not the same on all tensor ranks: it is used on split "
+                    f"features; add {module!r}: 'replicate_sum' (or, along a split sequence, 'sequence')"
+                )
+
+
+def split(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> SplitModel | None:
+    """Split the model in place over the tensor axis; None where that is one rank long.
+
+    Raises `WorkloadError` for a plan that is missing, matches nothing, or splits what does not divide.
+    """
+    if mesh.size("tensor") == 1:
+        return None
+    if not workload.tensor_plan:
+        raise WorkloadError(
+            f"layout {layout}: workload {workload.name} has no tensor_plan, which says how its matrices are split; "
+            "for example tensor_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+        )
+    plan = resolve(model, workload.tensor_plan)
+    degree = mesh.size("tensor")
+    ties = _ties(model)
+    for name, word in plan.items():
+        _check(name, model.get_submodule(name), word, degree)
+    by_sequence = layout.options.get("sequence") is True
+    dim = workload.sequence_dim if workload.sequence_dim is not None else 1
+    devices = mesh.devices("tensor")
+    if by_sequence:
+        _cut_sequence_evenly(model, degree, dim)
+    for name, word in plan.items():
+        module = model.get_submodule(name)
+        style = _style(word, by_sequence, dim)
+        if style is not None:
+            parallelize_module(module, devices, style)
+        elif word == "gather":
+            module.register_forward_pre_hook(_gathering(devices, by_sequence, dim), with_kwargs=True)
+    _tie(model, ties, plan)
+    return SplitModel(model, mesh, plan, looks=not layout.compile)
+
+
+def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Name of a module -> word, for every module that a pattern of the plan matches; later patterns win."""
+    names = [name for name, _ in model.named_modules() if name]
+    found: dict[str, str] = {}
+    for pattern, word in plan.items():
+        if word not in WORDS:
+            close = difflib.get_close_matches(word, WORDS, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise WorkloadError(f"tensor_plan: {pattern!r}: {word!r}: {hint}give one of {', '.join(WORDS)}")
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        matched = [name for name in names if matches.fullmatch(name)]
+        if not matched:
+            shapes = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
+            close = difflib.get_close_matches(pattern, shapes, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(shapes[:8])}"
+            raise WorkloadError(f"tensor_plan: {pattern!r} matches no module of the model{hint}")
+        found.update(dict.fromkeys(matched, word))
+    return found
+
+
+def _check(name: str, module: nn.Module, word: str, degree: int) -> None:
+    if word not in _SPLIT:
+        return
+    kind, dim = _SPLIT[word]
+    if not isinstance(module, kind):
+        raise WorkloadError(
+            f"tensor_plan: {name}: {word} splits an nn.{kind.__name__}, and this is {type(module).__name__}"
+        )
+    length = module.get_parameter("weight").shape[dim]
+    if length % degree:
+        what = {"rowwise": "input features", "vocabulary": "rows"}.get(word, "output features")
+        raise WorkloadError(
+            f"tensor_plan: {name} has {length} {what}, which tensor={degree} does not divide; "
+            f"take a degree that divides {length}"
+        )
+
+
+def _style(word: str, by_sequence: bool, dim: int) -> ParallelStyle | None:
+    """Torch's way of doing it."""
+    between = Shard(dim) if by_sequence else Replicate()  # how activations are laid out between split modules
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": lambda: ColwiseParallel(input_layouts=between),
+        "rowwise": lambda: RowwiseParallel(output_layouts=between),
+        "colwise_gather": lambda: ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        "colwise_loss": lambda: ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+        "vocabulary": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+    }
+    if word == "sequence" and by_sequence:
+        return SequenceParallel(sequence_dim=dim)
+    return styles[word]() if word in styles else None
+
+
+def _gathering(devices: DeviceMesh, by_sequence: bool, dim: int) -> Callable[..., Any]:
+    """A hook that makes a module's first argument whole, and known to be: its gradient is added up once."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_whole(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: _whole(kwargs[first])}
+
+    def _whole(value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            placement = Shard(dim) if by_sequence else Replicate()
+            value = DTensor.from_local(value, devices, [placement], run_check=False)
+        return value.redistribute(placements=[Replicate()])
+
+    return hook
+
+
+def _cut_sequence_evenly(model: nn.Module, degree: int, dim: int) -> None:
+    """Refuse a sequence that does not divide: torch would take the parts for equal ones."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] % degree:
+                raise WorkloadError(
+                    f"sequence=true: a sequence of {value.shape[dim]} does not divide by tensor={degree}; "
+                    "take another length, or leave out sequence"
+                )
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _ties(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """Parameters that several modules share: (module, name there) of each place."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module_name, name))
+    return [shared for shared in places.values() if len(shared) > 1]
+
+
+def _tie(model: nn.Module, ties: list[list[tuple[str, str]]], plan: Mapping[str, str]) -> None:
+    """`parallelize_module` unties what it splits, silently: tie it again."""
+    for first, *others in ties:
+        kept = model.get_submodule(first[0]).get_parameter(first[1])
+        for module_name, name in others:
+            other = model.get_submodule(module_name).get_parameter(name)
+            if getattr(other, "placements", None) != getattr(kept, "placements", None):
+                raise WorkloadError(
+                    f"tensor_plan: {first[0]} and {module_name} share a weight, but are split differently "
+                    f"({plan.get(first[0], 'replicate')} and {plan.get(module_name, 'replicate')}); "
+                    "split both along the same dimension: vocabulary and colwise_gather or colwise_loss"
+                )
+            setattr(model.get_submodule(module_name), name, kept)
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether each tensor rank has a part of its own."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(name == "tensor" and not p.is_replicate() for name, p in zip(names, parameter.placements, strict=True))
