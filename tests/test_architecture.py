@@ -79,6 +79,7 @@ INSIDE = {
         "phases",
         "mesh",
         "batch_norm",
+        "construct",
         "heads",
         "tensor",
         "ring",

@@ -38,7 +38,7 @@ from everyrank.measure.split import PHASES, breakdown, phases
 from everyrank.options import BenchOptions
 from everyrank.parity import check_layout, subject_of
 from everyrank.progress import progress
-from everyrank.record import Interval, Parity, Record, Resources
+from everyrank.record import Bubble, Interval, Parity, Record, Resources
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world, use_threads
@@ -110,7 +110,7 @@ def bench_rank(
             for index, layout in enumerate(layouts):
                 begin(f"check {layout}")
                 sampler.now_running("check")
-                parity, _ = check_layout(subject, layout, world, f"bench/{index}")
+                parity, _ = check_layout(subject, layout, world, f"bench/{index}", options.by_name)
                 arms.append(_Arm(layout, parity, alone(world) if layout.axis is None else world))
             running = [arm for arm in arms if arm.parity.status == "equal"]
             parts = [("look into", _look_inside), ("train", _train_once)]
@@ -160,9 +160,11 @@ def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -
 def _look_inside(arm: _Arm, bench: _Bench) -> None:
     """Memory, traffic and exposed communication, as each rank sees them."""
     own = look_inside(bench.workload, bench.train_data, arm.layout, arm.world)
-    row = torch.tensor([own.peak_memory_bytes, *own.exposed_shares], dtype=torch.float64)
+    row = torch.tensor([own.peak_memory_bytes, *own.idle, *own.exposed_shares], dtype=torch.float64)
     rows = [row.tolist() for row in gather(row, arm.world)]
-    arm.inside = [replace(own, peak_memory_bytes=int(row[0]), exposed_shares=row[1:]) for row in rows]
+    arm.inside = [
+        replace(own, peak_memory_bytes=int(row[0]), idle=tuple(row[1:4]), exposed_shares=row[4:]) for row in rows
+    ]
 
 
 def _train_once(arm: _Arm, bench: _Bench) -> None:
@@ -267,6 +269,7 @@ def _record(
         step_seconds=interval(steps) if is_timed else None,
         epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
         breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
+        bubble=_bubble(arm.inside),
         peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),
         collectives=arm.inside[0].collectives if arm.inside else [],
         startup_seconds=startup_seconds if is_timed else None,
@@ -276,6 +279,14 @@ def _record(
         metrics=arm.metrics,
         provenance={**source, "threads_per_rank": arm.world.threads, "updates": bench.run_updates},
     )
+
+
+def _bubble(inside: Sequence[Inside]) -> Bubble | None:
+    """How long ranks stood idle beside how long they would by theory; None for a layout without a pipeline."""
+    longest = max((own.idle[1] for own in inside), default=0.0)
+    if not longest:
+        return None
+    return Bubble(inside[0].idle[0], fmean(own.idle[2] for own in inside) / longest)
 
 
 def _ratio(arm: _Arm, single: _Arm) -> Interval:

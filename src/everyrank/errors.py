@@ -4,6 +4,7 @@
     ├── UsageError                 2  the call is wrong (also a ValueError)
     │   ├── LayoutError            2  a layout that cannot be read, or does not fit the processes
     │   └── WorkloadError          2  the workload is wrong, or its own code raised before the first update
+    │       └── UnfitError         2  this workload cannot be laid out like that; another may
     ├── CannotRunError             3  asked for by name, and this machine cannot do it
     ├── RankFailedError            4  a rank raised, died or never came
     ├── NotFiniteError             4  the loss became NaN or infinite
@@ -29,6 +30,7 @@ __all__ = [
     "NotFiniteError",
     "RankFailedError",
     "StoppedError",
+    "UnfitError",
     "UsageError",
     "WorkloadError",
     "describe",
@@ -65,6 +67,13 @@ class WorkloadError(UsageError):
     """The workload is wrong, or its own code raised before the first update was done."""
 
 
+class UnfitError(WorkloadError):
+    """A layout that this workload cannot have: it does not say how, or it would be another training.
+
+    Raised on every rank alike, so that a layout that nobody asked for by name can be left out.
+    """
+
+
 class CannotRunError(EveryrankError):
     """What was asked for by name cannot run here; the message says what it needs."""
 
@@ -92,6 +101,7 @@ _KINDS: dict[str, type[EveryrankError]] = {
         UsageError,
         LayoutError,
         WorkloadError,
+        UnfitError,
         CannotRunError,
         RankFailedError,
         NotFiniteError,

@@ -53,9 +53,11 @@ _PIPELINE: dict[str, Option] = {
 }
 
 STRATEGIES: dict[str, Strategy] = {
-    "single": Strategy("everyrank.strategies.single", None),
+    "single": Strategy("everyrank.strategies.single", None, {"devices": int}),
     "dataparallel": Strategy("everyrank.strategies.dataparallel", None),
-    "ddp": Strategy("everyrank.strategies.ddp", "replicate", _DDP | _CONTEXT | _TENSOR, ("context", "tensor")),
+    "ddp": Strategy(
+        "everyrank.strategies.ddp", "replicate", _DDP | _CONTEXT | _TENSOR | {"devices": int}, ("context", "tensor")
+    ),
     "zero1": Strategy("everyrank.strategies.zero1", "replicate", _DDP),
     "fsdp": Strategy(
         "everyrank.strategies.fsdp",

@@ -27,7 +27,8 @@ from everyrank.data.loader import map_tensors
 from everyrank.data.seeds import mix
 from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, describe
 from everyrank.layout import Layout
-from everyrank.parallel.build import compute_dtype, seed_everything
+from everyrank.parallel.build import compute_dtype
+from everyrank.parallel.construct import seed_everything
 from everyrank.parallel.mesh import local_tensors
 from everyrank.strategies import Prepared, evaluate_batch
 from everyrank.workload import Workload
@@ -150,7 +151,7 @@ def _run(
                 where = _agreed(first_bad_tensor(workload, prepared, micro_batches), prepared)
                 raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
             except WorkloadError as error:
-                raise WorkloadError(f"update {update.step}: {error}") from error.__cause__
+                raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
 
 

@@ -59,17 +59,18 @@ class PredictOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """For `verify`."""
+    """For `verify`. `by_name`: somebody asked for these layouts, they are not simply all there are."""
 
     command: list[str]
     steps: int = 20
     samples: bool = False
     show: bool = True
+    by_name: bool = True
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """For `bench`. `steps` is the length of the timed and of the untimed run."""
+    """For `bench`. `steps` is the length of the timed and of the untimed run; `by_name` as for `verify`."""
 
     command: list[str]
     started: float
@@ -78,3 +79,4 @@ class BenchOptions:
     verify_steps: int = 20
     batch_factor: int = 1  # weak scaling: the global batch grows with the number of ranks
     show: bool = True
+    by_name: bool = True

@@ -20,6 +20,7 @@ from everyrank.errors import UsageError
 __all__ = [
     "SCHEMA",
     "Breakdown",
+    "Bubble",
     "Collective",
     "Interval",
     "Parity",
@@ -111,6 +112,18 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class Bubble:
+    """The part of the time in which the ranks of a pipeline stand idle, of the time that micro-batches take.
+
+    theory     by the schedule alone: a backward takes twice a forward, stages are equal, sending takes no time
+    measured   waited for messages: the mean over ranks, relative to the slowest rank's whole time
+    """
+
+    theory: float
+    measured: float
+
+
+@dataclass(frozen=True)
 class Scaling:
     """Throughput beside that of the same layout on one rank, divided by the number of ranks.
 
@@ -144,6 +157,7 @@ class Record:
     first_step_seconds: float | None = None
     checkpoint_stall_seconds: Interval | None = None
     scaling: Scaling | None = None
+    bubble: Bubble | None = None
     resources: Resources | None = None
     loss: list[float] = field(default_factory=list[float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])

@@ -149,16 +149,18 @@ def verify(
     steps: int = 20,
     samples: bool = False,
     show: bool = True,
+    by_name: bool = True,
 ) -> list[Record]:
     """Compare each layout with one device over `steps` updates; one Record for each.
 
-    `samples` also audits that each sample is read once in every epoch and counted once in evaluation.
+    `samples` also audits that each sample is read once in every epoch and counted once in evaluation. A layout that the
+    workload cannot have is an error where it was asked for `by_name`, else it is not verified, with the reason.
     A difference is no error: it is in `Record.parity`. Raises what `run` raises.
     """
     _at_least_1(steps=steps)
     for layout in layouts:
         layout.mesh(launch.processes)
-    options = VerifyOptions(_command(), steps, samples, show)
+    options = VerifyOptions(_command(), steps, samples, show, by_name)
     results = run_ranks(launch, Named("everyrank.verify:verify_rank"), _sent(workload), list(layouts), launch, options)
     return results.get(0) or []
 
@@ -172,16 +174,19 @@ def bench(
     steps: int | None = None,
     batch_factor: int = 1,
     show: bool = True,
+    by_name: bool = True,
 ) -> list[Record]:
     """Check each layout as `verify` does and time those that are equal; one Record for each.
 
     `steps` is the number of updates of a trial and of the untimed run before; `batch_factor` multiplies the global
-    batch. Raises what `run` raises.
+    batch; `by_name` as for `verify`. Raises what `run` raises.
     """
     _at_least_1(trials=trials, steps=steps)
     for layout in layouts:
         layout.mesh(launch.processes)
-    options = BenchOptions(_command(), time.time(), trials, steps, batch_factor=batch_factor, show=show)
+    options = BenchOptions(
+        _command(), time.time(), trials, steps, batch_factor=batch_factor, show=show, by_name=by_name
+    )
     results = run_ranks(launch, Named("everyrank.bench:bench_rank"), _sent(workload), list(layouts), launch, options)
     return results.get(0) or []
 
@@ -195,6 +200,7 @@ def bench_scaling(
     trials: int = 5,
     steps: int | None = None,
     show: bool = True,
+    by_name: bool = True,
 ) -> list[Record]:
     """`bench` on each number of ranks, which begin with 1; two Records for each layout on more than one.
 
@@ -218,7 +224,9 @@ def bench_scaling(
             if not shown:
                 continue
             try:
-                made = bench(workload, shown, here, trials=trials, steps=steps, batch_factor=factor, show=show)
+                made = bench(
+                    workload, shown, here, trials=trials, steps=steps, batch_factor=factor, show=show, by_name=by_name
+                )
             except EveryrankError as error:
                 if not records:
                     raise

@@ -46,7 +46,7 @@ def verify_rank(
                 if is_by_rank:
                     parity, losses = Parity("not_verified", reason=_BY_RANK), []
                 else:
-                    parity, losses = check_layout(subject, layout, world, f"verify/{index}")
+                    parity, losses = check_layout(subject, layout, world, f"verify/{index}", options.by_name)
                 if options.samples and (is_by_rank or parity.status != "not_verified"):
                     parity = _audited(parity, subject, layout, world, f"audit/{index}")
                 records.append(

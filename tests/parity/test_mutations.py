@@ -193,13 +193,14 @@ def clipped_by_local_norm(strategy: str, world: World) -> Patch:
 def seeded_by_rank(strategy: str, world: World) -> Patch:
     """Every rank builds its own weights, and nobody sends rank 0's round."""
     import everyrank.parallel.build
+    import everyrank.parallel.construct
 
-    original = everyrank.parallel.build.seed_everything
+    original = everyrank.parallel.construct.seed_everything
     stack = contextlib.ExitStack()
     offset = world.rank if strategy == "fsdp" else 1
     stack.enter_context(
         mock.patch.object(
-            everyrank.parallel.build,
+            everyrank.parallel.construct,
             "seed_everything",
             lambda seed: original(seed + offset * _is_distributed()),
         )

@@ -104,8 +104,8 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
     """
     weights = read_weights(path)
 
-    def model() -> nn.Module:
-        built = workload.model()
+    def model(*devices: Any) -> nn.Module:
+        built = workload.model(*devices)
         own = built.state_dict()
         missing = sorted(own.keys() - weights.keys())
         foreign = sorted(weights.keys() - own.keys())

@@ -42,15 +42,17 @@ def run(args: argparse.Namespace) -> int:
     if len(processes) > 1 and facts_from_environment(os.environ) is not None:
         raise UsageError(f"--processes {' '.join(map(str, processes))}: the ranks are started already; leave it out")
     args.processes = max(processes, default=None)
-    layouts, launch = layouts_of(args), launch_of(args)
+    layouts, launch, by_name = layouts_of(args), launch_of(args), bool(args.layout)
     for path in (args.json, args.html, args.markdown):
         check_writable(path)
     check_html(args)
     source = source_of(args)
     if len(processes) > 1:
-        records = session.bench_scaling(source, layouts, launch, processes, trials=args.trials, steps=args.steps)
+        records = session.bench_scaling(
+            source, layouts, launch, processes, trials=args.trials, steps=args.steps, by_name=by_name
+        )
     else:
-        records = session.bench(source, layouts, launch, trials=args.trials, steps=args.steps)
+        records = session.bench(source, layouts, launch, trials=args.trials, steps=args.steps, by_name=by_name)
     if not records:
         return 0
     show({"": records}, args)

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     layouts, launch = layouts_of(args), launch_of(args)
     check_writable(args.json)
     source = source_of(args)
-    records = session.verify(source, layouts, launch, steps=args.steps, samples=args.samples)
+    records = session.verify(source, layouts, launch, steps=args.steps, samples=args.samples, by_name=bool(args.layout))
     if not records:
         return 0
     audited = [record for record in records if args.samples and record.parity.checks]

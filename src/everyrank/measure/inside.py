@@ -27,18 +27,21 @@ _WARM_UP = (
     3  # DistributedDataParallel rebuilds its buckets in the second update, optimizers make their state in the first
 )
 _PROFILED = 10
+_IDLE = 10
 
 
 @dataclass(frozen=True)
 class Inside:
     """What one rank saw. `exposed_shares` is NaN where the workload is too short to look.
 
+    idle                of a pipeline, `Prepared.idle` added up over a few updates without instruments
     peak_memory_bytes   most bytes of tensors alive at once, from building the model to the end of the third update
     collectives         of one update
     exposed_shares      part of each phase that was exposed communication, in the order of `measure.split.PHASES`
     """
 
     peak_memory_bytes: int
+    idle: tuple[float, float, float] = (0.0, 0.0, 0.0)
     collectives: list[Collective] = field(default_factory=list[Collective])
     exposed_shares: list[float] = field(default_factory=lambda: [math.nan] * len(PHASES))
 
@@ -56,9 +59,16 @@ def look_inside(workload: Workload, dataset: Any, layout: Layout, world: World) 
     left = planned - _WARM_UP - 1
     if left < 1:
         return Inside(memory.bytes)
+    idle = (0.0, 0.0, 0.0)
+    if prepared.idle is not None:
+        for _ in range(min(_IDLE, left - 1)):
+            next(shares)
+            theory, seconds, waiting = prepared.idle()
+            idle = (theory, idle[1] + seconds, idle[2] + waiting)
+            left -= 1
     with Traffic(prepared.mesh.names()) as traffic:
         next(shares)
     exposed = exposed_shares(shares, min(_PROFILED, left), world.device)
     del prepared, shares
     gc.collect()
-    return Inside(memory.bytes, traffic.collectives(), [exposed[phase] for phase in PHASES])
+    return Inside(memory.bytes, idle, traffic.collectives(), [exposed[phase] for phase in PHASES])

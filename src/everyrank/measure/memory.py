@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Generator
-from typing import Any
 
 import torch
 
-from everyrank.measure.profiling import profiler, trace_of
+from everyrank.measure.profiling import events_of, profiler
 
 __all__ = ["PeakMemory", "peak_memory"]
 
@@ -36,8 +35,7 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
         return
     with profiler(device, memory=True) as finished:
         yield found
-    events: list[dict[str, Any]] = trace_of(finished)["traceEvents"]
-    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+    changes = [e for e in events_of(finished) if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
     alive: dict[int, int] = {}  # address -> bytes, of what was allocated inside the block
     total = 0
     for event in sorted(changes, key=lambda event: event["ts"]):

@@ -23,7 +23,7 @@ import torch
 from torch.profiler import record_function
 
 from everyrank.measure.clock import interval
-from everyrank.measure.profiling import profiler, trace_of
+from everyrank.measure.profiling import events_of, profiler
 from everyrank.parallel.phases import observe_phases
 from everyrank.record import Breakdown
 
@@ -76,7 +76,7 @@ def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> 
         for _ in range(count):
             with marked_phases(device):
                 next(updates)
-    events: list[dict[str, Any]] = [event for event in trace_of(finished)["traceEvents"] if event.get("ph") == "X"]
+    events = [event for event in events_of(finished) if event["name"] != "[memory]"]
     marks = [event for event in events if event["name"].startswith(_MARK) and event.get("cat") == "user_annotation"]
     kernels = [event for event in events if event.get("cat") in _ON_CUDA]
     under_way, computing = _on_cuda(events, kernels) if device.type == "cuda" else _on_cpu(events, marks)

@@ -50,7 +50,12 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
-_NO_TRAFFIC = {"c10d::barrier", "c10d::monitored_barrier_", "_c10d_functional::wait_tensor"}
+_NO_TRAFFIC = {
+    "c10d::barrier",
+    "c10d::monitored_barrier_",
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+}
 
 
 class Traffic(TorchDispatchMode):

@@ -6,12 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import ForwardState, find_batch_norms, synchronise_batch_norm
+from everyrank.parallel.construct import construct
 from everyrank.parallel.context import SplitContext, split_context
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.tensor import SplitModel, split
@@ -37,15 +36,18 @@ __all__ = [
     "call",
     "compute_dtype",
     "find_blocks",
-    "seed_everything",
 ]
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what its forward passes need to know of the batch in progress."""
+    """A model, and what its forward passes need to know of the batch in progress.
+
+    `full` is rank 0's model of full size, where the model itself is on the meta device still.
+    """
 
     model: nn.Module
+    full: nn.Module | None
     mesh: Mesh
     forward: ForwardState
     tensor: SplitModel | None
@@ -83,12 +85,8 @@ def build(workload: Workload, layout: Layout, mesh: Mesh, is_sent_round: bool = 
     stages, it does afterwards: recomputation has to be inside what is compiled, and both inside what is sharded.
     """
     world = mesh.world
-    seed_everything(workload.seed)
-    model: object = workload.model()
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"workload {workload.name}: model() returned {type(model).__name__}, not an nn.Module")
-    model.to(world.device, compute_dtype(layout))
-    if is_sent_round:
+    model, full = construct(workload, layout, world, compute_dtype(layout))
+    if is_sent_round and layout.options.get("meta") is not True:
         broadcast_from_rank_0(model, world)
     state = ForwardState()
     if world.group is not None or layout.recompute:  # recomputing must not move running statistics twice
@@ -107,7 +105,7 @@ def build(workload: Workload, layout: Layout, mesh: Mesh, is_sent_round: bool = 
     if layout.compile:
         for module in blocks or [model]:
             module.compile()
-    return Built(model.train(), mesh, state, tensor, context)
+    return Built(model.train(), full, mesh, state, tensor, context)
 
 
 def _readers(mesh: Mesh) -> World:
@@ -121,13 +119,6 @@ def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
     if world.size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0, group=world.group)
-
-
-def seed_everything(seed: int) -> None:
-    """All generators that model code draws from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def compute_dtype(layout: Layout) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
-from everyrank.errors import WorkloadError
+from everyrank.errors import UnfitError
 from everyrank.layout import Layout
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.ring import Ring, chunk_order, ring_attention, ulysses_attention
@@ -47,13 +47,13 @@ class SplitContext:
         return _Attention(self)
 
     def take(self, batch: Batch) -> Batch:
-        """The rank's part of the sequences of a batch. Raises `WorkloadError` for a length that does not divide."""
+        """The rank's part of the sequences of a batch. Raises `UnfitError` for a length that does not divide."""
         lengths: list[int] = []
         map_tensors(batch.input, lambda t: lengths.append(t.shape[self.dim]) or t if t.dim() > self.dim else t)
         if not lengths:
-            raise WorkloadError(f"sequence_dim={self.dim}: no tensor of the input has such a dimension")
+            raise UnfitError(f"sequence_dim={self.dim}: no tensor of the input has such a dimension")
         if lengths[0] % (2 * self.ring.count):
-            raise WorkloadError(
+            raise UnfitError(
                 f"a sequence of {lengths[0]} does not divide into {2 * self.ring.count} chunks, two for each of "
                 f"context={self.ring.count} ranks; pad it to a multiple"
             )
@@ -72,7 +72,7 @@ class SplitContext:
         cut.clear()
         target = map_tensors(batch.target, part)
         if not cut:
-            raise WorkloadError(
+            raise UnfitError(
                 "context: no tensor of the target has the length of the sequence; it needs a loss of each position"
             )
         return dataclasses.replace(batch, input=inputs, target=target)
@@ -92,9 +92,9 @@ class SplitContext:
         return map_tensors(output, gathered) if self.ring.count > 1 else output
 
     def check(self) -> None:
-        """After a forward pass: raise `WorkloadError` for a model without attention that we could see."""
+        """After a forward pass: raise `UnfitError` for a model without attention that we could see."""
         if not self.is_checked and self.num_attentions == 0:
-            raise WorkloadError(
+            raise UnfitError(
                 "context: the model calls no torch.nn.functional.scaled_dot_product_attention, so that its attention "
                 "would end at this rank's part of the sequence; use that function"
             )
@@ -114,13 +114,13 @@ class _Attention(TorchFunctionMode):
             self.split.num_attentions += 1
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            raise WorkloadError(
+            raise UnfitError(
                 "context: nn.MultiheadAttention looks at this rank's part of the sequence alone; use linear layers and "
                 "torch.nn.functional.scaled_dot_product_attention"
             )
         result = func(*args, **kwargs)
         if not self.split.is_checked and self._counts_positions(func, args, result):
-            raise WorkloadError(
+            raise UnfitError(
                 f"context: the model counts {self.split.length} positions itself ({func.__name__}), but this rank has "
                 "a part of the sequence; make positions a part of the input"
             )
@@ -147,26 +147,24 @@ class _Attention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if attn_mask is not None:
-            raise WorkloadError(
+            raise UnfitError(
                 "context: attention with a mask, which is made of this rank's positions alone; "
                 "use is_causal=True, or no mask"
             )
         if dropout_p:
-            raise WorkloadError(f"context: attention with dropout {dropout_p}; set it to 0")
+            raise UnfitError(f"context: attention with dropout {dropout_p}; set it to 0")
         if key.shape[-2] != query.shape[-2] or query.shape[-2] != self.split.length:
-            raise WorkloadError(
+            raise UnfitError(
                 f"context: attention of {query.shape[-2]} queries to {key.shape[-2]} keys, where this rank has "
                 f"{self.split.length} positions; it has to be attention of the sequence to itself"
             )
         if key.shape[1] != query.shape[1] and not enable_gqa:
-            raise WorkloadError(f"attention of {query.shape[1]} heads to {key.shape[1]} without enable_gqa=True")
+            raise UnfitError(f"attention of {query.shape[1]} heads to {key.shape[1]} without enable_gqa=True")
         ring = self.split.ring
         if self.split.method == "ulysses":
             for heads in (query.shape[1], key.shape[1]):
                 if heads % ring.count:
-                    raise WorkloadError(
-                        f"context: {heads} heads do not divide by context={ring.count}; use method=ring"
-                    )
+                    raise UnfitError(f"context: {heads} heads do not divide by context={ring.count}; use method=ring")
         factor = scale if scale is not None else query.shape[-1] ** -0.5
         # autocast lets torch's own function see its low precision; ours gets what it would
         query, key, value = _autocast(query, key, value)
@@ -184,13 +182,13 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 def split_context(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> SplitContext | None:
     """Split sequences over the context axis; None where that is one rank long.
 
-    Raises `WorkloadError` for a workload that does not say which dimension is the sequence.
+    Raises `UnfitError` for a workload that does not say which dimension is the sequence.
     """
     count = mesh.size("context")
     if count == 1:
         return None
     if workload.sequence_dim is None:
-        raise WorkloadError(
+        raise UnfitError(
             f"layout {layout}: workload {workload.name} has no sequence_dim, which says which dimension of the input "
             "is the sequence; for tokens of shape (B, T) it is 1"
         )

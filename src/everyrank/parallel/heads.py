@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from everyrank.errors import WorkloadError
+from everyrank.errors import UnfitError
 
 __all__ = ["HeadsWatch"]
 
@@ -26,7 +26,7 @@ _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes")
 class HeadsWatch(TorchFunctionMode):
     """Looks, while it is entered, at what is done with the outputs of split layers.
 
-    `layers` are the colwise ones by name, `degree` the number of ranks they are split over. Raises `WorkloadError`.
+    `layers` are the colwise ones by name, `degree` the number of ranks they are split over. Raises `UnfitError`.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], degree: int) -> None:
@@ -54,22 +54,22 @@ class HeadsWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         own, layer = known
         if name in _CUTS and self._cuts_features(own, args, kwargs):
-            raise WorkloadError(
+            raise UnfitError(
                 f"tensor_plan: {layer} is colwise, but its output is cut into pieces ({name}): fused features (query, "
                 "key and value in one) cannot be split by columns; use a layer for each"
             )
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            raise WorkloadError(self._text(layer, own, name, str(error).splitlines()[0])) from error
+            raise UnfitError(self._text(layer, own, name, str(error).splitlines()[0])) from error
         whole = torch.empty((*own.shape[:-1], own.shape[-1] * self.degree), device="meta")
         try:
             expected = func(whole, *args[1:], **kwargs)
         except RuntimeError:
-            raise WorkloadError(self._text(layer, own, name, "all features do not fit it")) from None
+            raise UnfitError(self._text(layer, own, name, "all features do not fit it")) from None
         if isinstance(result, Tensor) and result.dim() > own.dim() and result.shape[-1] != expected.shape[-1]:
             what = f"heads {result.shape[-1]} wide instead of {expected.shape[-1]}"
-            raise WorkloadError(self._text(layer, own, name, what))
+            raise UnfitError(self._text(layer, own, name, what))
         return result
 
     def _cuts_features(self, own: Tensor, args: Any, kwargs: Any) -> bool:

@@ -16,9 +16,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from everyrank.errors import WorkloadError
+from everyrank.errors import UnfitError, WorkloadError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import find_batch_norms
 from everyrank.parallel.build import find_blocks
@@ -82,6 +83,7 @@ class Stages:
         self.received: Tensor | None = None
         self.handed_on: Tensor | None = None
         self.version = 0
+        self.is_rehearsing = False
         stage_of = {index: number for number, span in enumerate(spans) for index in span}
         for index, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
             if stage_of[index] not in self.numbers:
@@ -107,6 +109,23 @@ class Stages:
             raise WorkloadError("pipeline: the forward pass does not go through the blocks; check Workload.blocks")
         return output, True
 
+    @torch.no_grad()
+    def rehearse(self, forward: Callable[[], Any]) -> None:
+        """Go through the whole model with no block doing anything.
+
+        Raises `UnfitError`, on all ranks alike, for a model that computes between its blocks. What else goes wrong is
+        not looked at: a block that changes the shape may be missed by what stands between.
+        """
+        self.is_rehearsing = True
+        try:
+            self.run(self.count - 1, None, forward)
+        except UnfitError:
+            raise
+        except Exception:
+            return
+        finally:
+            self.is_rehearsing = False
+
     def _put(self, modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():
             self.container.register_module(name, module)
@@ -118,11 +137,13 @@ class Stages:
         first = next(iter(kwargs), "")
         value = args[0] if args else kwargs[first]
         if index and (value is not self.handed_on or value._version != self.version):
-            raise WorkloadError(
+            raise UnfitError(
                 f"pipeline: the model computes between block {index - 1} and block {index}: the first argument of a "
                 "block has to be, untouched, the output of the one before; move the computation into a block"
             )
-        if index not in self.span:
+        if self.is_rehearsing and index == len(self.blocks) - 1:
+            raise _StageDone(value)
+        if self.is_rehearsing or index not in self.span:
             if not isinstance(value, Tensor):
                 raise WorkloadError(f"pipeline: block {index} gets {type(value).__name__} first, not a tensor")
             return self._hand_on(value)
@@ -184,21 +205,21 @@ class _Slot(nn.Module):
 def cut_stages(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> Stages:
     """Keep of the model what this rank needs. The model is changed in place.
 
-    Raises `WorkloadError` for a model that cannot be cut exactly.
+    Raises `UnfitError` for a model that cannot be cut exactly.
     """
     ranks = mesh.size("pipeline")
     chunks = int(str(layout.options.get("chunks", 2))) if layout.options.get("schedule") == "interleaved" else 1
     chunks = chunks if ranks > 1 else 1
     if workload.blocks is None:
-        raise WorkloadError(f"layout {layout}: a pipeline is cut at the repeated blocks; set Workload.blocks")
+        raise UnfitError(f"layout {layout}: a pipeline is cut at the repeated blocks; set Workload.blocks")
     blocks = find_blocks(workload, model)
     if len(blocks) < ranks * chunks:
-        raise WorkloadError(
+        raise UnfitError(
             f"layout {layout}: {ranks * chunks} stages, but there are {len(blocks)} blocks; "
             f"use at most {len(blocks)} stages"
         )
     if find_batch_norms(model):
-        raise WorkloadError(
+        raise UnfitError(
             f"layout {layout}: batch norm over micro-batches is another training than over the batch; use a norm "
             "whose statistics do not span samples, or ddp"
         )
@@ -251,7 +272,7 @@ def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> Non
     everything = model.named_modules(remove_duplicate=False)
     places = [name for name, module in everything if name.rpartition(".")[0] == path and module in blocks]
     if len(places) > len(blocks):
-        raise WorkloadError(f"pipeline: of the {len(places)} blocks at {path} some are one module, used again")
+        raise UnfitError(f"pipeline: of the {len(places)} blocks at {path} some are one module, used again")
     owner: dict[int, str] = {}
     names = {id(module): name for name, module in model.named_modules()}
     inside = {module for block in blocks for module in block.modules()}
@@ -261,7 +282,7 @@ def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> Non
         for parameter in set(parameters):
             other = owner.setdefault(id(parameter), name)
             if other != name:
-                raise WorkloadError(
+                raise UnfitError(
                     f"pipeline: {other} and {name} share a weight, which would be on two stages; untie them, or use "
                     "fsdp or tensor"
                 )

@@ -41,8 +41,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from everyrank.collectives import fingerprint
-from everyrank.errors import WorkloadError
+from everyrank.errors import UnfitError
 from everyrank.layout import Layout
+from everyrank.parallel.construct import shared_parameters
 from everyrank.parallel.heads import HeadsWatch
 from everyrank.parallel.mesh import Mesh, local
 from everyrank.workload import Workload
@@ -99,7 +100,7 @@ class SplitModel:
     def finish(self) -> None:
         """Add up the gradients that ranks have parts of; in the first update, check that the others are alike.
 
-        Raises `WorkloadError` for a parameter that is used on split features without the plan saying so.
+        Raises `UnfitError` for a parameter that is used on split features without the plan saying so.
         """
         for module in self.to_sum:
             for parameter in module.parameters():
@@ -129,7 +130,7 @@ class SplitModel:
         for index, name in enumerate(whole):
             if any(row[index] != rows[0][index] for row in rows):
                 module = name.rpartition(".")[0]
-                raise WorkloadError(
+                raise UnfitError(
                     f"tensor_plan: the gradient of {name} is not the same on all tensor ranks: it is used on split "
                     f"features; add {module!r}: 'replicate_sum' (or, along a split sequence, 'sequence')"
                 )
@@ -138,18 +139,18 @@ class SplitModel:
 def split(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> SplitModel | None:
     """Split the model in place over the tensor axis; None where that is one rank long.
 
-    Raises `WorkloadError` for a plan that is missing, matches nothing, or splits what does not divide.
+    Raises `UnfitError` for a plan that is missing, matches nothing, or splits what does not divide.
     """
     if mesh.size("tensor") == 1:
         return None
     if not workload.tensor_plan:
-        raise WorkloadError(
+        raise UnfitError(
             f"layout {layout}: workload {workload.name} has no tensor_plan, which says how its matrices are split; "
             "for example tensor_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
         )
     plan = resolve(model, workload.tensor_plan)
     degree = mesh.size("tensor")
-    ties = _ties(model)
+    ties = shared_parameters(model)
     for name, word in plan.items():
         _check(name, model.get_submodule(name), word, degree)
     by_sequence = layout.options.get("sequence") is True
@@ -176,14 +177,14 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if word not in WORDS:
             close = difflib.get_close_matches(word, WORDS, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise WorkloadError(f"tensor_plan: {pattern!r}: {word!r}: {hint}give one of {', '.join(WORDS)}")
+            raise UnfitError(f"tensor_plan: {pattern!r}: {word!r}: {hint}give one of {', '.join(WORDS)}")
         matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         matched = [name for name in names if matches.fullmatch(name)]
         if not matched:
             shapes = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
             close = difflib.get_close_matches(pattern, shapes, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(shapes[:8])}"
-            raise WorkloadError(f"tensor_plan: {pattern!r} matches no module of the model{hint}")
+            raise UnfitError(f"tensor_plan: {pattern!r} matches no module of the model{hint}")
         found.update(dict.fromkeys(matched, word))
     return found
 
@@ -193,13 +194,13 @@ def _check(name: str, module: nn.Module, word: str, degree: int) -> None:
         return
     kind, dim = _SPLIT[word]
     if not isinstance(module, kind):
-        raise WorkloadError(
+        raise UnfitError(
             f"tensor_plan: {name}: {word} splits an nn.{kind.__name__}, and this is {type(module).__name__}"
         )
     length = module.get_parameter("weight").shape[dim]
     if length % degree:
         what = {"rowwise": "input features", "vocabulary": "rows"}.get(word, "output features")
-        raise WorkloadError(
+        raise UnfitError(
             f"tensor_plan: {name} has {length} {what}, which tensor={degree} does not divide; "
             f"take a degree that divides {length}"
         )
@@ -246,21 +247,12 @@ def _cut_sequence_evenly(model: nn.Module, degree: int, dim: int) -> None:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] % degree:
-                raise WorkloadError(
+                raise UnfitError(
                     f"sequence=true: a sequence of {value.shape[dim]} does not divide by tensor={degree}; "
                     "take another length, or leave out sequence"
                 )
 
     model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _ties(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Parameters that several modules share: (module, name there) of each place."""
-    places: dict[int, list[tuple[str, str]]] = {}
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module_name, name))
-    return [shared for shared in places.values() if len(shared) > 1]
 
 
 def _tie(model: nn.Module, ties: list[list[tuple[str, str]]], plan: Mapping[str, str]) -> None:
@@ -270,7 +262,7 @@ def _tie(model: nn.Module, ties: list[list[tuple[str, str]]], plan: Mapping[str,
         for module_name, name in others:
             other = model.get_submodule(module_name).get_parameter(name)
             if getattr(other, "placements", None) != getattr(kept, "placements", None):
-                raise WorkloadError(
+                raise UnfitError(
                     f"tensor_plan: {first[0]} and {module_name} share a weight, but are split differently "
                     f"({plan.get(first[0], 'replicate')} and {plan.get(module_name, 'replicate')}); "
                     "split both along the same dimension: vocabulary and colwise_gather or colwise_loss"

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from everyrank.errors import CannotRunError
+from everyrank.errors import CannotRunError, UnfitError
 from everyrank.layout import Layout
 from everyrank.parity.compare import Finding, compare
 from everyrank.parity.diagnose import locate
@@ -17,11 +17,14 @@ from everyrank.world import World, from_rank_0
 __all__ = ["check_layout"]
 
 
-def check_layout(subject: Subject, layout: Layout, world: World, key: str) -> tuple[Parity, list[float]]:
+def check_layout(
+    subject: Subject, layout: Layout, world: World, key: str, by_name: bool = True
+) -> tuple[Parity, list[float]]:
     """Compare `layout` with `single`: the outcome on every rank, and the losses in the layout's own precision.
 
     `key` is a name used once; the losses of a layout of one process are on rank 0 alone. A layout that cannot run
-    here is `not_verified`, with the reason. A collective.
+    here is `not_verified`, with the reason, and so is one that nobody asked for `by_name` and that the workload cannot
+    have. A collective.
     """
     checks = list(subject.notes)
     findings: list[Finding] = []
@@ -31,7 +34,9 @@ def check_layout(subject: Subject, layout: Layout, world: World, key: str) -> tu
         here = f"{key}/{precision}"
         try:
             run = trace_in_place(subject, variant, world, here)
-        except CannotRunError as error:
+        except (CannotRunError, UnfitError) as error:
+            if by_name and isinstance(error, UnfitError):
+                raise
             return Parity("not_verified", reason=str(error), checks=checks), []
         losses = run.losses if run is not None else []
         finding = Finding(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from everyrank.data import Update
 from everyrank.layout import Layout
+from everyrank.parallel.construct import on_cpu
 from everyrank.parity.compare import Finding, relative, tensor_difference, tensor_tolerance
 from everyrank.parity.trace import Subject, Trace, single_like, trace, trace_in_place
 from everyrank.world import World, alone, from_rank_0
@@ -23,7 +24,7 @@ def locate(subject: Subject, layout: Layout, world: World, key: str, finding: Fi
     """("update 3, tensor layers.0.weight", the likely cause) of a finding. A collective."""
     if finding.cause is not None or finding.update < 0:
         return finding.what, finding.cause
-    size = sum(parameter.numel() * parameter.element_size() for parameter in subject.workload.model().parameters())
+    size = sum(parameter.numel() * parameter.element_size() for parameter in on_cpu(subject.workload).parameters())
     count = min(finding.update + 1, max(1, _KEEP_BYTES // (3 * size)))
     options: dict[str, Any] = {"updates": subject.updates[:count], "keep": count}
     run = trace_in_place(subject, layout, world, f"{key}/again", **options)

@@ -16,6 +16,7 @@ from everyrank.data import Update, all_updates, updates_per_epoch
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, evaluate, planned_updates, run_updates
 from everyrank.parallel.build import has_batch_norm
+from everyrank.parallel.construct import on_cpu
 from everyrank.parallel.mesh import local_tensors
 from everyrank.strategies import prepare
 from everyrank.workload import Workload
@@ -61,9 +62,9 @@ class Subject:
 def subject_of(workload: Workload, train_data: Any, eval_data: Any, steps: int) -> Subject:
     """The workload as it is checked: dropout set to 0, and few updates that still cross an epoch and a ragged batch."""
     with blame_workload():
-        model = workload.model()
+        model = on_cpu(workload)
         num_dropouts = _without_dropout(model)
-    quiet = dataclasses.replace(workload, model=lambda: _quiet(workload.model()))
+    quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
     steps = min(steps, planned_updates(workload, len(train_data)))
     updates = chosen_updates(len(train_data), workload.global_batch, steps)
     notes = [f"dropout set to 0 in {num_dropouts} modules"] if num_dropouts else []
@@ -119,7 +120,7 @@ def trace(
     workload = subject.workload
     if jitter:
         step = torch.finfo(_DTYPES[layout.precision]).eps
-        workload = dataclasses.replace(workload, model=lambda: _moved(subject.workload.model(), step, jitter))
+        workload = dataclasses.replace(workload, model=lambda *at: _moved(subject.workload.model(*at), step, jitter))
     updates = subject.updates if updates is None else updates
     with blame_workload():
         prepared = prepare(workload, layout, world)

@@ -240,6 +240,15 @@ def notes(records: Sequence[Record]) -> list[str]:
             "launch of its own; the interval is the widest that both intervals allow."
         )
     for record in records:
+        if record.bubble is not None and is_checked(record):
+            found.append(
+                f"{record.layout}: of the time that micro-batches take, a rank waits {record.bubble.measured:.0%}; "
+                f"{record.bubble.theory:.0%} by the schedule alone."
+            )
+        if record.device == "cpu" and "devices=" in record.layout:
+            found.append(
+                f"{record.layout}: all parts of the model were on the CPU; not verified here: needs CUDA devices."
+            )
         if record.parity.status == "different":
             found.append(f"{record.layout} differs from single. First: {record.parity.first_divergence}.")
             if record.parity.cause:

@@ -9,7 +9,11 @@ Use when  the model or its optimizer does not fit on one device
 Exact     yes
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
 
-Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less.
+Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less; meta=true
+builds the model in full on rank 0's CPU alone, for what does not fit on every rank. With replicate=N (HSDP) shards
+are kept N times: gathers stay among the shards, gradients are then all-reduced over the replicas. With tensor=N the
+matrices are split before they are sharded (tensor.py), with context=N the sequences (context.py), and ranks that share
+a sequence are shards, too.
 Blocks are the modules at `Workload.blocks`; without it the whole model is one unit.
 """
 
@@ -26,6 +30,7 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import build, call, find_blocks
+from everyrank.parallel.construct import materialise
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.norm import sum_squares
 from everyrank.parallel.replicate import average_gradients
@@ -53,6 +58,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     built = build(workload, layout, mesh)
     model = built.model
     shard(model, find_blocks(workload, model), layout, mesh)
+    if layout.options.get("meta"):
+        materialise(model, built.full, world)
     # Sharding replaced the parameters, so the optimizer is built after it.
     optimizer, schedule = make_optimizer(workload, model)
     scale = make_scale(layout)

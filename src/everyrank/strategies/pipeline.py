@@ -63,9 +63,14 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     pipe = Pipe(mesh, stages, layout)
     built.forward.contexts.append(pipe.deferring)
     built.forward.again.append(pipe.deferring)
+    rehearsed: list[bool] = []
 
     def step(batches: Sequence[Batch]) -> Tensor:
         begin(parameters)
+        if not rehearsed:
+            with built.passing(batches[0]) as part:
+                stages.rehearse(lambda: call(model, part.input))
+            rehearsed.append(True)
         share = torch.zeros(2, dtype=torch.float64, device=world.device)
         for first in range(0, len(batches), pipe.in_flight):
             share += flow(batches[first : first + pipe.in_flight])

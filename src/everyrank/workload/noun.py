@@ -65,6 +65,8 @@ class Workload:
         blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
         tensor_plan     {"layers.*.query": "colwise", ...} for tensor-parallel layouts
         sequence_dim    which dimension of the input is the sequence, for context-parallel layouts
+        num_devices     devices the model lives on: above 1, `model` is called with a list of so many, and puts its
+                        parts there itself (they are all the same one, unless the layout says devices=2)
         batch_rule      set by `load`: how the learning rate follows another global batch, to be printed
         source          set by `find_workload`; without it the object itself is sent to the ranks by value
 
@@ -72,7 +74,7 @@ class Workload:
     """
 
     name: str
-    model: Callable[[], nn.Module]
+    model: Callable[..., nn.Module]
     train_data: Callable[[], Any]
     loss: Callable[[Any, Any], tuple[Any, Any]]
     optimizer: Callable[[nn.Module], Optimizer]
@@ -91,6 +93,7 @@ class Workload:
     blocks: str | None = None
     tensor_plan: Mapping[str, str] | None = None
     sequence_dim: int | None = None
+    num_devices: int = 1
     batch_rule: str | None = field(default=None, compare=False)
     source: Source | None = field(default=None, compare=False)
 
@@ -111,9 +114,9 @@ class Workload:
             self._require_callable(f"derived[{name!r}]", derive)
 
     def _check_numbers(self) -> None:
-        for name in ("global_batch", "epochs", "steps"):
+        for name in ("global_batch", "num_devices", "epochs", "steps"):
             value: object = getattr(self, name)
-            if name != "global_batch" and value is None:
+            if name in ("epochs", "steps") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a whole number of at least 1")

@@ -1,0 +1,114 @@
+"""Building a model on the meta device, and one that lives on two devices."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from everyrank import parse_layout
+from everyrank.errors import CannotRunError
+from everyrank.loop import open_data
+from everyrank.parallel import construct
+from everyrank.parity import check_layout, subject_of
+from everyrank.strategies import prepare
+from everyrank.world import World
+
+
+class Furnished(zoo.TiedModel):
+    """Tied weights, a scalar parameter, a buffer in no state that is computed when the model is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 8), persistent=False)
+        self.register_buffer("offset", torch.randn(8))
+
+    def forward(self, tokens: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(tokens, shift * self.scale) * self.table.mean() + self.offset.mean()
+
+
+def initial_states(world: World, layouts: list[str]) -> list[dict[str, Tensor]]:
+    workload = zoo.workload("tied", model=Furnished)
+    found = []
+    for text in layouts:
+        prepared = prepare(workload, parse_layout(text), world)
+        buffers = {f"buffer {name}": buffer.clone() for name, buffer in prepared.model.named_buffers()}
+        found.append({**prepared.state(), **buffers})
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_meta_is_bit_equal_to_building_in_full(ranks: Any, count: int) -> None:
+    """Every tensor of every rank before the first update: parameters, buffers, also those in no state."""
+    for full, meta in ranks(count, initial_states, ["fsdp", "fsdp:meta=true"]):
+        assert full.keys() == meta.keys()
+        assert full
+        for name, tensor in full.items():
+            assert torch.equal(tensor, meta[name]), name
+
+
+def check_meta(world: World, forgets: str) -> str:
+    workload = zoo.workload("tied", model=Furnished)
+    subject = subject_of(workload, *open_data(workload, world), steps=4)
+    patch: Any = contextlib.nullcontext()
+    if forgets == "buffers":
+        patch = mock.patch.object(construct, "dist")
+    with patch:
+        return check_layout(subject, parse_layout("fsdp:meta=true"), world, f"meta/{forgets}")[0].status
+
+
+def test_meta_trains_alike(ranks: Any) -> None:
+    """And a buffer that nobody fills is found."""
+    assert ranks(2, check_meta, "")[0] == "equal"
+    assert ranks(2, check_meta, "buffers")[0] == "different"
+
+
+class Halves(nn.Module):
+    """The classic toy: the first layer on one device, the second on another."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        super().__init__()
+        self.devices = devices
+        self.first = nn.Linear(5, 8, device=devices[0])
+        self.second = nn.Linear(8, 2, device=devices[1])
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(values)).to(self.devices[1]))
+
+
+def check_halves(world: World, text: str) -> Any:
+    workload = zoo.workload("frozen", "adamw", model=Halves, num_devices=2, blocks=None)
+    subject = subject_of(workload, *open_data(workload, world), steps=8)
+    return check_layout(subject, parse_layout(text), world, f"halves/{text}")[0]
+
+
+@pytest.mark.parametrize("text", ["single:devices=2", "ddp:devices=2", "ddp", "ddp:devices=2,accumulate=2"])
+def test_two_devices_equal_one(ranks: Any, text: str) -> None:
+    """On CPU both devices are the same one: the code path is what is checked here."""
+    parity = ranks(2, check_halves, text)[0]
+    assert parity.status == "equal", parity
+    assert parity.max_relative_difference <= 1e-10
+
+
+def places(world: World, layout: str, num_cuda: int) -> list[str]:
+    import dataclasses
+
+    here = dataclasses.replace(world, device=torch.device("cuda", world.local_rank))
+    with mock.patch.object(torch.cuda, "device_count", return_value=num_cuda):
+        try:
+            return [str(device) for device in construct._devices(parse_layout(layout), here)]
+        except CannotRunError as error:
+            return [str(error)]
+
+
+def test_devices_of_a_rank(ranks: Any) -> None:
+    """Each rank has two of its own; too few are said."""
+    assert ranks(2, places, "ddp:devices=2", 4) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
+    assert ranks(2, places, "ddp", 2) == [["cuda:0"], ["cuda:1"]]
+    assert ranks(2, places, "ddp:devices=2", 2)[1] == ["needs 4 CUDA devices, 2 for each rank of this host"]
