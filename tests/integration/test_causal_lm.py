@@ -76,6 +76,34 @@ def test_equal(transformers: Any, ranks: Any, family: str, tied: bool) -> None:
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("llama", ["fsdp:tensor=2", "pipeline:tensor=2,schedule=gpipe", "ddp:context=2"]),
+        ("qwen", ["fsdp:tensor=2", "pipeline:shard=2"]),
+        ("gpt2", ["fsdp:context=2", "pipeline:pipeline=2,replicate=2,schedule=zero-bubble", "fsdp:replicate=2"]),
+    ],
+)
+def test_equal_in_parts(transformers: Any, ranks: Any, family: str, layouts: list[str]) -> None:
+    """On four ranks, split by transformers' own plan and cut at its own blocks; in float64 and float32."""
+    for layout, (parity, _) in zip(layouts, ranks(4, check_all, family, True, layouts)[0], strict=True):
+        assert parity.status == "equal", (layout, parity.first_divergence, parity.cause)
+        assert parity.max_relative_difference is not None
+        assert parity.max_relative_difference <= 1e-10
+
+
+def test_too_few_heads(transformers: Any, ranks: Any) -> None:
+    """Two heads of keys and values on four ranks: one line."""
+    with pytest.raises(AssertionError, match="tensor_plan: .*k_proj"):
+        ranks(4, check_all, "qwen", False, ["tensor"])
+
+
+def test_no_plan(transformers: Any, ranks: Any) -> None:
+    """GPT-2 has query, key and value in one layer of its own kind, and no plan."""
+    with pytest.raises(AssertionError, match="has no tensor_plan"):
+        ranks(2, check_all, "gpt2", False, ["tensor"])
+
+
 class Calls(TorchFunctionMode):
     """What attention is asked for."""
 

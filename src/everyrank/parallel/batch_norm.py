@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from everyrank.errors import WorkloadError
 from everyrank.world import World
 
-__all__ = ["ForwardState", "find_batch_norms", "synchronise_batch_norm"]
+__all__ = ["ForwardState", "find_batch_norms", "has_batch_norm", "synchronise_batch_norm"]
 
 
 @dataclass
@@ -66,6 +66,11 @@ _KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchN
 def find_batch_norms(model: nn.Module) -> list[nn.Module]:
     """The batch norms of the model, in order."""
     return [module for module in model.modules() if isinstance(module, _KINDS)]
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether some statistics of the model span the samples of a batch; also after `synchronise_batch_norm`."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())  # pyright: ignore[reportPrivateUsage]
 
 
 def synchronise_batch_norm(model: nn.Module, state: ForwardState, world: World) -> None:

@@ -20,7 +20,7 @@ from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
-from everyrank.parallel.batch_norm import ForwardState, find_batch_norms, synchronise_batch_norm
+from everyrank.parallel.batch_norm import ForwardState, synchronise_batch_norm
 from everyrank.parallel.construct import construct
 from everyrank.parallel.context import SplitContext, split_context
 from everyrank.parallel.mesh import Mesh
@@ -146,11 +146,6 @@ def find_blocks(workload: Workload, model: nn.Module) -> list[nn.Module]:
     if not blocks:
         raise WorkloadError(f"blocks={workload.blocks!r}: that module has no children to take as blocks")
     return blocks
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether some statistics of the model span the samples of a batch."""
-    return bool(find_batch_norms(model))
 
 
 def _recompute(blocks: list[nn.Module], state: ForwardState) -> None:

@@ -189,8 +189,8 @@ def split_context(model: nn.Module, workload: Workload, layout: Layout, mesh: Me
         return None
     if workload.sequence_dim is None:
         raise UnfitError(
-            f"layout {layout}: workload {workload.name} has no sequence_dim, which says which dimension of the input "
-            "is the sequence; for tokens of shape (B, T) it is 1"
+            f"workload {workload.name} has no sequence_dim, which says which dimension of the input is the sequence; "
+            "for tokens of shape (B, T) it is 1"
         )
     ranks = tuple(mesh.rank_at(context=index) for index in range(count))
     ring = Ring(mesh.place["context"], count, ranks, mesh.group("context"))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from everyrank.errors import UnfitError, WorkloadError
 from everyrank.layout import Layout
-from everyrank.parallel.batch_norm import find_batch_norms
+from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.build import find_blocks
 from everyrank.parallel.mesh import Mesh
 from everyrank.workload import Workload
@@ -211,17 +211,17 @@ def cut_stages(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh)
     chunks = int(str(layout.options.get("chunks", 2))) if layout.options.get("schedule") == "interleaved" else 1
     chunks = chunks if ranks > 1 else 1
     if workload.blocks is None:
-        raise UnfitError(f"layout {layout}: a pipeline is cut at the repeated blocks; set Workload.blocks")
+        raise UnfitError(f"workload {workload.name} has no blocks, where a pipeline is cut; set Workload.blocks")
     blocks = find_blocks(workload, model)
     if len(blocks) < ranks * chunks:
         raise UnfitError(
             f"layout {layout}: {ranks * chunks} stages, but there are {len(blocks)} blocks; "
             f"use at most {len(blocks)} stages"
         )
-    if find_batch_norms(model):
+    if has_batch_norm(model):
         raise UnfitError(
-            f"layout {layout}: batch norm over micro-batches is another training than over the batch; use a norm "
-            "whose statistics do not span samples, or ddp"
+            "batch norm over the micro-batches of a pipeline is another training than over the batch; use a norm whose "
+            "statistics do not span samples, or ddp"
         )
     _check_ties(model, workload.blocks, blocks)
     costs = [cost(block) for block in blocks]

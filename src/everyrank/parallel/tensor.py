@@ -145,8 +145,8 @@ def split(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> S
         return None
     if not workload.tensor_plan:
         raise UnfitError(
-            f"layout {layout}: workload {workload.name} has no tensor_plan, which says how its matrices are split; "
-            "for example tensor_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+            f"workload {workload.name} has no tensor_plan, which says how its matrices are split; "
+            "for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
         )
     plan = resolve(model, workload.tensor_plan)
     degree = mesh.size("tensor")

@@ -15,7 +15,7 @@ from everyrank.collectives import all_equal, sum_over_ranks
 from everyrank.data import Update, all_updates, updates_per_epoch
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, evaluate, planned_updates, run_updates
-from everyrank.parallel.build import has_batch_norm
+from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.construct import on_cpu
 from everyrank.parallel.mesh import local_tensors
 from everyrank.strategies import prepare

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
-from everyrank.parallel.build import autocast, build, call, has_batch_norm
+from everyrank.parallel.batch_norm import has_batch_norm
+from everyrank.parallel.build import autocast, build, call
 from everyrank.parallel.mesh import open_mesh
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
