@@ -11,6 +11,7 @@ from everyrank.errors import UsageError
 from everyrank.record import (
     SCHEMA,
     Breakdown,
+    Bubble,
     Collective,
     Interval,
     Parity,
@@ -57,6 +58,7 @@ def full() -> Record:
         startup_seconds=1e-3,
         first_step_seconds=1e-9,
         checkpoint_stall_seconds=Interval(0.01, 0.001, 0.1, trials=7),
+        bubble=Bubble(0.2, 0.25),
         scaling=Scaling("weak", Interval(0.9, 0.8, 1.1, trials=3)),
         resources=Resources(0.5, [0.1], [99.9], [2**40], [50.0], [2**41]),
         loss=list(AWKWARD),

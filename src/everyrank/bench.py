@@ -269,7 +269,7 @@ def _record(
         step_seconds=interval(steps) if is_timed else None,
         epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
         breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
-        bubble=_bubble(arm.inside),
+        bubble=_bubble(arm.inside) if world.device.type == "cpu" else None,
         peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),
         collectives=arm.inside[0].collectives if arm.inside else [],
         startup_seconds=startup_seconds if is_timed else None,

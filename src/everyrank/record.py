@@ -116,7 +116,8 @@ class Bubble:
     """The part of the time in which the ranks of a pipeline stand idle, of the time that micro-batches take.
 
     theory     by the schedule alone: a backward takes twice a forward, stages are equal, sending takes no time
-    measured   waited for messages: the mean over ranks, relative to the slowest rank's whole time
+    measured   waited for messages: the mean over ranks, relative to the slowest rank's whole time. CPU alone: on CUDA
+               the program does not wait, the device does
     """
 
     theory: float

@@ -102,7 +102,7 @@ class Ranks:
         is_asked = False
         while True:
             codes = [process.poll() for process in self.processes]
-            is_final = not self.starts_again or (self.stop is not None and self.stop.asked is not None)
+            is_final = not self.starts_again or self._is_asked
             failed = is_final and (self._errors() or self._dead())
             if failed or any(code not in (None, 0) for code in codes):
                 self._raise_first_failure()
@@ -116,7 +116,7 @@ class Ranks:
                     f"{_ranks_text(missing)} of {self.launch.processes} never started: "
                     f"no sign within {self.launch.timeout_seconds:g} s (--timeout){self._last_words()}"
                 )
-            if self.stop is not None and self.stop.asked is not None and not is_asked:
+            if self._is_asked and not is_asked:
                 is_asked = True
                 (self.directory / "stop").touch()  # each rank's guard looks for it
             if time.monotonic() > self.beat_at + _BEAT_SECONDS:
@@ -138,12 +138,12 @@ class Ranks:
                 raise RankFailedError(f"{self.count - len(found)} of {self.count} ranks left no result")
             time.sleep(0.05)
         return {
-            int(path.stem.removeprefix("rank")): pickle.loads(path.read_bytes())  # noqa: S301
-            for path in sorted(found, key=lambda path: int(path.stem.removeprefix("rank")))
+            _rank_of(path): pickle.loads(path.read_bytes())  # noqa: S301
+            for path in sorted(found, key=_rank_of)
         }
 
     def _not_started(self) -> list[int]:
-        there = {int(path.stem.removeprefix("rank")) for path in self.directory.glob("rank*.pid")}
+        there = {_rank_of(path) for path in self.directory.glob("rank*.pid")}
         if len(there) >= self.count:  # torchrun's c10d rendezvous decides which host has which ranks
             return []
         return [rank for rank in self.expected if rank not in there]
@@ -197,6 +197,11 @@ class Ranks:
             return RankFailedError(f"{self._who(first)}: {first['message']}", log)
         return kind(first["message"], log)
 
+    @property
+    def _is_asked(self) -> bool:
+        """Whether a signal has asked the training to stop."""
+        return self.stop is not None and self.stop.asked is not None
+
     def _who(self, row: dict[str, Any]) -> str:
         return f"rank {row['rank']} of {self.launch.processes} on {row['host']}"
 
@@ -241,11 +246,8 @@ class Ranks:
         """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
         groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
         ranks = [tuple(map(int, path.read_text().split())) for path in self.directory.glob("rank*.pid")]
-        if self.stop is None or self.launch.launcher in (
-            "slurm",
-            "mpi",
-            "ray",
-        ):  # ranks that listen take it for a request
+        # ranks that listen take SIGTERM for a request to stop; these launchers pass it on, and must end in order
+        if self.stop is None or self.launch.launcher in ("slurm", "mpi", "ray"):
             _signal(os.killpg, groups, signal.SIGTERM)
             deadline = time.monotonic() + _END_SECONDS
             while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
@@ -260,11 +262,16 @@ class Ranks:
 
 
 def _child_environment() -> dict[str, str]:
-    # The world sets the number of threads itself; the first variable only spares torchrun its warning. The other tells
-    # rich, in rank 0, whether there is a terminal at the end of what a launcher passes on.
+    # The world sets the number of threads itself; the first variable only spares torchrun its warning. The second
+    # tells rich, in rank 0, whether there is a terminal at the end of what a launcher passes on. Without the third,
     # c10d warns when it cannot find the name of an address, which nobody asked for.
     terminal = str(int(sys.stdout.isatty()))
     return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": terminal, "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+
+
+def _rank_of(path: Path) -> int:
+    """The rank whose file this is: rank3.result."""
+    return int(path.stem.removeprefix("rank"))
 
 
 def _row(rank: int, code: int) -> dict[str, Any]:

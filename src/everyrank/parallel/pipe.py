@@ -72,11 +72,9 @@ class Pipe:
         self.waiting, self.num_flown = 0.0, len(batches)
         flying: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         later: dict[tuple[int, int], list[Callable[[], None]]] = collections.defaultdict(list)
-        chunks = self.stages.count // self.size
         last = self.stages.count - 1
-        for kind, stage, micro in _schedule(self.schedule, self.size, len(batches), chunks)[
-            self.mesh.place["pipeline"]
-        ]:
+        schedule = _schedule(self.schedule, self.size, len(batches), self.stages.count // self.size)
+        for kind, stage, micro in schedule[self.mesh.place["pipeline"]]:
             key = _shapes(batches[micro])
             self.later = later[stage, micro]
             if kind == "F":
