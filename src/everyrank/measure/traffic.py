@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyrank.record import Collective
@@ -75,6 +76,8 @@ class Traffic(TorchDispatchMode):
         self.bytes: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first DTensor takes it apart: its collectives then come by here
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.name().partition(".")[0], args)
         return func(*args, **(kwargs or {}))

@@ -158,9 +158,12 @@ def split(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> S
     devices = mesh.devices("tensor")
     if by_sequence:
         _cut_sequence_evenly(model, degree, dim)
+    gathering = [name for name, word in plan.items() if word == "gather"]
     for name, word in plan.items():
         module = model.get_submodule(name)
-        style = _style(word, by_sequence, dim)
+        # behind a gather the input is whole already; said otherwise, torch would add up its gradient once more
+        is_gathered = any(name.startswith(f"{other}.") for other in gathering)
+        style = _style(word, by_sequence, dim, is_gathered)
         if style is not None:
             parallelize_module(module, devices, style)
         elif word == "gather":
@@ -206,11 +209,11 @@ def _check(name: str, module: nn.Module, word: str, degree: int) -> None:
         )
 
 
-def _style(word: str, by_sequence: bool, dim: int) -> ParallelStyle | None:
+def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> ParallelStyle | None:
     """Torch's way of doing it."""
     between = Shard(dim) if by_sequence else Replicate()  # how activations are laid out between split modules
     styles: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": lambda: ColwiseParallel(input_layouts=between),
+        "colwise": lambda: ColwiseParallel(input_layouts=Replicate() if is_gathered else between),
         "rowwise": lambda: RowwiseParallel(output_layouts=between),
         "colwise_gather": lambda: ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
         "colwise_loss": lambda: ColwiseParallel(
