@@ -1,4 +1,4 @@
-"""Tensor, context and hybrid layouts equal one device: two epochs, clipping, ragged batches, masked targets, a tie."""
+"""Tensor, context, pipeline and hybrid layouts equal one device: two epochs, clipping, ragged batches, masks, a tie."""
 
 from __future__ import annotations
 
@@ -8,24 +8,67 @@ import pytest
 
 from parity.test_equal import assert_equal, parities
 
-HYBRIDS = {
-    2: ["tensor", "tensor:sequence=true", "context", "context:method=ulysses", "fsdp:tensor=2", "fsdp:context=2"],
+SMALL = {
+    2: [
+        "tensor",
+        "tensor:sequence=true,accumulate=2,recompute",
+        "context",
+        "context:method=ulysses,accumulate=2,recompute",
+        "pipeline",
+        "pipeline:schedule=gpipe,recompute",
+        "pipeline:schedule=interleaved,accumulate=2",
+        "pipeline:schedule=zero-bubble",
+        "fsdp:tensor=2",
+        "fsdp:context=2",
+    ],
     4: [
         "tensor",
         "context",
+        "pipeline:microbatches=4",
         "fsdp:replicate=2",
         "fsdp:tensor=2",
-        "fsdp:context=2",
+        "fsdp:tensor=2,sequence=true,accumulate=2,recompute",
+        "fsdp:context=2,accumulate=2",
         "ddp:tensor=2",
         "ddp:context=2",
         "fsdp:tensor=2,context=2",
-        "ddp:tensor=2,context=2",
+        "pipeline:shard=2",
+        "pipeline:replicate=2,schedule=zero-bubble",
+        "pipeline:tensor=2,schedule=interleaved",
     ],
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "optimizer"), [(2, "sgd"), (2, "adamw"), (4, "sgd"), (4, "adamw")])
 def test_equal(ranks: Any, count: int, optimizer: str) -> None:
-    """Every layout, in float64 and in float32 (other reduction paths)."""
-    assert_equal(HYBRIDS[count], parities(ranks, count, "decoder", optimizer, HYBRIDS[count]))
+    """Every layout in float64; SGD also in float32, which takes other reduction paths."""
+    if optimizer == "sgd":
+        assert_equal(SMALL[count], parities(ranks, count, "decoder", optimizer, SMALL[count]))
+        return
+    layouts = [f"{text}{',' if ':' in text else ':'}precision=float64" for text in SMALL[count]]
+    assert_equal(layouts, parities(ranks, count, "decoder", optimizer, layouts))
+
+
+def test_low_precision_stays_in_the_band(ranks: Any) -> None:
+    """bf16 is as far from single as rounding is, and fp16 skips and scales alike on all ranks."""
+    layouts = [
+        "tensor:precision=bf16",
+        "context:precision=bf16",
+        "pipeline:schedule=zero-bubble,precision=bf16",
+        "fsdp:tensor=2,precision=bf16",
+        "pipeline:precision=fp16",
+        "tensor:precision=fp16",
+    ]
+    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts))
+
+
+def test_low_precision_of_shards(ranks: Any) -> None:
+    """Parameters gathered in bf16, over two axes and within stages."""
+    layouts = ["fsdp:tensor=2,precision=bf16", "pipeline:shard=2,precision=bf16", "fsdp:context=2,precision=fp16"]
+    assert_equal(layouts, parities(ranks, 4, "decoder", "sgd", layouts, steps=4, epochs=None))
+
+
+def test_compiled(ranks: Any) -> None:
+    """torch.compile changes no mathematics around split matrices."""
+    layouts = ["tensor:compile,precision=float64"]
+    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, steps=2, epochs=None))

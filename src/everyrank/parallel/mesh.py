@@ -113,10 +113,12 @@ class Mesh:
         found = {getattr(self.world.group, "group_name", ""): used}
         for (kind, sizes, *axes), made in self.world.made.items():
             if kind == "groups" and sizes == tuple(self.sizes.items()):
-                found[made.group_name] = " x ".join(axes[0])
+                found[made.group_name] = " x ".join(axis for axis in axes[0] if self.sizes[axis] > 1)
             elif kind == "devices" and math.prod(size for _, size in sizes) == self.world.size:
                 for axis in made.mesh_dim_names:
-                    found.setdefault(made.get_group(axis).group_name, axis)
+                    along = ("shard", "context") if axis == "shard" else (axis,)  # see `devices`
+                    name = " x ".join(one for one in along if self.sizes[one] > 1)
+                    found.setdefault(made.get_group(axis).group_name, name or axis)
         return found
 
 

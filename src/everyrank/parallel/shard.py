@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from everyrank.layout import Layout
 from everyrank.parallel.mesh import Mesh
 
-__all__ = ["group_units", "is_sharded", "reshard", "scalar_parameters", "shard", "shard_each"]
+__all__ = ["group_units", "is_sharded", "reduce_over_replicas", "reshard", "scalar_parameters", "shard", "shard_each"]
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, mesh: Mesh) -> None:
@@ -78,6 +78,12 @@ def group_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Modul
 def scalar_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters without a dimension to shard; every rank keeps them whole."""
     return [parameter for parameter in model.parameters() if parameter.dim() == 0]
+
+
+def reduce_over_replicas(model: nn.Module, is_last: bool) -> None:
+    """Whether the next backward sends gradients to the other replicas: only that of the last micro-batch has to."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
 
 
 def reshard(model: nn.Module) -> None:

@@ -66,7 +66,10 @@ def _cause(subject: Subject, reference: Trace, run: Trace, done: int, name: str,
         if _begins_second_epoch(updates, index):
             return "it begins with the second epoch: the epoch does not reach the order of the samples (set_epoch)"
         norm = "batch norm over one rank's samples only, or " if subject.has_batch_norm else ""
-        return f"the loss differs before the weights do: {norm}ranks that do not read the samples they should"
+        return (
+            f"the loss differs before the weights do: {norm}ranks that do not read the samples they should, or a model "
+            "that computes something else in parts than as a whole"
+        )
     if not run.replicas_equal:
         return "ranks hold different weights: gradients are not added up over the ranks"
     if "running_" in name or "num_batches_tracked" in name:

@@ -2,9 +2,10 @@
 
 Holds     a part of each parameter, its gradient and its optimizer state
 Travels   per micro-batch: an all-gather of each block's parameters in forward and again in backward, an all-gather
-          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's; per update: one
-          all-reduce of the count of loss terms (two elements), overlapped with backward, and one of each parameter
-          without dimensions, which cannot be sharded
+          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's; per update: with
+          replicas an all-reduce over them of what each of these leaves, one all-reduce of loss and count of terms (two
+          elements), overlapped with backward, one of each parameter without dimensions, which cannot be sharded, and
+          with clip_norm one of the sum of squares
 Use when  the model or its optimizer does not fit on one device
 Exact     yes
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
@@ -34,7 +35,7 @@ from everyrank.parallel.construct import materialise
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.norm import sum_squares
 from everyrank.parallel.replicate import average_gradients
-from everyrank.parallel.shard import reshard, scalar_parameters, shard
+from everyrank.parallel.shard import reduce_over_replicas, reshard, scalar_parameters, shard
 from everyrank.parallel.state import gathered_state
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
@@ -71,6 +72,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
         total, counting = own, None
         for is_last, batch in passes(batches):
+            reduce_over_replicas(model, is_last)
             with built.passing(batch) as part:
                 loss, share = loss_of(workload, call(model, part.input), part)
                 own += built.share(share)

@@ -8,15 +8,18 @@
 
 Holds     a part of each matrix in the plan, its gradient and its optimizer state; all else in full
 Travels   per micro-batch: forward an all-reduce of the output of each rowwise and vocabulary layer, backward one of the
-          gradient of the input of each gather module and of each colwise layer outside of those; for colwise_gather an
-          all-gather of the output, for colwise_loss three small all-reduces; all before the next layer can go on. Per
-          update: an all-reduce of the gradients of replicate_sum; with clip_norm, one of the squares of the gradients
+          gradient of the input of each gather module and of each colwise, colwise_gather or colwise_loss layer outside
+          of those; for colwise_gather an all-gather of the output, for colwise_loss three all-reduces of one number for
+          each position; all before the next layer can go on. Per update: an all-reduce of the gradient of each
+          parameter of replicate_sum; with clip_norm, one of the sum of squares. In the first update an all-gather of
+          one number for each parameter that is not split
 Use when  one layer is too much for one device, or the batch cannot grow, inside a host with fast links
 Exact     yes
 Source    Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
 
-Keys: sequence=true splits the activations between the matrices along the sequence: instead of the all-reduces, a
-reduce-scatter behind each split layer and an all-gather before the next. What is split how is `Workload.tensor_plan`,
+Keys: sequence=true splits the activations between the matrices along the sequence: instead of their all-reduces, a
+reduce-scatter behind each split layer and an all-gather before the next, and the other way round in backward; per
+update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence. What is split how is `Workload.tensor_plan`,
 in the words of parallel/tensor.py.
 """
 
