@@ -94,7 +94,7 @@ def test_equal_in_parts(transformers: Any, ranks: Any, family: str, layouts: lis
 
 def test_too_few_heads(transformers: Any, ranks: Any) -> None:
     """Two heads of keys and values on four ranks: one line."""
-    with pytest.raises(AssertionError, match="tensor_plan: .*k_proj"):
+    with pytest.raises(AssertionError, match=r"tensor_plan: .*k_proj"):
         ranks(4, check_all, "qwen", False, ["tensor"])
 
 

@@ -19,8 +19,8 @@ Source    Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
 
 Keys: sequence=true splits the activations between the matrices along the sequence: instead of their all-reduces, a
 reduce-scatter behind each split layer and an all-gather before the next, and the other way round in backward; per
-update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence. What is split how is `Workload.tensor_plan`,
-in the words of parallel/tensor.py.
+update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence.
+What is split how is `Workload.tensor_plan`, in the words of parallel/tensor.py.
 """
 
 from __future__ import annotations
