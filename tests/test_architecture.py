@@ -95,6 +95,7 @@ INSIDE = {
         "stage",
         "pipe",
         "state",
+        "rehearsal",
     ],
     "parity": ["trace", "compare", "diagnose", "check"],
     "measure": [

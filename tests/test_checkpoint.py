@@ -1139,7 +1139,7 @@ def decodes(
 
 
 @pytest.fixture(scope="session")
-def _decoded() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+def decoded() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     return {}
 
 
@@ -1157,16 +1157,16 @@ SPLIT = [
 def test_a_split_model_goes_on_in_other_parts(
     ranks: Any,
     tmp_path: Path,
-    _decoded: dict[str, Any],
+    decoded: dict[str, Any],
     optimizer: str,
     saved: tuple[str, int],
     then: list[tuple[str, int]],
 ) -> None:
     """Matrices, stages, shards and the optimizer's state of them: losses are those of one device that never stopped."""
-    if optimizer not in _decoded:
+    if optimizer not in decoded:
         whole = ranks(1, decodes, "single", optimizer, tmp_path / "whole", True)
-        _decoded[optimizer] = losses_of(whole), whole[0][1]
-    losses, state = _decoded[optimizer]
+        decoded[optimizer] = losses_of(whole), whole[0][1]
+    losses, state = decoded[optimizer]
     for saves, (layout, size) in [(True, saved), *((False, other) for other in then)]:
         rows = ranks(size, decodes, layout, optimizer, tmp_path / "run", saves)
         assert losses_of(rows) == pytest.approx(losses, rel=1e-10, abs=0.0), (layout, size)

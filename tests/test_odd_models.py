@@ -150,9 +150,8 @@ def _outcome(world: World, key: str, workload: Workload, layout: str) -> str:
         subject = subject_of(workload, *open_data(workload, world), steps=4)
         parity, _ = check_layout(subject, parse_layout(layout + precision), world, key)
     except EveryrankError as error:
-        assert error.exit_status == 2, error
-        assert "\n" not in str(error)
-        return f"refused: {error}"
+        is_right = error.exit_status == 2 and "\n" not in str(error)
+        return f"{'refused' if is_right else f'ended with {error.exit_status}'}: {error}"
     if parity.status == "equal":
         assert parity.max_relative_difference is not None
         assert parity.max_relative_difference <= 1e-10
@@ -385,7 +384,7 @@ def test_shards_of_parts_of_uneven_size(ranks: Any) -> None:
 MISFITS = {
     "view(B, T, 4, -1)": (small(FourHeads), ["query", "8 of its 16 features", "-1"]),
     "unflatten(-1, (4, -1))": (small(FourHeadsUnflatten), ["query", "8 of its 16 features", "-1"]),
-    "a view of scaled features": (small(FourHeadsOfScaled), ["query", "-1"]),
+    "a view of scaled features": (small(FourHeadsOfScaled), ["in parts", "-1"]),
     "chunk": (fused(by_chunk), ["fused", "colwise", "chunk"]),
     "slices": (fused(by_slices), ["fused", "colwise"]),
     "view(B, T, 3, -1, W)": (fused(three_first), ["fused", "colwise"]),
@@ -420,7 +419,7 @@ def test_more_ranks_than_heads(ranks: Any) -> None:
 def test_a_plan_that_does_not_fit_and_is_compiled(ranks: Any) -> None:
     """The compiler must not hide what is done with split features."""
     one_block = language(lambda: Language(FourHeads, num_blocks=1), steps=2, epochs=None)
-    refused(ranks, 2, one_block, "tensor:compile", "attention.query")
+    refused(ranks, 2, one_block, "tensor:compile", "number of heads -1")
 
 
 # --- context: whatever looks from one position at another
@@ -809,21 +808,6 @@ def test_a_model_that_cannot_be_cut(ranks: Any, case: str) -> None:
 # --- on the command line: status 2 and one line, from all ranks, also where only one of them sees what is wrong
 
 
-class InPlace(Block):
-    """Adds to its argument in place, which a model in one process may do."""
-
-    def forward(self, stream: Tensor, *extra: Tensor) -> Tensor:
-        stream += self.attention(self.first(stream))
-        stream += self.feed(self.second(stream))
-        return stream
-
-
-class InPlaces(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(InPlace(Attention(), Feed()) for _ in range(4))
-
-
 class Pair(Block):
     def forward(self, stream: Tensor, *extra: Tensor) -> Any:
         return super().forward(stream), None
@@ -880,10 +864,9 @@ def split_output() -> Workload:
 
 ON_ONE_RANK = {
     "tuples": ("language(Pairs)", "pipeline", ["block"]),
-    "every second block": ("language(EverySecond)", "pipeline", ["go through the blocks"]),
-    "in place": ("language(InPlaces)", "pipeline", ["in-place"]),
+    "every second block": ("language(EverySecond)", "pipeline", ["through the blocks"]),
     "keywords": ("language(Named)", "pipeline", ["first argument"]),
-    "rowwise alone": ("rowwise_alone()", "tensor", ["RuntimeError"]),
+    "rowwise alone": ("rowwise_alone()", "tensor", ["have to be colwise"]),
     "colwise alone": ("colwise_alone()", "tensor", ["RuntimeError"]),
     "a loss that takes no parts": ("split_output()", "tensor", ["RuntimeError"]),
 }
@@ -908,10 +891,9 @@ def test_refused_on_the_command_line(forge: Forge, tmp_path: Path, case: str) ->
     assert any(all(fragment in lines[0] for fragment in fragments) for lines in own), said
 
 
-@pytest.mark.parametrize("case", ["every second block", "in place"])
-def test_refused_by_one_stage_alone(tmp_path: Path, case: str) -> None:
-    """What one stage alone sees is no failure of the run: status 2, and it is the line of that stage that is read."""
-    made, layout, fragments = ON_ONE_RANK[case]
+def test_refused_from_the_launcher(tmp_path: Path) -> None:
+    """What would be wrong on one stage alone is no failure of the run: all ranks see it, status 2, one line."""
+    made, layout, fragments = ON_ONE_RANK["every second block"]
     words = ["train", write(tmp_path, made), "--layout", layout, "--processes", "2", "--timeout", "40"]
     path = {"PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-m", "everyrank", *words]
@@ -961,14 +943,6 @@ def test_the_built_in_text_on_four_ranks(forge: Forge, tmp_path: Path) -> None:
     [record] = read_records(tmp_path / "r.json")
     assert len(record.loss) == 4
     assert record.world_size == 4
-
-
-def test_verify_text(forge: Forge, tmp_path: Path) -> None:
-    """All three on the command line; their samples are read by both ranks, which is as it should be."""
-    words = ("--layout", "tensor", "context", "pipeline", "--steps", 4, "--set", "batch=4")
-    done = forge(tmp_path, "verify", "text", *words, size=2)
-    assert done.status == 0, done
-    assert done.out.count(" equal ") == 3, done.out
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ STRATEGIES: dict[str, Strategy] = {
         ("replicate", "context", "tensor"),
     ),
     "tensor": Strategy("everyrank.strategies.tensor", "tensor", _TENSOR),
-    "context": Strategy("everyrank.strategies.context", "context", _CONTEXT),
+    "context": Strategy("everyrank.strategies.context", "context", _CONTEXT | {"find_unused": bool}),
     "pipeline": Strategy("everyrank.strategies.pipeline", "pipeline", _PIPELINE, ("replicate", "shard", "tensor")),
 }
 """Deleting a strategy is removing its file and its line here."""

@@ -35,6 +35,7 @@ class ForwardState:
 
     is_borrowed: bool = False
     is_recomputing: bool = False
+    is_looked_at: bool = False
     contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = field(default_factory=list[Any])
     again: list[Callable[[], contextlib.AbstractContextManager[Any]]] = field(default_factory=list[Any])
 

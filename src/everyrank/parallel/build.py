@@ -66,6 +66,12 @@ class Built:
         """The rank's share of (sum, count): ranks that split a matrix compute the same loss; one counts."""
         return pair if self.mesh.is_first("tensor") else torch.zeros_like(pair)
 
+    def once(self, look: Callable[[], None]) -> None:
+        """Before the first update alone: look whether the model is what was taken for granted."""
+        if not self.forward.is_looked_at:
+            self.forward.is_looked_at = True
+            look()
+
     def finish(self) -> None:
         """After the last backward of an update: complete the gradients of what tensor ranks have parts of."""
         if self.tensor is not None:

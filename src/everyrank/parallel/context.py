@@ -162,6 +162,11 @@ class _Attention(TorchFunctionMode):
             raise UnfitError(f"attention of {query.shape[1]} heads to {key.shape[1]} without enable_gqa=True")
         ring = self.split.ring
         if self.split.method == "ulysses":
+            if query.dim() != 4:
+                raise UnfitError(
+                    f"context: attention of tensors of shape {tuple(query.shape)} has no heads, (samples, heads, "
+                    "positions, width), that ulysses could give out; use method=ring"
+                )
             for heads in (query.shape[1], key.shape[1]):
                 if heads % ring.count:
                     raise UnfitError(f"context: {heads} heads do not divide by context={ring.count}; use method=ring")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyrank.data.loader import map_tensors
 from everyrank.errors import UnfitError, WorkloadError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import has_batch_norm
@@ -82,7 +83,7 @@ class Stages:
         self.span = spans[0]
         self.received: Tensor | None = None
         self.handed_on: Tensor | None = None
-        self.version = 0
+        self.version = self.expected = 0
         self.is_rehearsing = False
         stage_of = {index: number for number, span in enumerate(spans) for index in span}
         for index, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
@@ -96,7 +97,7 @@ class Stages:
 
         `received` is what the stage before has sent; None for the first.
         """
-        self.span, self.received, self.handed_on = self.spans[number], received, None
+        self.span, self.received, self.handed_on, self.expected = self.spans[number], received, None, 0
         self._put(self.slots)
         try:
             output = forward()
@@ -111,20 +112,25 @@ class Stages:
 
     @torch.no_grad()
     def rehearse(self, forward: Callable[[], Any]) -> None:
-        """Go through the whole model with no block doing anything.
+        """Go through the whole model with no block doing anything: the last gives zeros, the others NaN.
 
-        Raises `UnfitError`, on all ranks alike, for a model that computes between its blocks. What else goes wrong is
-        not looked at: a block that changes the shape may be missed by what stands between.
+        Raises `UnfitError`, on all ranks alike, for a model that computes between its blocks, or that uses the output
+        of one for anything but the next. What else goes wrong is not looked at: shapes may be others here.
         """
         self.is_rehearsing = True
         try:
-            self.run(self.count - 1, None, forward)
+            output, _ = self.run(self.count - 1, None, forward)
         except UnfitError:
             raise
         except Exception:
             return
         finally:
             self.is_rehearsing = False
+        if _has_nan(output):
+            raise UnfitError(
+                "pipeline: the model uses the output of a block for something besides the next block, which other "
+                "stages do not have; let what is behind the blocks need the last output alone"
+            )
 
     def _put(self, modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():
@@ -136,19 +142,31 @@ class Stages:
             raise WorkloadError(f"pipeline: block {index} is called without an argument")
         first = next(iter(kwargs), "")
         value = args[0] if args else kwargs[first]
+        if index != self.expected:
+            raise UnfitError(
+                f"pipeline: block {index} runs where block {self.expected} should: the forward pass has to go through "
+                "the blocks once, in order"
+            )
+        self.expected += 1
         if index and (value is not self.handed_on or value._version != self.version):
             raise UnfitError(
                 f"pipeline: the model computes between block {index - 1} and block {index}: the first argument of a "
                 "block has to be, untouched, the output of the one before; move the computation into a block"
             )
-        if self.is_rehearsing and index == len(self.blocks) - 1:
-            raise _StageDone(value)
-        if self.is_rehearsing or index not in self.span:
-            if not isinstance(value, Tensor):
-                raise WorkloadError(f"pipeline: block {index} gets {type(value).__name__} first, not a tensor")
+        if not isinstance(value, Tensor):
+            raise WorkloadError(f"pipeline: block {index} gets {type(value).__name__} first, not a tensor")
+        if self.is_rehearsing:
+            if _has_nan((args[1:], {name: item for name, item in kwargs.items() if item is not value})):
+                raise UnfitError(
+                    f"pipeline: block {index} gets the output of an earlier block as a further argument; stages hand "
+                    "on one tensor"
+                )
+            is_last = index == len(self.blocks) - 1
+            return self._hand_on(torch.zeros_like(value) if is_last else torch.full_like(value, torch.nan))
+        if index not in self.span:
             return self._hand_on(value)
         if index == self.span.start and self.received is not None:
-            value = self.received
+            value = self.received.clone()  # a block may add to its argument in place, which a leaf does not allow
         block = self.blocks[index]
         output = block(value, *args[1:], **kwargs) if args else block(**{**kwargs, first: value})
         if not isinstance(output, Tensor):
@@ -187,11 +205,28 @@ def _empty(block: nn.Module) -> None:
             module.register_buffer(name, None)
 
 
+def _has_nan(value: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(value, lambda tensor: found.append(bool(tensor.isnan().any())) or tensor)
+    return any(found)
+
+
+class _NotHere(dict[str, Any]):
+    """The parameters of blocks, asked for while a stage runs: the other stages have some of them."""
+
+    def items(self) -> Any:
+        raise UnfitError(
+            "pipeline: the model looks at the parameters of its blocks in its forward pass, and other stages have some "
+            "of them; move that into the blocks, or the optimizer"
+        )
+
+
 class _Slot(nn.Module):
     """Stands in the place of a block while a stage runs."""
 
     def __init__(self, stages: Stages, index: int) -> None:
         super().__init__()
+        self.__dict__["_parameters"] = _NotHere()
         self.__dict__["stages"], self.__dict__["index"] = stages, index  # no submodules: a slot owns nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -199,7 +234,13 @@ class _Slot(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What a model asks of its block (a type of attention, say)."""
-        return getattr(self.__dict__["stages"].blocks[self.__dict__["index"]], name)
+        stages, index = self.__dict__["stages"], self.__dict__["index"]
+        if index < stages.expected:
+            raise UnfitError(
+                f"pipeline: the model reads {name} of block {index} after it has run, and another stage may have run "
+                "it; hand it on in the block's output"
+            )
+        return getattr(stages.blocks[index], name)
 
 
 def cut_stages(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> Stages:

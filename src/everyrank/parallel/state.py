@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.stage import Absent, Stages
 
-__all__ = ["gathered_state"]
+__all__ = ["gathered_state", "without_advice"]
 
 
 def gathered_state(model: nn.Module, mesh: Mesh, stages: Stages | None = None) -> dict[str, Tensor]:
@@ -26,7 +26,7 @@ def gathered_state(model: nn.Module, mesh: Mesh, stages: Stages | None = None) -
     found: dict[str, Tensor] = {}
     sends = stages is not None and rank != 0 and mesh.is_first("replicate", "shard", "context", "tensor")
     for name, tensor in model.state_dict().items():
-        with _without_advice():
+        with without_advice():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if rank == 0:
             found[name] = whole.detach().cpu().clone()
@@ -43,7 +43,7 @@ def gathered_state(model: nn.Module, mesh: Mesh, stages: Stages | None = None) -
 
 
 @contextlib.contextmanager
-def _without_advice() -> Generator[None]:
+def without_advice() -> Generator[None]:
     """Torch advises against gathering over two axes one after the other, which is what is meant here."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before = logger.level

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -61,6 +62,7 @@ WORDS = (
     "replicate",
     "replicate_sum",
 )
+_MOST_LOOKS = 20  # updates in which gradients that were zero so far are looked at
 # module type, and the dimension of its weight that has to divide
 _SPLIT: Mapping[str, tuple[type[nn.Module], int]] = {
     "colwise": (nn.Linear, 0),
@@ -82,7 +84,8 @@ class SplitModel:
         self.model, self.mesh = model, mesh
         self.loss_is_split = "colwise_loss" in plan.values()
         self.to_sum = [model.get_submodule(name) for name, word in plan.items() if word == "replicate_sum"]
-        self.is_checked = False
+        self.unseen = {name for name, _ in model.named_parameters()}
+        self.num_looks = 0
         colwise = {name: model.get_submodule(name) for name, word in plan.items() if word == "colwise"}
         self.watch = HeadsWatch(colwise, mesh.size("tensor")) if looks else None
 
@@ -112,16 +115,23 @@ class SplitModel:
                 continue
             if gradient.placements != parameter.placements:  # each rank has seen a part of the sequence
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        if not self.is_checked:
-            self.is_checked = True
+        if self.watch is not None:
+            self.watch.end()
+            self.watch = None
+        if self.unseen and self.num_looks < _MOST_LOOKS:
+            self.num_looks += 1
             self._check_alike()
-            if self.watch is not None:
-                self.watch.end()
-                self.watch = None
 
     def _check_alike(self) -> None:
-        """What is not split has the same gradient, to the last bit, on all ranks of this axis."""
-        whole = {name: p for name, p in self.model.named_parameters() if not is_split(p) and p.grad is not None}
+        """What is not split has the same gradient, to the last bit, on all ranks of this axis.
+
+        One of zeros says nothing: it is looked at again in the next update.
+        """
+        whole = {
+            name: p
+            for name, p in self.model.named_parameters()
+            if name in self.unseen and not is_split(p) and p.grad is not None
+        }
         own = torch.stack(
             [fingerprint(local(p.grad)) for p in whole.values() if p.grad is not None] or [torch.zeros(1)]
         )
@@ -134,6 +144,9 @@ class SplitModel:
                     f"tensor_plan: the gradient of {name} is not the same on all tensor ranks: it is used on split "
                     f"features; add {module!r}: 'replicate_sum' (or, along a split sequence, 'sequence')"
                 )
+            if rows[0][index] != 0:
+                self.unseen.discard(name)
+        self.unseen -= {name for name, p in self.model.named_parameters() if is_split(p) or not p.requires_grad}
 
 
 def split(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> SplitModel | None:
@@ -164,8 +177,13 @@ def split(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> S
         # behind a gather the input is whole already; said otherwise, torch would add up its gradient once more
         is_gathered = any(name.startswith(f"{other}.") for other in gathering)
         style = _style(word, by_sequence, dim, is_gathered)
+        if word == "rowwise":
+            module.register_forward_pre_hook(functools.partial(_check_part, name, degree))
         if style is not None:
             parallelize_module(module, devices, style)
+            if layout.compile and word == "vocabulary":
+                # its sum may be under way still, which the compiler of the first block would not understand
+                module.register_forward_hook(lambda _, __, output: output.clone())
         elif word == "gather":
             module.register_forward_pre_hook(_gathering(devices, by_sequence, dim), with_kwargs=True)
     _tie(model, ties, plan)
@@ -226,6 +244,16 @@ def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> Paralle
     return styles[word]() if word in styles else None
 
 
+def _check_part(name: str, degree: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """What goes into a rowwise layer is a part already."""
+    whole = module.get_parameter("weight").shape[1]  # of a DTensor: of all of it
+    if args and not isinstance(args[0], DTensor) and args[0].shape[-1] * degree != whole:
+        raise UnfitError(
+            f"tensor_plan: {name} is rowwise and takes {whole // degree} of {whole} features on each rank, but gets "
+            f"{args[0].shape[-1]}: the layers before it have to be colwise"
+        )
+
+
 def _gathering(devices: DeviceMesh, by_sequence: bool, dim: int) -> Callable[..., Any]:
     """A hook that makes a module's first argument whole, and known to be: its gradient is added up once."""
 
@@ -239,7 +267,7 @@ def _gathering(devices: DeviceMesh, by_sequence: bool, dim: int) -> Callable[...
         if not isinstance(value, DTensor):
             placement = Shard(dim) if by_sequence else Replicate()
             value = DTensor.from_local(value, devices, [placement], run_check=False)
-        return value.redistribute(placements=[Replicate()])
+        return value.redistribute(placements=[Replicate()]) if by_sequence else value
 
     return hook
 

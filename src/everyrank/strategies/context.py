@@ -28,6 +28,7 @@ from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
 from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.rehearsal import rehearse
 from everyrank.parallel.replicate import check_all_used, global_total, replicate
 from everyrank.strategies import Prepared
 from everyrank.strategies._update import (
@@ -60,6 +61,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     names = dict(model.named_parameters())
 
     def step(batches: Sequence[Batch]) -> Tensor:
+        built.once(lambda: rehearse(workload, layout, built, batches[0]))
         begin(everything)
         shares: list[Tensor] = []
         for is_last, batch in passes(batches):

@@ -34,6 +34,7 @@ from everyrank.parallel.build import build, call, find_blocks
 from everyrank.parallel.construct import materialise
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.norm import sum_squares
+from everyrank.parallel.rehearsal import rehearse
 from everyrank.parallel.replicate import average_gradients
 from everyrank.parallel.shard import reduce_over_replicas, reshard, scalar_parameters, shard
 from everyrank.parallel.state import gathered_state
@@ -68,6 +69,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     whole = scalar_parameters(model)
 
     def step(batches: Sequence[Batch]) -> Tensor:
+        built.once(lambda: rehearse(workload, layout, built, batches[0]))
         begin(parameters)
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
         total, counting = own, None

@@ -64,14 +64,10 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     pipe = Pipe(mesh, stages, layout)
     built.forward.contexts.append(pipe.deferring)
     built.forward.again.append(pipe.deferring)
-    rehearsed: list[bool] = []
 
     def step(batches: Sequence[Batch]) -> Tensor:
         begin(parameters)
-        if not rehearsed:
-            with built.passing(batches[0]) as part:
-                stages.rehearse(lambda: call(model, part.input))
-            rehearsed.append(True)
+        built.once(lambda: rehearse(batches[0]))
         share = torch.zeros(2, dtype=torch.float64, device=world.device)
         for first in range(0, len(batches), pipe.in_flight):
             share += flow(batches[first : first + pipe.in_flight])
@@ -86,6 +82,10 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         readers = mesh.size("replicate", "shard")  # all gradients are averaged over them by now
         update(workload, total[:2], parameters, optimizer, schedule, scale, readers, squares)
         return share
+
+    def rehearse(batch: Batch) -> None:
+        with built.passing(batch) as part:
+            stages.rehearse(lambda: call(model, part.input))
 
     def flow(batches: Sequence[Batch]) -> Tensor:
         """Micro-batches through the pipeline, forward and backward; this rank's share of (sum, count)."""

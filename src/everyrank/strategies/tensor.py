@@ -36,6 +36,7 @@ from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.norm import sum_squares
+from everyrank.parallel.rehearsal import rehearse
 from everyrank.parallel.state import gathered_state
 from everyrank.parallel.tensor import is_split
 from everyrank.strategies import Prepared
@@ -66,6 +67,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     squares = functools.partial(sum_squares, parameters, mesh)
 
     def step(batches: Sequence[Batch]) -> Tensor:
+        built.once(lambda: rehearse(workload, layout, built, batches[0]))
         begin(parameters)
         shares: list[Tensor] = []
         for _, batch in passes(batches):
