@@ -92,6 +92,7 @@ INSIDE = {
         "sums",
         "schedule",
         "deferred",
+        "balance",
         "stage",
         "pipe",
         "state",

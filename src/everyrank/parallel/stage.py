@@ -12,7 +12,6 @@ blocks is refused.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch import Tensor, nn
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnfitError, WorkloadError
 from everyrank.layout import Layout
+from everyrank.parallel.balance import balance, cost, own_cost
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.build import find_blocks
 from everyrank.parallel.mesh import Mesh
 from everyrank.workload import Workload
 
-__all__ = ["Absent", "Stages", "balance", "cost", "cut_stages", "held_elsewhere"]
+__all__ = ["Absent", "Stages", "cut_stages", "held_elsewhere"]
 
 
 class Absent(nn.Module):
@@ -269,43 +269,9 @@ def cut_stages(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh)
     inside = {module for block in blocks for module in block.modules()}
     # What is computed behind the blocks (a head) comes on top of the last stage. In front there is hardly more than
     # looking up an embedding, which costs nothing in multiplications.
-    costs[-1] += sum(_own_cost(module) for module in model.modules() if module not in inside)
+    costs[-1] += sum(own_cost(module) for module in model.modules() if module not in inside)
     spans = balance(costs, ranks * chunks)
     return Stages(model, workload.blocks, spans, ranks, mesh.place["pipeline"])
-
-
-def cost(module: nn.Module) -> int:
-    """Multiplications for each position: the elements of its matrices. Looking up an embedding multiplies nothing."""
-    return sum(_own_cost(part) for part in module.modules())
-
-
-def _own_cost(module: nn.Module) -> int:
-    if isinstance(module, nn.Embedding):
-        return 0
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.dim() >= 2)
-
-
-def balance(costs: Sequence[int], parts: int) -> list[range]:
-    """Contiguous parts of at least one block, the most expensive as cheap as can be.
-
-    >>> balance([1, 1, 1, 3], 2)
-    [range(0, 3), range(3, 4)]
-    """
-    before = [0, *itertools.accumulate(costs)]
-    count = len(costs)
-    best: list[list[tuple[int, int]]] = [[(before[end], 0) for end in range(count + 1)]]
-    for part in range(1, parts):
-        row: list[tuple[int, int]] = []
-        for end in range(count + 1):
-            # at least one block in this part, and in each before it
-            options = [(max(best[-1][begin][0], before[end] - before[begin]), begin) for begin in range(part, end)]
-            row.append(min(options, default=(before[-1] + 1, 0)))
-        best.append(row)
-    cuts = [count]
-    for part in range(parts - 1, 0, -1):
-        cuts.append(best[part][cuts[-1]][1])
-    cuts = [0, *reversed(cuts)]
-    return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
 def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> None:

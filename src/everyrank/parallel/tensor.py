@@ -132,9 +132,9 @@ class SplitModel:
             for name, p in self.model.named_parameters()
             if name in self.unseen and not is_split(p) and p.grad is not None
         }
-        own = torch.stack(
-            [fingerprint(local(p.grad)) for p in whole.values() if p.grad is not None] or [torch.zeros(1)]
-        )
+        if not whole:
+            return
+        own = torch.stack([fingerprint(local(p.grad)) for p in whole.values() if p.grad is not None])
         rows = [torch.empty_like(own) for _ in range(self.mesh.size("tensor"))]
         dist.all_gather(rows, own, group=self.mesh.group("tensor"))
         for index, name in enumerate(whole):

@@ -12,7 +12,7 @@ Travels   per micro-batch: forward an all-reduce of the output of each rowwise a
           of those; for colwise_gather an all-gather of the output, for colwise_loss three all-reduces of one number for
           each position; all before the next layer can go on. Per update: an all-reduce of the gradient of each
           parameter of replicate_sum; with clip_norm, one of the sum of squares. In the first update an all-gather of
-          one number for each parameter that is not split
+          one number for each parameter that is not split; before it the whole model is put together once, and compared
 Use when  one layer is too much for one device, or the batch cannot grow, inside a host with fast links
 Exact     yes
 Source    Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)

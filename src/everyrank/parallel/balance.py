@@ -1,0 +1,45 @@
+"""How the blocks of a model are cut into stages of about equal cost. Arithmetic; what is counted is said below."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+
+__all__ = ["balance", "cost", "own_cost"]
+
+
+def cost(module: nn.Module) -> int:
+    """Multiplications for each position: the elements of its matrices. Looking up an embedding multiplies nothing."""
+    return sum(own_cost(part) for part in module.modules())
+
+
+def own_cost(module: nn.Module) -> int:
+    """The same of a module without those inside it."""
+    if isinstance(module, nn.Embedding):
+        return 0
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.dim() >= 2)
+
+
+def balance(costs: Sequence[int], parts: int) -> list[range]:
+    """Contiguous parts of at least one block, the most expensive as cheap as can be.
+
+    >>> balance([1, 1, 1, 3], 2)
+    [range(0, 3), range(3, 4)]
+    """
+    before = [0, *itertools.accumulate(costs)]
+    count = len(costs)
+    best: list[list[tuple[int, int]]] = [[(before[end], 0) for end in range(count + 1)]]
+    for part in range(1, parts):
+        row: list[tuple[int, int]] = []
+        for end in range(count + 1):
+            # at least one block in this part, and in each before it
+            options = [(max(best[-1][begin][0], before[end] - before[begin]), begin) for begin in range(part, end)]
+            row.append(min(options, default=(before[-1] + 1, 0)))
+        best.append(row)
+    cuts = [count]
+    for part in range(parts - 1, 0, -1):
+        cuts.append(best[part][cuts[-1]][1])
+    cuts = [0, *reversed(cuts)]
+    return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
