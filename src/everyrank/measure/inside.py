@@ -16,6 +16,7 @@ from everyrank.loop import blame_workload, planned_updates, run_updates
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.split import PHASES, exposed_shares
 from everyrank.measure.traffic import Traffic
+from everyrank.parallel.rehearsal import without_rehearsal
 from everyrank.record import Collective
 from everyrank.strategies import prepare
 from everyrank.workload import Workload
@@ -50,7 +51,7 @@ def look_inside(workload: Workload, dataset: Any, layout: Layout, world: World) 
     """Run a few updates of `layout` under the instruments. A collective."""
     planned = planned_updates(workload, len(dataset))  # a schedule may refuse to go beyond
     updates = all_updates(planned, updates_per_epoch(len(dataset), workload.global_batch))
-    with peak_memory(world.device) as memory:
+    with without_rehearsal(), peak_memory(world.device) as memory:
         with blame_workload():
             prepared = prepare(workload, layout, world)
         shares = run_updates(workload, dataset, layout, world, prepared, updates)

@@ -7,7 +7,9 @@ would never be complete. So one sample goes through both, and outputs and loss a
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,23 @@ from everyrank.parallel.shard import reshard
 from everyrank.parallel.state import without_advice
 from everyrank.workload import Workload
 
-__all__ = ["rehearse"]
+__all__ = ["rehearse", "without_rehearsal"]
 
 # of the largest output; what splitting changes by rounding is far below, what it breaks far above
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
+
+
+_left_out: list[bool] = []
+
+
+@contextlib.contextmanager
+def without_rehearsal() -> Generator[None]:
+    """For whoever measures the memory of what has been checked already: the whole model would count in it."""
+    _left_out.append(True)
+    try:
+        yield
+    finally:
+        _left_out.pop()
 
 
 @torch.no_grad()
@@ -40,7 +55,7 @@ def rehearse(workload: Workload, layout: Layout, built: Built, batch: Batch) -> 
     The whole model is put together for it for a moment where matrices are split; with meta=true, which says that it
     does not fit, nothing is compared. Raises `UnfitError` on every rank alike.
     """
-    if (built.tensor is None and built.context is None) or layout.options.get("meta"):
+    if (built.tensor is None and built.context is None) or layout.options.get("meta") or _left_out:
         return
     batch = _one(batch)
     was_training = built.model.training
