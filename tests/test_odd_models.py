@@ -5,6 +5,7 @@ What must never happen is the third: a training that runs and is another one.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import shutil
@@ -960,3 +961,14 @@ def test_verify_audits_the_samples(forge: Forge, tmp_path: Path, size: int, layo
     for record in read_records(tmp_path / "v.json"):
         assert record.parity.status == "equal"
         assert any("23 samples, each read once" in check for check in record.parity.checks), record.parity.checks
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_optimizers_of_many_tensors_at_once(ranks: Any, how: str) -> None:
+    """Split and whole parameters lie in one group of the optimizer, which torch's kernels for many would refuse."""
+    workload = dataclasses.replace(
+        zoo.workload("decoder"),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, **{how: True}),
+    )
+    layouts = ("tensor", "fsdp:tensor=2", "pipeline")
+    assert outcomes(ranks, 2, *((workload, text) for text in layouts)) == ["equal"] * len(layouts)

@@ -75,6 +75,10 @@ def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRS
     if not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer")
+    for group in optimizer.param_groups:
+        # torch's kernels for many tensors at once take tensors of one kind; one by one is the same arithmetic
+        if len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1:
+            group.update({key: False for key in ("foreach", "fused") if key in group})
     return optimizer, workload.schedule(optimizer) if workload.schedule else None
 
 
