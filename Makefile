@@ -2,7 +2,8 @@
 #
 #   make demo     train the digits workload under every layout on two processes, check them, write report.html
 #   make test     the test-suite
-#   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), hosts, recipes, benches
+#   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), hosts, recipes, benches; and what
+#                            takes minutes: layouts on 8 ranks, their mutations, models of all kinds, transformers
 #   make check    format, lint, types, and the test-suite
 #
 # Without an NVIDIA GPU, PyTorch's own site has smaller wheels: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu

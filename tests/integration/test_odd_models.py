@@ -874,7 +874,7 @@ ON_ONE_RANK = {
 
 
 def write(folder: Path, made: str) -> str:
-    (folder / "mine.py").write_text(f"from test_odd_models import *\nworkload = {made}\n")
+    (folder / "mine.py").write_text(f"from integration.test_odd_models import *\nworkload = {made}\n")
     return "mine.py"
 
 
@@ -896,7 +896,7 @@ def test_refused_from_the_launcher(tmp_path: Path) -> None:
     """What would be wrong on one stage alone is no failure of the run: all ranks see it, status 2, one line."""
     made, layout, fragments = ON_ONE_RANK["every second block"]
     words = ["train", write(tmp_path, made), "--layout", layout, "--processes", "2", "--timeout", "40"]
-    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", "everyrank", *words]
     ran = subprocess.run(command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, timeout=60)
     lines = [line for line in ran.stderr.splitlines() if not line.startswith("full traceback: ")]

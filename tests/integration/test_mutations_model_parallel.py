@@ -42,7 +42,7 @@ from everyrank.parity import check_layout, subject_of
 from everyrank.parity.trace import Subject, references
 from everyrank.record import Parity
 from everyrank.world import World
-from test_travels_model_parallel import OTHER_PLAN, Other
+from integration.test_travels_model_parallel import OTHER_PLAN, Other
 
 _COUNTER = iter(range(10**9))
 Patch = contextlib.AbstractContextManager[Any]
