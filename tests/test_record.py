@@ -111,7 +111,7 @@ def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
         *("schema", "workload", "layout", "launcher", "backend", "device", "world_size", "parity"),
         *("throughput_samples_per_second", "step_seconds", "epoch_seconds", "breakdown_seconds"),
         *("peak_memory_bytes", "collectives", "startup_seconds", "first_step_seconds", "loss", "metrics"),
-        *("scaling", "resources", "ratio_to_single", "checkpoint_stall_seconds"),
+        *("scaling", "resources", "ratio_to_single", "checkpoint_stall_seconds", "bubble"),
         "provenance",
     }
     assert set(row["parity"]) >= {
