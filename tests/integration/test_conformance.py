@@ -167,7 +167,9 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
     while time.monotonic() < deadline and "waits in the queue again" not in said.read_text():
         time.sleep(0.1)
     assert "waits in the queue again" in said.read_text()
-    # Slurm waits two minutes before a job that was put back may begin again; a person may say that it need not
+    # Slurm waits two minutes before a job that was put back may begin again; a person may say that it need not. Within
+    # the same second, though, the nodes still refuse the job they have just ended ("Job credential revoked").
+    time.sleep(5.0)
     while not (tmp_path / "r.json").exists() and time.monotonic() < deadline + 120:
         subprocess.run(
             ["scontrol", "update", f"job={number}", "StartTime=now"],
