@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,7 @@ def profiler(device: torch.device, memory: bool = False) -> Generator[profile]:
 
 def trace_of(finished: profile) -> dict[str, Any]:
     """The Chrome trace of a profiler that has ended: what it would write to a file."""
-    with tempfile.TemporaryDirectory(prefix="everyrank-") as folder:
-        path = Path(folder) / "trace.json"
-        finished.export_chrome_trace(str(path))
-        return json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    return _read(finished)
 
 
 def events_of(finished: profile) -> list[dict[str, Any]]:
@@ -47,12 +44,14 @@ def events_of(finished: profile) -> list[dict[str, Any]]:
 
     A trace of a few updates may have a million events; whole, they would take gigabytes.
     """
+    return [event for event in _read(finished, _slim)["traceEvents"] if event is not None]
+
+
+def _read(finished: profile, change: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="everyrank-") as folder:
         path = Path(folder) / "trace.json"
         finished.export_chrome_trace(str(path))
-        with path.open(encoding="utf-8", errors="replace") as file:
-            found: list[dict[str, Any] | None] = json.load(file, object_hook=_slim)["traceEvents"]
-        return [event for event in found if event is not None]
+        return json.loads(path.read_text(encoding="utf-8", errors="replace"), object_hook=change)
 
 
 def _slim(item: dict[str, Any]) -> dict[str, Any] | None:
