@@ -17,18 +17,28 @@ from torch.distributed.tensor import DTensor
 from everyrank.layout import AXES
 from everyrank.parallel.mesh import Mesh, local
 
-__all__ = ["is_counted", "sum_squares"]
+__all__ = ["counted", "is_counted", "sum_squares"]
 
 
-def sum_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, of_stage: Collection[nn.Parameter] = ()) -> Tensor:
+def counted(
+    parameters: Sequence[nn.Parameter], mesh: Mesh, of_stage: Collection[nn.Parameter] = ()
+) -> list[nn.Parameter]:
+    """The parameters whose parts this rank counts in the norm; found once, when all is laid out.
+
+    `of_stage` are those that no other stage of a pipeline holds.
+    """
+    return [parameter for parameter in parameters if is_counted(parameter, mesh, parameter in of_stage)]
+
+
+def sum_squares(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """The sum of squares of all gradients, float64, the same on every rank. A collective over the world.
 
-    `of_stage` are the parameters that no other stage of a pipeline holds.
+    `parameters` are those that this rank counts.
     """
     squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None and is_counted(parameter, mesh, parameter in of_stage):
+        if gradient is not None:
             own = local(gradient)
             squares += torch.linalg.vector_norm(own.to(torch.promote_types(own.dtype, torch.float32))).double().square()
     if mesh.world.size > 1:

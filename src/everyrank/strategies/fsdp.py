@@ -33,7 +33,7 @@ from everyrank.layout import Layout
 from everyrank.parallel.build import build, call, find_blocks
 from everyrank.parallel.construct import materialise
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.norm import sum_squares
+from everyrank.parallel.norm import counted, sum_squares
 from everyrank.parallel.rehearsal import rehearse
 from everyrank.parallel.replicate import average_gradients
 from everyrank.parallel.shard import reduce_over_replicas, reshard, scalar_parameters, shard
@@ -67,6 +67,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     scale = make_scale(layout)
     parameters = list(model.parameters())
     whole = scalar_parameters(model)
+    squares = functools.partial(sum_squares, counted(parameters, mesh), mesh)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         built.once(lambda: rehearse(workload, layout, built, batches[0]))
@@ -89,7 +90,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         counting.wait()
         # fully_shard has averaged over all that read: over all but the ranks that split a matrix
         averaged = world.size // mesh.size("tensor")
-        squares = functools.partial(sum_squares, parameters, mesh)
         update(workload, total, parameters, optimizer, schedule, scale, averaged, squares)
         return own
 

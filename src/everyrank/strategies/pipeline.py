@@ -33,7 +33,7 @@ from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.norm import sum_squares
+from everyrank.parallel.norm import counted, sum_squares
 from everyrank.parallel.pipe import Pipe
 from everyrank.parallel.shard import is_sharded, shard_each
 from everyrank.parallel.stage import cut_stages
@@ -60,6 +60,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     scale = make_scale(layout)
     parameters = list(model.parameters())
     own = stages.own_parameters()
+    squares = functools.partial(sum_squares, counted(parameters, mesh, set(own)), mesh)
     outside = [parameter for parameter in parameters if parameter not in set(own)]
     pipe = Pipe(mesh, stages, layout)
     built.forward.contexts.append(pipe.deferring)
@@ -78,7 +79,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         fill_in(outside, total[2:])
         average_over(outside, mesh, "pipeline")
         average_over([parameter for parameter in own if not is_sharded(parameter)], mesh)
-        squares = functools.partial(sum_squares, parameters, mesh, set(own))
         readers = mesh.size("replicate", "shard")  # all gradients are averaged over them by now
         update(workload, total[:2], parameters, optimizer, schedule, scale, readers, squares)
         return share

@@ -35,7 +35,7 @@ from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.norm import sum_squares
+from everyrank.parallel.norm import counted, sum_squares
 from everyrank.parallel.rehearsal import rehearse
 from everyrank.parallel.state import gathered_state
 from everyrank.parallel.tensor import is_split
@@ -64,7 +64,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     optimizer, schedule = make_optimizer(workload, model)
     scale = make_scale(layout)
     parameters = list(model.parameters())
-    squares = functools.partial(sum_squares, parameters, mesh)
+    squares = functools.partial(sum_squares, counted(parameters, mesh), mesh)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         built.once(lambda: rehearse(workload, layout, built, batches[0]))
