@@ -98,7 +98,7 @@ INSIDE = {
         "state",
         "rehearsal",
     ],
-    "parity": ["trace", "compare", "diagnose", "check"],
+    "parity": ["rows", "subject", "trace", "cache", "reference", "compare", "probes", "diagnose", "check"],
     "measure": [
         "clock",
         "provenance",

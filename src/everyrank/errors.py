@@ -34,6 +34,7 @@ __all__ = [
     "UsageError",
     "WorkloadError",
     "describe",
+    "is_own",
     "kind_named",
     "signal_text",
 ]
@@ -130,7 +131,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_own(frame.filename)]
+    own = [frame for frame in frames if is_own(frame.filename)]
     if not own and not frames:
         return what
     frame = own[-1] if own else frames[-1]
@@ -141,11 +142,11 @@ def _describe_text(text: str) -> str:
     """`describe` for a traceback that arrives as text; the last line says what was raised."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
     what = [line for line in text.splitlines() if re.match(r"\w[\w.]*(:|$)", line)][-1]
-    own = [frame for frame in frames if _is_own(frame[0])] or frames
+    own = [frame for frame in frames if is_own(frame[0])] or frames
     return f"{Path(own[-1][0]).name}:{own[-1][1]} in {own[-1][2]}: {what}"
 
 
-def _is_own(filename: str) -> bool:
+def is_own(filename: str) -> bool:
     """Whether a person wrote this file, as opposed to us, Python or an installed package."""
     path = Path(filename)
     inside = {"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"}

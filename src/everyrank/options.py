@@ -59,13 +59,20 @@ class PredictOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """For `verify`. `by_name`: somebody asked for these layouts, they are not simply all there are."""
+    """For `verify`.
+
+    by_name   somebody asked for these layouts, they are not simply all there are
+    quick     float64 and few updates alone
+    fresh     run `single` anew, whatever an earlier call has kept
+    """
 
     command: list[str]
     steps: int = 20
     samples: bool = False
     show: bool = True
     by_name: bool = True
+    quick: bool = False
+    fresh: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,11 @@ class Interval:
 class Parity:
     """Whether the run was checked equal to one device.
 
-    status                    equal, different or not_verified
+    status                    equal, different, refused (the workload cannot be laid out so) or not_verified
     bitwise                   every loss was equal to the last bit
-    max_relative_difference   the largest over the losses, float64
+    max_relative_difference   what decided: of what differs first; else of the loss that came closest to its tolerance
     tolerance                 what that difference was held against
+    scope                     what was compared: "20 updates", "to update 5, rounding grows beyond"
     first_divergence          "update 3, tensor layers.0.weight"
     cause                     the likely cause of a difference
     reason                    why it was not verified
@@ -62,6 +63,7 @@ class Parity:
     bitwise: bool | None = None
     max_relative_difference: float | None = None
     tolerance: float | None = None
+    scope: str | None = None
     first_divergence: str | None = None
     cause: str | None = None
     reason: str | None = None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.errors import EveryrankError, LayoutError, StoppedError, UsageError
+from everyrank.errors import EveryrankError, LayoutError, StoppedError, UnfitError, UsageError
 from everyrank.launch import Launch, Named, listen
 from everyrank.launch import run as run_ranks
 from everyrank.layout import Layout
@@ -150,19 +150,30 @@ def verify(
     samples: bool = False,
     show: bool = True,
     by_name: bool = True,
+    quick: bool = False,
+    fresh: bool = False,
 ) -> list[Record]:
     """Compare each layout with one device over `steps` updates; one Record for each.
 
     `samples` also audits that each sample is read once in every epoch and counted once in evaluation. A layout that the
-    workload cannot have is an error where it was asked for `by_name`, else it is not verified, with the reason.
-    A difference is no error: it is in `Record.parity`. Raises what `run` raises.
+    workload cannot have is refused where it was asked for `by_name`, else it is not verified, with the reason; where
+    none of the layouts can be had, that is raised. `quick` compares six updates in float64 alone; `fresh` runs `single`
+    anew, whatever an earlier call has kept. A difference is no error: it is in `Record.parity`. Raises what `run`
+    raises.
     """
     _at_least_1(steps=steps)
     for layout in layouts:
         layout.mesh(launch.processes)
-    options = VerifyOptions(_command(), steps, samples, show, by_name)
+    options = VerifyOptions(_command(), steps, samples, show, by_name, quick, fresh)
     results = run_ranks(launch, Named("everyrank.verify:verify_rank"), _sent(workload), list(layouts), launch, options)
-    return results.get(0) or []
+    return _some_were_possible(results.get(0) or [])
+
+
+def _some_were_possible(records: list[Record]) -> list[Record]:
+    """The Records. Raises `UnfitError` where the workload can have none of the layouts that were asked for."""
+    if records and all(record.parity.status == "refused" for record in records):
+        raise UnfitError(records[0].parity.reason or "")
+    return records
 
 
 def bench(
@@ -188,7 +199,7 @@ def bench(
         _command(), time.time(), trials, steps, batch_factor=batch_factor, show=show, by_name=by_name
     )
     results = run_ranks(launch, Named("everyrank.bench:bench_rank"), _sent(workload), list(layouts), launch, options)
-    return results.get(0) or []
+    return _some_were_possible(results.get(0) or [])
 
 
 def bench_scaling(

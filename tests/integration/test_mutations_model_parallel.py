@@ -38,8 +38,8 @@ from everyrank.parallel.pipe import Pipe
 from everyrank.parallel.schedule import Action
 from everyrank.parallel.stage import Stages
 from everyrank.parallel.tensor import SplitModel
-from everyrank.parity import check_layout, subject_of
-from everyrank.parity.trace import Subject, references
+from everyrank.parity import Subject, check_layout, subject_of
+from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.world import World
 from integration.test_travels_model_parallel import OTHER_PLAN, Other
@@ -427,12 +427,12 @@ def check(
         _subjects[trait, optimizer] = subject_of(workload, *open_data(workload, world), steps=4)
     subject = _subjects[trait, optimizer]
     layout = dataclasses.replace(parse_layout(text), precision="float64")
-    if world.rank == 0:
-        references(subject, layout, world)  # before anything is patched
+    ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
     first_look = contextlib.nullcontext() if rehearses or mutation is None else mock.patch.object(Built, "once")
     with first_look, mutation() if mutation is not None else contextlib.nullcontext():
         try:
-            return check_layout(subject, layout, world, key)[0]
+            parity = check_layout(subject, layout, world, key)[0]
+            return parity.reason if parity.status == "refused" else parity
         except WorkloadError as error:
             return str(error)
 

@@ -153,6 +153,8 @@ def _outcome(world: World, key: str, workload: Workload, layout: str) -> str:
     except EveryrankError as error:
         is_right = error.exit_status == 2 and "\n" not in str(error)
         return f"{'refused' if is_right else f'ended with {error.exit_status}'}: {error}"
+    if parity.status == "refused":
+        return f"refused: {parity.reason}"
     if parity.status == "equal":
         assert parity.max_relative_difference is not None
         assert parity.max_relative_difference <= 1e-10

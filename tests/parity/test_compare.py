@@ -9,13 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from everyrank.data import Update
 from everyrank.errors import LayoutError, NotFiniteError
 from everyrank.layout import parse_layout
 from everyrank.parallel.partition import prune
 from everyrank.parity.compare import compare
+from everyrank.parity.reference import Reference, make_reference, shortened
 from everyrank.parity.trace import Trace
 
-GOOD = Trace([2.0, 1.0], [4.0, 4.0], {}, {"weight": torch.ones(2)}, replicas_equal=True, states=[])
+GOOD = Trace([2.0, 1.0], [4.0, 4.0], {}, [{"weight": torch.ones(2)}], replicas_equal=True, moved=[{"weight": 0.5}])
+UPDATES = [[Update(0, 0, 0), Update(1, 0, 1)]]
+
+
+def reference(single: Trace, *perturbed: Trace, precision: str = "float64") -> Reference:
+    return make_reference(single, perturbed or [single], UPDATES, precision)
 
 
 @pytest.mark.parametrize("precision", ["float64", "bf16"])
@@ -25,15 +32,65 @@ def test_no_band_without_numbers(precision: str, who: str) -> None:
     bad = dataclasses.replace(GOOD, losses=[2.0, math.nan])
     single, perturbed = (bad, GOOD) if who == "single" else (GOOD, bad)
     with pytest.raises(NotFiniteError, match="update 1"):
-        compare(single, [perturbed], bad, precision)
+        reference(single, perturbed, precision=precision)
 
 
 def test_a_run_that_became_nan_differs() -> None:
     """Against a good reference, a run without a number is different, not equal."""
-    finding = compare(GOOD, [GOOD], dataclasses.replace(GOOD, losses=[2.0, math.nan]), "bf16")
+    finding = compare(reference(GOOD, precision="bf16"), dataclasses.replace(GOOD, losses=[2.0, math.nan]), "bf16")
     assert not finding.is_equal
     assert finding.update == 1
-    assert compare(GOOD, [GOOD], GOOD, "bf16").is_equal
+    assert compare(reference(GOOD, precision="bf16"), GOOD, "bf16").is_equal
+
+
+def with_weight(*values: float) -> Trace:
+    return dataclasses.replace(GOOD, finals=[{"weight": torch.tensor(values, dtype=torch.float64)}])
+
+
+def test_what_decided_is_told() -> None:
+    """The table shows the tensor's own difference and tolerance, not those of a loss that was equal."""
+    finding = compare(reference(with_weight(1.0, 1.0)), with_weight(1.0, 1.0 + 1e-6), "float64")
+    assert not finding.is_equal
+    assert finding.what == "update 1, tensor weight"
+    assert finding.difference == pytest.approx(1e-6)
+    assert finding.tolerance == pytest.approx(0.5e-7)  # a ten-millionth of how far it moved
+    assert finding.loss_difference == 0.0
+
+
+def test_a_gradient_that_is_zero_never_convicts() -> None:
+    """What rounding leaves of a zero gradient moves an element anywhere; an element beside it is compared."""
+    gradients = {"weight": torch.tensor([1.0, 1e-18]), "other": torch.tensor([3.0])}
+    single = dataclasses.replace(with_weight(1.0, 1.0), gradients=gradients)
+    assert compare(reference(single), with_weight(1.0, 1.3), "float64").is_equal
+    assert not compare(reference(single), with_weight(1.3, 1.0), "float64").is_equal
+    never = dataclasses.replace(single, gradients={**gradients, "weight": torch.tensor([1.0, 0.0])})
+    assert not compare(reference(never), with_weight(1.0, 1.3), "float64").is_equal  # exactly zero is no rounding
+
+
+def test_a_tensor_that_rounding_moves_is_not_compared() -> None:
+    """Its perturbed runs are as far apart as it moved: nothing can be told from it, and the text says so."""
+    finding = compare(reference(with_weight(1.0, 1.0), with_weight(1.0, 1.2)), with_weight(1.0, 4.0), "float64")
+    assert finding.is_equal
+    assert "moved by rounding alone: weight" in finding.text
+
+
+def test_a_tie_is_not_a_difference() -> None:
+    """One hit more in a thousand is a tie that rounding broke; a tenth of them is not."""
+    single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 1000.0), "top1": (500.0, 1000.0)})
+    for hits, is_equal in ((501.0, True), (400.0, False), (500.5, True)):
+        run = dataclasses.replace(single, evaluation={"loss": (3.0, 1000.0), "top1": (hits, 1000.0)})
+        assert compare(reference(single), run, "float64").is_equal is is_equal
+    run = dataclasses.replace(single, evaluation={"loss": (3.1, 1000.0), "top1": (500.0, 1000.0)})
+    assert not compare(reference(single), run, "float64").is_equal
+
+
+def test_what_cannot_be_compared_is_cut() -> None:
+    """The first updates, and those from the end of the epoch on, which begin from the initial state again."""
+    plan = [[*(Update(i, 0, i) for i in range(5)), *(Update(5 + i, 1, i) for i in range(5))]]
+    assert shortened(plan, 10) == plan
+    assert [[update.step for update in segment] for segment in shortened(plan, 3)] == [[0, 1, 2], [4, 5, 6]]
+    assert [[update.step for update in segment] for segment in shortened(plan, 7)] == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]
+    assert [[update.step for update in segment] for segment in shortened(plan, 1)] == [[0], [4], [5]]
 
 
 def test_prune_lets_go_of_state() -> None:

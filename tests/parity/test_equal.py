@@ -142,4 +142,4 @@ def losses_with_workers(world: World, workers: int) -> list[float]:
     world = dataclasses.replace(world, loader_workers=workers)
     workload = zoo.workload("augmented")
     subject = subject_of(workload, *open_data(workload, world), steps=8)
-    return trace(subject, parse_layout("ddp"), world).losses
+    return trace(subject, parse_layout("ddp"), world, subject.planned("float64")).losses

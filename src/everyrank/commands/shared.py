@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.commands.launching import add_launching
-from everyrank.errors import CHECK_FAILED, CannotRunError, UsageError
+from everyrank.errors import CHECK_FAILED, CannotRunError, UnfitError, UsageError
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, write_records
 from everyrank.workload import LR_RULES, Source, parse_settings
@@ -127,11 +127,15 @@ def close_output() -> None:
 
 
 def status_of(records: list[Record], args: argparse.Namespace) -> int:
-    """1 when a layout differs, 3 when one that was asked for by name could not be verified, else 0."""
+    """1 when a layout differs; of those asked for by name, 2 when one was refused, 3 when one cannot run; else 0."""
     for record in records:
         if record.parity.status == "different":
             print(f"everyrank: {record.layout} is not the same training as single", file=sys.stderr)
             return CHECK_FAILED
+    for record in records:
+        if record.parity.status == "refused":
+            print(f"everyrank: {record.layout}: {record.parity.reason}", file=sys.stderr)
+            return UnfitError.exit_status
     for record in records:
         if record.parity.status == "not_verified" and args.layout:
             print(f"everyrank: {record.layout}: not verified here: {record.parity.reason}", file=sys.stderr)

@@ -25,6 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_common(parser, default_processes=2)
     add_layouts(parser)
     parser.add_argument("--steps", type=int, default=20, metavar="K", help="updates to compare (default 20)")
+    parser.add_argument("--quick", action="store_true", help="float64 alone, six updates; says what it leaves out")
+    parser.add_argument("--fresh", action="store_true", help="run single anew, not as an earlier call has kept it")
     parser.add_argument("--samples", action="store_true", help="audit that each sample is read once and evaluated once")
 
 
@@ -35,7 +37,16 @@ def run(args: argparse.Namespace) -> int:
     layouts, launch = layouts_of(args), launch_of(args)
     check_writable(args.json)
     source = source_of(args)
-    records = session.verify(source, layouts, launch, steps=args.steps, samples=args.samples, by_name=bool(args.layout))
+    records = session.verify(
+        source,
+        layouts,
+        launch,
+        steps=args.steps,
+        samples=args.samples,
+        by_name=bool(args.layout),
+        quick=args.quick,
+        fresh=args.fresh,
+    )
     if not records:
         return 0
     audited = [record for record in records if args.samples and record.parity.checks]

@@ -1,23 +1,29 @@
 """Compare a layout with one device, and name the first divergence and its likely cause.
 
-The rules (section 5 of the design, docs/parity.md):
+The rules (docs/parity.md):
 
 - In float64 the loss of every update equals `single` to 1e-10 relative, the count of loss terms is equal, and each
-  final tensor, relative to its largest element, is within ten times its noise floor: `single` against `single` with
-  the samples of every micro-batch in reverse. (A parameter whose true gradient is zero, such as a key's bias, moves by
-  noise alone under Adam, so no fixed tolerance is right.)
-- The layout's own precision is compared too, within ten times the band of perturbed runs of `single`: samples
-  reversed, and the initial weights moved by one unit in the last place of that precision.
+  final tensor is as far from `single` as rounding explains: a ten-millionth of how far it moved, or ten times what
+  perturbed runs of `single` are apart. An element whose true gradient is zero is not compared: rounding alone moves it.
+- Rounding grows along a training. What is compared are the updates over which `single` stays close to itself,
+  perturbed; where those are not all, the updates at the end of the epoch are run from the initial state again.
+- The layout's own precision is compared too, over fewer updates, within ten times the band of perturbed runs.
 - Ranks that hold whole replicas hold the same bits.
 - Evaluation adds up to the same sums and counts.
 
-    trace.py      run a workload for a few updates and keep what it leaves
-    compare.py    the rules: pure arithmetic on two traces
-    diagnose.py   the first tensor that differs, and the likely cause
-    check.py      all of it for one layout
+    subject.py     what is compared: a workload made quiet, few updates
+    rows.py        which samples were computed on, told from what they hold
+    trace.py       run a workload for these updates and keep what it leaves
+    cache.py       runs of `single` on the disk
+    reference.py   `single`, and how far rounding alone moves it
+    compare.py     the rules: pure arithmetic
+    probes.py      why a workload is not the same in parts as it is as a whole
+    diagnose.py    the first tensor that differs, and the likely cause
+    check.py       all of it for one layout
 """
 
 from everyrank.parity.check import check_layout
-from everyrank.parity.trace import Subject, Trace, subject_of, trace
+from everyrank.parity.subject import Subject, subject_of
+from everyrank.parity.trace import Trace, trace
 
 __all__ = ["Subject", "Trace", "check_layout", "subject_of", "trace"]

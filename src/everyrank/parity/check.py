@@ -10,7 +10,9 @@ from everyrank.errors import CannotRunError, UnfitError
 from everyrank.layout import Layout
 from everyrank.parity.compare import Finding, compare
 from everyrank.parity.diagnose import locate
-from everyrank.parity.trace import Subject, Trace, references, trace_in_place
+from everyrank.parity.reference import ensure_references
+from everyrank.parity.subject import Subject, single_like
+from everyrank.parity.trace import Trace, trace_in_place
 from everyrank.record import Parity
 from everyrank.world import World, from_rank_0
 
@@ -23,53 +25,56 @@ def check_layout(
     """Compare `layout` with `single`: the outcome on every rank, and the losses in the layout's own precision.
 
     `key` is a name used once; the losses of a layout of one process are on rank 0 alone. A layout that cannot run
-    here is `not_verified`, with the reason, and so is one that nobody asked for `by_name` and that the workload cannot
-    have. A collective.
+    here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
+    `by_name`, else `not_verified`. A collective.
     """
+    ensure_references(subject, layout, world, key)
     checks = list(subject.notes)
-    findings: list[Finding] = []
+    finding: Finding | None = None
     losses: list[float] = []
-    for precision in dict.fromkeys(["float64", layout.precision]):
+    for precision in subject.precisions(layout):
         variant = dataclasses.replace(layout, precision=precision)
+        single = str(single_like(subject, layout, precision))
         here = f"{key}/{precision}"
         try:
-            run = trace_in_place(subject, variant, world, here)
+            run = trace_in_place(
+                subject, variant, world, here, subject.segments[single], evaluates=precision == "float64"
+            )
         except (CannotRunError, UnfitError) as error:
-            if by_name and isinstance(error, UnfitError):
-                raise
-            return Parity("not_verified", reason=str(error), checks=checks), []
+            is_refused = by_name and isinstance(error, UnfitError)
+            return Parity("refused" if is_refused else "not_verified", reason=str(error), checks=checks), []
         losses = run.losses if run is not None else []
-        finding = Finding(
-            **from_rank_0(world, f"{here}/compare", functools.partial(_compare, subject, variant, world, run))
-        )
-        findings.append(finding)
-        if not finding.is_equal:
-            first, cause = locate(subject, variant, world, here, finding)
-            return _different(finding, f"{first} ({precision})", cause, checks), losses
-        checks.append(f"{precision}: {finding.text}")
-    in_float64 = findings[0]
+        compared = functools.partial(_compare, subject, single, precision, run)
+        own = Finding(**from_rank_0(world, f"{here}/compare", compared))
+        if not own.is_equal:
+            first, cause = locate(subject, variant, world, here, own)
+            return _different(own, f"{first} ({precision})", cause, checks), losses
+        checks.append(f"{precision}, {own.scope}: {own.text}")
+        finding = finding or own  # float64 decides; the layout's own precision can only refuse
+    assert finding is not None
     parity = Parity(
         "equal",
-        bitwise=in_float64.loss_difference == 0.0,
-        max_relative_difference=in_float64.loss_difference,
-        tolerance=in_float64.loss_tolerance,
+        bitwise=finding.loss_difference == 0.0,
+        max_relative_difference=finding.difference,
+        tolerance=finding.tolerance,
+        scope="the gradients alone" if subject.by_gradient else finding.scope,
         checks=checks,
     )
     return parity, losses
 
 
-def _compare(subject: Subject, layout: Layout, world: World, run: Trace | None) -> dict[str, Any]:
+def _compare(subject: Subject, single: str, precision: str, run: Trace | None) -> dict[str, Any]:
     assert run is not None, "rank 0 takes part in every run"
-    single, *perturbed = references(subject, layout, world)
-    return dataclasses.asdict(compare(single, perturbed, run, layout.precision))
+    return dataclasses.asdict(compare(subject.references[single], run, precision))
 
 
 def _different(finding: Finding, first: str, cause: str | None, checks: list[str]) -> Parity:
     return Parity(
         "different",
         bitwise=False,
-        max_relative_difference=finding.loss_difference,
-        tolerance=finding.loss_tolerance,
+        max_relative_difference=finding.difference,
+        tolerance=finding.tolerance,
+        scope=finding.scope,
         first_divergence=first,
         cause=cause,
         checks=checks,

@@ -1,37 +1,44 @@
-"""The rules: hold the trace of a run against those of `single`. Pure arithmetic, no ranks."""
+"""The rules: hold the trace of a run against `single`. Pure arithmetic, no ranks."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from everyrank.errors import NotFiniteError
+from everyrank.parity.reference import UNSTEADY, Reference, relative, tensor_distance
 from everyrank.parity.trace import Trace
 
-__all__ = ["Finding", "compare", "relative", "tensor_difference", "tensor_tolerance"]
+__all__ = ["Finding", "compare", "tensor_tolerance"]
 
 _LOSS_BASE = {"float64": 1e-10, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
-_TENSOR_BASE = {"float64": 1e-12, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
-_FLOOR_FACTOR = 10.0
+# how many times farther than perturbed runs of `single` a run may be: in float64 these are few, and close
+_LOSS_FACTOR = {"float64": 100.0, "float32": 10.0, "bf16": 10.0, "fp16": 10.0}
+_TENSOR_BASE = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  # of the largest element
+_MOVED_BASE = 1e-7  # of how far it moved, float64: a mistake changes the update itself
+_TENSOR_FACTOR = 10.0
+_BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
+_EVALUATION_BASE = 1e-9
 
 
 @dataclass(frozen=True)
 class Finding:
     """How a run compares with `single`.
 
-    `what` and `update` say where the first difference beyond tolerance was seen (update -1: outside the updates), and
-    `cause` is set where that place alone gives it away.
+    `difference` and `tolerance` are those that decided: of the first thing that differs, or where nothing does, of
+    the loss that came closest to its tolerance. `what` and `update` (counted over all segments; -1: outside the
+    updates) say what differs, `kind` is count, single, loss, replicas, tensor or evaluation, and `cause` is set where
+    that alone gives it away.
     """
 
     is_equal: bool
-    loss_difference: float
-    loss_tolerance: float
+    difference: float | None
+    tolerance: float | None
+    loss_difference: float = 0.0
+    scope: str = ""
     text: str = ""
+    kind: str = ""
     what: str = ""
     update: int = -1
     cause: str | None = None
@@ -39,122 +46,175 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where something differs."""
+    """Where something differs, by how much, and what was allowed."""
 
+    kind: str
     what: str
+    difference: float | None
+    tolerance: float | None
     update: int = -1
     cause: str | None = None
 
 
-def compare(single: Trace, perturbed: Sequence[Trace], run: Trace, precision: str) -> Finding:
-    """Hold `run` against `single`, with the perturbed runs of `single` as the band of what rounding does.
-
-    Raises `NotFiniteError` where `single` or a perturbed run of it has no number to compare with.
-    """
-    for trace in (single, *perturbed):
-        for index, loss in enumerate(trace.losses):
-            if not math.isfinite(loss):
-                raise NotFiniteError(
-                    f"update {index}: the loss of single in {precision} is {loss}; nothing to compare with"
-                )
-    spreads = [max(relative(a, other.losses[i]) for other in perturbed) for i, a in enumerate(single.losses)]
-    floors = list(itertools.accumulate(spreads, max))
-    base = _LOSS_BASE[precision]
-    tolerances = [base if precision == "float64" else max(base, _FLOOR_FACTOR * floor) for floor in floors]
+def compare(reference: Reference, run: Trace, precision: str) -> Finding:
+    """Hold `run` against `single`, with what rounding does to that as the measure."""
+    single = reference.trace
+    base, factor = _LOSS_BASE[precision], _LOSS_FACTOR[precision]
+    tolerances = [max(base, factor * floor) for floor in reference.loss_floors]
     differences = [relative(a, b) for a, b in zip(single.losses, run.losses, strict=True)]
-    worst = max(differences), max(tolerances)
     place = (
-        _first_count(single, run)
-        or _unsteady(floors[-1], precision)
-        or _first_loss(differences, tolerances)
+        _first_count(reference, run)
+        or _unsteady(reference, precision)
+        or _first_loss(reference, differences, tolerances)
         or _replicas(run)
-        or _first_tensor(single, perturbed, run, precision)
-        or _evaluation(single, perturbed, run, precision)
+        or _first_tensor(reference, run, precision)
+        or _evaluation(reference, run, precision)
     )
+    largest, scope = max(differences), _scope(reference)
     if place is not None:
-        return Finding(False, *worst, what=place.what, update=place.update, cause=place.cause)
-    tensors = max((tensor_difference(tensor, run.final[name]) for name, tensor in single.final.items()), default=0.0)
-    text = (
-        f"{len(differences)} losses differ by at most {worst[0]:.1e} (tolerance {worst[1]:.1e}), "
-        f"{len(single.final)} tensors by at most {tensors:.1e} (within ten noise floors)"
-    )
-    return Finding(True, *worst, text=text)
+        return Finding(
+            False,
+            place.difference,
+            place.tolerance,
+            largest,
+            scope,
+            kind=place.kind,
+            what=place.what,
+            update=place.update,
+            cause=place.cause,
+        )
+    _, difference, tolerance = max((d / t, d, t) for d, t in zip(differences, tolerances, strict=True))
+    text = f"{len(differences)} losses differ by at most {largest:.1e} (tolerance {tolerance:.0e}), "
+    text += _about_tensors(reference, run, precision)
+    return Finding(True, difference, tolerance, largest, scope, text)
 
 
-def _first_count(single: Trace, run: Trace) -> _Place | None:
+def _scope(reference: Reference) -> str:
+    """`20 updates`, or `to update 5, rounding grows beyond`."""
+    lengths = [len(segment) for segment in reference.segments]
+    if not reference.is_cut:
+        return f"{sum(lengths)} update{'s' * (sum(lengths) != 1)}"
+    again = f", {lengths[1]} more at the epoch's end" if len(lengths) > 1 else ""
+    return f"to update {lengths[0]}{again}; rounding grows beyond"
+
+
+def _first_count(reference: Reference, run: Trace) -> _Place | None:
+    single = reference.trace
     for index, (here, there) in enumerate(zip(single.counts, run.counts, strict=True)):
-        if relative(here, there) > 1e-6:
-            cause = f"the loss counted {there:g} terms over all ranks and {here:g} in one process: "
+        difference = relative(here, there)
+        if difference > 1e-6:
+            cause = None
             if set(single.counts) == {1.0}:  # one term, whatever the batch
-                cause += "it returns a mean over its own slice (a local mean); return (sum over terms, number of terms)"
-            else:
-                cause += "ranks do not read the samples they should, or the count depends on how a batch is cut"
-            return _Place(f"update {index}, count of loss terms", index, cause)
+                cause = (
+                    f"the loss counted {there:g} terms over all ranks and {here:g} in one process: it returns a mean "
+                    "over its own slice (a local mean); return (sum over terms, number of terms)"
+                )
+            what = f"{_update(reference, index)}, count of loss terms ({there:g}, and {here:g} in one process)"
+            return _Place("count", what, difference, 1e-6, index, cause)
     return None
 
 
-def _unsteady(floor: float, precision: str) -> _Place | None:
-    if precision != "float64" or floor <= 1e-8:
+def _unsteady(reference: Reference, precision: str) -> _Place | None:
+    """Where already the first loss from equal weights is not that of the same samples in reverse."""
+    if precision != "float64":
         return None
-    cause = (
-        f"with the samples of each batch in reverse, single's own loss differs by {floor:.1e}: the model draws random "
-        "numbers (dropout as a function?), or the loss is no sum over samples"
-    )
-    return _Place("single itself", cause=cause)
+    index = 0
+    for segment in reference.segments:
+        floor = reference.loss_floors[index]
+        if floor > UNSTEADY:
+            cause = (
+                f"with the samples of the batch in reverse, single's own loss differs by {floor:.1e} from equal "
+                "weights: the model draws random numbers (dropout as a function?), or the loss is no sum over samples"
+            )
+            return _Place("single", f"{_update(reference, index)}, single itself", floor, UNSTEADY, index, cause)
+        index += len(segment)
+    return None
 
 
-def _first_loss(differences: Sequence[float], tolerances: Sequence[float]) -> _Place | None:
+def _first_loss(reference: Reference, differences: list[float], tolerances: list[float]) -> _Place | None:
     for index, (difference, tolerance) in enumerate(zip(differences, tolerances, strict=True)):
         if not difference <= tolerance:  # NaN differs from everything
-            return _Place(f"update {index}, loss", index)
+            return _Place("loss", f"{_update(reference, index)}, loss", difference, tolerance, index)
     return None
 
 
 def _replicas(run: Trace) -> _Place | None:
-    return None if run.replicas_equal else _Place("the replicas", len(run.losses) - 1)
+    if run.replicas_equal:
+        return None
+    return _Place("replicas", "the replicas, bit by bit", None, None, len(run.losses) - 1)
 
 
-def _first_tensor(single: Trace, perturbed: Sequence[Trace], run: Trace, precision: str) -> _Place | None:
-    for name, tensor in single.final.items():
-        tolerance = tensor_tolerance(tensor, [other.final[name] for other in perturbed], precision)
-        if not tensor_difference(tensor, run.final.get(name)) <= tolerance:
-            last = len(run.losses) - 1
-            return _Place(f"update {last}, tensor {name}", last)
+def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Place | None:
+    last = -1
+    for number, final in enumerate(reference.trace.finals):
+        last += len(reference.segments[number])
+        for name, tensor in final.items():
+            tolerance = tensor_tolerance(reference, number, name, tensor, precision)
+            if tolerance is None:
+                continue
+            other = run.finals[number].get(name)
+            found = math.inf if other is None else tensor_distance(tensor, other, reference.nulls.get(name))
+            if not found <= tolerance:
+                scale = _largest(tensor)
+                what = f"{_update(reference, last)}, tensor {name}"
+                return _Place("tensor", what, found / scale, tolerance / scale, last)
     return None
 
 
-def _evaluation(single: Trace, perturbed: Sequence[Trace], run: Trace, precision: str) -> _Place | None:
-    for name, (total, count) in single.evaluation.items():
+def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tensor, precision: str) -> float | None:
+    """How far an element may be from `single` after segment `number`; None for a tensor that rounding alone moves."""
+    floor, moved = reference.floors[number][name], reference.trace.moved[number].get(name, 0.0)
+    base = _TENSOR_BASE[precision] * _largest(tensor)
+    if precision == "float64":
+        if moved and floor > max(base, _BY_NOISE * moved):
+            return None
+        base = max(base, _MOVED_BASE * moved)
+    return max(base, _TENSOR_FACTOR * floor)
+
+
+def _largest(tensor: Tensor) -> float:
+    return max(float(tensor.double().abs().max()) if tensor.numel() else 0.0, 1e-300)
+
+
+def _about_tensors(reference: Reference, run: Trace, precision: str) -> str:
+    """How far the tensors are, and how many of them could not be compared."""
+    worst, left_out = 0.0, set(reference.nulls)
+    for number, final in enumerate(reference.trace.finals):
+        for name, tensor in final.items():
+            if tensor_tolerance(reference, number, name, tensor, precision) is None:
+                left_out.add(name)
+            else:
+                found = tensor_distance(tensor, run.finals[number][name], reference.nulls.get(name))
+                worst = max(worst, found / _largest(tensor))
+    text = f"{len(reference.trace.finals[0])} tensors by at most {worst:.1e} of their largest element"
+    if left_out:
+        text += f" ({len(left_out)} of them, in part, are moved by rounding alone: {min(left_out)}, for one)"
+    return text
+
+
+def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | None:
+    if precision != "float64":
+        return None
+    tolerance = max(_EVALUATION_BASE, 100 * max(reference.loss_floors))
+    for name, (total, count) in reference.trace.evaluation.items():
         run_total, run_count = run.evaluation[name]
         if relative(count, run_count) > 1e-12:
-            cause = f"{name} counted {run_count:g} terms over all ranks and {count:g} in one process"
-            return _Place(f"evaluation, count of {name}", cause=cause)
-        spread = max(relative(total, other.evaluation[name][0]) for other in perturbed)
-        if precision == "float64" and relative(total, run_total) > max(1e-9, _FLOOR_FACTOR * spread):
-            return _Place(f"evaluation, sum of {name}", cause="ranks do not evaluate the samples they should")
+            what = f"evaluation, count of {name} ({run_count:g}, and {count:g} in one process)"
+            return _Place("evaluation", what, relative(count, run_count), 1e-12)
+        difference = relative(total, run_total)
+        # numbers of hits: a tie that rounding breaks another way is one more, or one less
+        is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)
+        if not (difference <= tolerance or is_a_tie):
+            return _Place("evaluation", f"evaluation, sum of {name}", difference, tolerance)
     return None
 
 
-def relative(reference: float, value: float) -> float:
-    """The distance of `value` from `reference`, relative to that; inf where one of them is NaN."""
-    if reference == value:
-        return 0.0
-    difference = abs(value - reference) / max(abs(reference), 1e-300)
-    return difference if difference == difference else float("inf")
-
-
-def tensor_difference(reference: Tensor, value: Tensor | None) -> float:
-    """The largest difference, relative to the largest element of the reference; inf for another shape or NaN."""
-    if value is None or value.shape != reference.shape:
-        return float("inf")
-    if reference.numel() == 0 or torch.equal(reference, value):
-        return 0.0
-    wide, other = reference.double(), value.double()
-    difference = float((wide - other).abs().max() / wide.abs().max().clamp(min=1e-300))
-    return difference if difference == difference else float("inf")
-
-
-def tensor_tolerance(reference: Tensor, perturbed: Sequence[Tensor], precision: str) -> float:
-    """Ten times the noise floor of a tensor: how far perturbed runs of `single` are from it."""
-    floor = max(tensor_difference(reference, other) for other in perturbed)
-    return max(_TENSOR_BASE[precision], _FLOOR_FACTOR * floor)
+def _update(reference: Reference, index: int) -> str:
+    """`update 3`, as the updates of all segments are numbered; of a later one, what it is."""
+    for number, segment in enumerate(reference.segments):
+        if index < len(segment):
+            update = segment[index]
+            place = f" (batch {update.index} of epoch {update.epoch}, from the initial state)" if number else ""
+            return f"update {update.step}{place}"
+        index -= len(segment)
+    raise AssertionError("no such update")

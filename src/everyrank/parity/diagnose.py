@@ -1,75 +1,151 @@
-"""The first tensor that differs, and the likely cause: run again up to where the losses parted, keeping the tensors."""
+"""The first tensor that differs, and the likely cause: run again up to where the runs parted, keeping the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from everyrank.collectives import gather
 from everyrank.data import Update
 from everyrank.layout import Layout
 from everyrank.parallel.construct import on_cpu
-from everyrank.parity.compare import Finding, relative, tensor_difference, tensor_tolerance
-from everyrank.parity.trace import Subject, Trace, single_like, trace, trace_in_place
+from everyrank.parity.compare import Finding
+from everyrank.parity.probes import probe_evaluation, probe_update
+from everyrank.parity.reference import Reference, relative, tensor_distance
+from everyrank.parity.rows import missing_rows
+from everyrank.parity.subject import Segments, Subject, single_like
+from everyrank.parity.trace import Trace, distance, trace, trace_in_place
 from everyrank.world import World, alone, from_rank_0
 
 __all__ = ["locate"]
 
 _KEEP_BYTES = 2 << 30  # of states kept while looking
 _State = dict[str, Tensor]
+_FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first update that has it
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on."""
+
+    subject: Subject
+    world: World
+    updates: Sequence[Update]
+    reference: Trace
+    run: Trace
+    watched: Sequence[list[float]]
 
 
 def locate(subject: Subject, layout: Layout, world: World, key: str, finding: Finding) -> tuple[str, str | None]:
     """("update 3, tensor layers.0.weight", the likely cause) of a finding. A collective."""
-    if finding.cause is not None or finding.update < 0:
+    single = single_like(subject, layout, layout.precision)
+    segments, done = _up_to(subject, subject.segments[str(single)], finding.update)
+    if finding.kind == "single":  # the workload itself: no layout has to run for it
+        update = segments[0][done - 1]
+        probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(subject, alone(world), update))
+        return finding.what, probed or finding.cause
+    if finding.cause is not None:
         return finding.what, finding.cause
-    size = sum(parameter.numel() * parameter.element_size() for parameter in on_cpu(subject.workload).parameters())
-    count = min(finding.update + 1, max(1, _KEEP_BYTES // (3 * size)))
-    options: dict[str, Any] = {"updates": subject.updates[:count], "keep": count}
-    run = trace_in_place(subject, layout, world, f"{key}/again", **options)
+    run = trace_in_place(subject, layout, world, f"{key}/again", segments, keep=True)
+    # of a layout of one process, rank 0 has all there is
+    rows = [row.tolist() for row in _rows_of_all(run, world)] if layout.axis is not None else []
 
     def look() -> tuple[str, str | None]:
         assert run is not None
-        single = single_like(subject, layout)
-        reference = trace(subject, single, alone(world), **options)
-        reverse = trace(subject, single, alone(world), reverse=True, **options)
-        first = _first_difference(reference.states, reverse.states, run.states, layout.precision)
-        if first is None:
-            return finding.what, None
-        done, name = first
-        where = f"update {done - 1}" if done else "before any update"
-        return f"{where}, tensor {name}", _cause(subject, reference, run, done, name, world.size)
+        reference = trace(subject, single, alone(world), segments, keep=True)
+        case = _Case(subject, world, segments[0], reference, run, rows or [_counted(run.rows)])
+        if finding.kind == "evaluation":
+            cause = probe_evaluation(subject, alone(world))
+            return finding.what, cause or _about_rows(case, len(segments[0]), "evaluation") or _EVALUATION
+        known = subject.references.get(str(single))
+        first = _first_difference(reference.states, run.states, known)
+        if finding.kind == "count" or first is None or first[0] > done:
+            return finding.what, _cause_in_loss(case, done - 1)
+        moved, name = first
+        where = f"update {segments[0][moved - 1].step}" if moved else "before any update"
+        return f"{where}, tensor {name}", _cause(case, moved, name)
 
     first, cause = from_rank_0(world, f"{key}/look", look)
     return first, cause
 
 
-def _first_difference(
-    reference: list[_State], reverse: list[_State], run: list[_State], precision: str
-) -> tuple[int, str] | None:
-    """(number of updates done, name) of the first tensor beyond its tolerance."""
-    for done, (here, floor, there) in enumerate(zip(reference, reverse, run, strict=True)):
+_EVALUATION = (
+    "every rank evaluated the samples it should: the model computes something else in evaluation than in one process, "
+    "or a metric is no sum over samples"
+)
+
+
+def _up_to(subject: Subject, segments: Segments, index: int) -> tuple[Segments, int]:
+    """The segment in which update `index` (counted over all of them; -1: the last one) stands, up to it; its length."""
+    for segment in segments:
+        if index < len(segment):
+            break
+        index -= len(segment)
+    else:
+        segment = segments[-1]
+    size = sum(parameter.numel() * parameter.element_size() for parameter in on_cpu(subject.workload).parameters())
+    count = min((index if index >= 0 else len(segment) - 1) + 1, max(1, _KEEP_BYTES // (3 * size)))
+    return [segment[:count]], count
+
+
+def _counted(rows: Sequence[Tensor]) -> list[float]:
+    """The rows in one list, each update's after how many they are."""
+    return [value for row in rows for value in (float(len(row)), *row.tolist())]
+
+
+def _rows_of_all(run: Trace | None, world: World) -> list[Tensor]:
+    assert run is not None
+    return gather(torch.tensor(_counted(run.rows), dtype=torch.float64), world)
+
+
+def _about_rows(case: _Case, place: int, what: str) -> str | None:
+    """Samples that no rank computed on, or that several did; None where each one had its own."""
+    expected = case.reference.rows
+    found: list[float] = []
+    for numbers in case.watched:
+        start = 0
+        for _ in range(place):
+            start += int(numbers[start]) + 1 if start < len(numbers) else 0
+        if start < len(numbers):
+            found += numbers[start + 1 : start + 1 + int(numbers[start])]
+    if place >= len(expected):
+        return None
+    missing = missing_rows(expected[place], torch.tensor(found, dtype=torch.float64))
+    total = len(expected[place])
+    if missing or len(found) != total:
+        return (
+            f"ranks do not read the samples they should: of the {total} samples of {what}, {missing} were read by no "
+            f"rank, and {len(found)} were read in all"
+        )
+    return None
+
+
+def _first_difference(reference: list[_State], run: list[_State], known: Reference | None) -> tuple[int, str] | None:
+    """(number of updates done, name) of the first tensor that differs by more than rounding."""
+    for done, (here, there) in enumerate(zip(reference, run, strict=True)):
         for name, tensor in here.items():
-            tolerance = tensor_tolerance(tensor, [floor[name]], precision)
-            if not tensor_difference(tensor, there.get(name)) <= tolerance:
+            nulls = known.nulls.get(name) if known is not None else None
+            moved = distance(reference[0][name], tensor)
+            floor = known.floors[0][name] if known is not None and name in known.floors[0] else 0.0
+            if moved and floor > 1e-2 * moved:
+                continue  # rounding alone moves it
+            largest = float(tensor.double().abs().max()) if tensor.numel() else 0.0
+            tolerance = max(_FIRST_TENSOR * moved, 1e-12 * largest, 10 * floor)
+            if not (name in there and tensor_distance(tensor, there[name], nulls) <= tolerance):
                 return done, name
     return None
 
 
-def _cause(subject: Subject, reference: Trace, run: Trace, done: int, name: str, size: int) -> str:
-    """The likely cause, from what differs first."""
+def _cause(case: _Case, done: int, name: str) -> str:
+    """The likely cause, from the tensor that differs first, after `done` updates."""
     if done == 0:
         return "the ranks did not start from the same weights: building the model draws on something unseeded"
-    index, updates = done - 1, subject.updates
+    index, reference, run, size = done - 1, case.reference, case.run, case.world.size
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
-        if _begins_second_epoch(updates, index):
-            return "it begins with the second epoch: the epoch does not reach the order of the samples (set_epoch)"
-        norm = "batch norm over one rank's samples only, or " if subject.has_batch_norm else ""
-        return (
-            f"the loss differs before the weights do: {norm}ranks that do not read the samples they should, or a model "
-            "that computes something else in parts than as a whole"
-        )
+        return _cause_in_loss(case, index)
     if not run.replicas_equal:
         return "ranks hold different weights: gradients are not added up over the ranks"
     if "running_" in name or "num_batches_tracked" in name:
@@ -81,7 +157,33 @@ def _cause(subject: Subject, reference: Trace, run: Trace, done: int, name: str,
         return f"the update is {ratio:.3g} times that of one device: divided by the number of ranks once too often"
     if index and reference.counts[index] != reference.counts[index - 1]:
         return "it begins with an update of another size: gradients are not normalised by the global count"
-    return "the gradients that reach the optimizer are not the sum over all samples of the global batch"
+    return (
+        "the loss is that of one device, the gradients that reach the optimizer are not: they are no sum over all "
+        "samples of the global batch"
+    )
+
+
+def _cause_in_loss(case: _Case, index: int) -> str:
+    """The likely cause of a loss, or a count of its terms, that differs before any weight does."""
+    place = min(index, len(case.updates) - 1)
+    update, reference, run = case.updates[place], case.reference, case.run
+    found = probe_update(case.subject, alone(case.world), update)
+    if found is not None:
+        return found
+    about_rows = _about_rows(case, place, f"update {update.step}")
+    if about_rows is not None and _begins_second_epoch(case.updates, place):
+        why = "it begins with the second epoch: the epoch does not reach the order of the samples (set_epoch)"
+        return f"{why}; {about_rows}"
+    if about_rows is not None:
+        return about_rows
+    if relative(reference.counts[index], run.counts[index]) > 1e-6:
+        there, here = run.counts[index], reference.counts[index]
+        return f"every rank read its samples, but {there:g} loss terms were counted and {here:g} in one process"
+    norm = "batch norm over one rank's samples only, or " if case.subject.has_batch_norm else ""
+    return (
+        f"every rank read the samples it should, and the loss differs before the weights do: {norm}a model that "
+        "computes something else in parts than as a whole"
+    )
 
 
 def _begins_second_epoch(updates: Sequence[Update], index: int) -> bool:

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from everyrank.collectives import all_equal, sum_over_ranks
-from everyrank.data import Update, all_updates, updates_per_epoch
+from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.loop import blame_workload, evaluate, planned_updates, run_updates
-from everyrank.parallel.batch_norm import has_batch_norm
-from everyrank.parallel.construct import on_cpu
+from everyrank.loop import blame_workload, evaluate, restore, run_updates, snapshot
 from everyrank.parallel.mesh import local_tensors
-from everyrank.strategies import prepare
-from everyrank.workload import Workload
+from everyrank.parity.rows import row_values
+from everyrank.parity.subject import Segments, Subject
+from everyrank.strategies import Prepared, prepare
 from everyrank.world import World, alone, on_rank_0
 
-__all__ = ["Subject", "Trace", "chosen_updates", "references", "single_like", "subject_of", "trace", "trace_in_place"]
+__all__ = ["Trace", "trace", "trace_in_place"]
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,120 +32,84 @@ _QUIET_SCALE = 256.0
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run leaves: for each update the loss and the global count; evaluation; the final tensors.
+    """What one run leaves: for each update the loss and the global count; evaluation; tensors.
 
-    `states` holds the tensors before the first update and after each of the kept ones; on rank 0 only.
+    finals      the tensors at the end of each segment, on rank 0
+    moved       of each segment: how far the element of a tensor that moved most is from where it began
+    gradients   the largest magnitude that each element of a parameter's gradient had in any update
+    states      the tensors before the first update and after each one, where they were to be kept; on rank 0
+    rows        for each update, and then for each batch of the evaluation: a value for each sample that this rank
+                computed on, where they were to be watched (see rows.py)
     """
 
     losses: list[float]
     counts: list[float]
     evaluation: dict[str, tuple[float, float]]
-    final: dict[str, Tensor]
+    finals: list[dict[str, Tensor]]
     replicas_equal: bool
-    states: list[dict[str, Tensor]]
-
-
-@dataclass
-class Subject:
-    """What is compared: a workload with its data, the updates to run, and the runs of `single` made so far."""
-
-    workload: Workload
-    train_data: Any
-    eval_data: Any
-    updates: list[Update]
-    notes: list[str]
-    has_batch_norm: bool
-    references: dict[str, list[Trace]] = field(default_factory=dict[str, list[Trace]])
-
-
-def subject_of(workload: Workload, train_data: Any, eval_data: Any, steps: int) -> Subject:
-    """The workload as it is checked: dropout set to 0, and few updates that still cross an epoch and a ragged batch."""
-    with blame_workload():
-        model = on_cpu(workload)
-        num_dropouts = _without_dropout(model)
-    quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
-    steps = min(steps, planned_updates(workload, len(train_data)))
-    updates = chosen_updates(len(train_data), workload.global_batch, steps)
-    notes = [f"dropout set to 0 in {num_dropouts} modules"] if num_dropouts else []
-    return Subject(quiet, train_data, eval_data, updates, notes, has_batch_norm(model))
-
-
-def chosen_updates(length: int, global_batch: int, steps: int) -> list[Update]:
-    """`steps` updates: the first of epoch 0, its last (which may be ragged), and the first of epoch 1.
-
-    The order of samples is a function of seed, epoch and step alone, so the updates between can be left out.
-    """
-    per_epoch = updates_per_epoch(length, global_batch)
-    if per_epoch <= steps // 2 or steps < 3:
-        return list(all_updates(steps, per_epoch))
-    first = steps // 2 - 1
-    places = [(0, index) for index in range(first)] + [(0, per_epoch - 1)]
-    places += [(1, index) for index in range(steps - first - 1)]
-    return [Update(step, epoch, index) for step, (epoch, index) in enumerate(places)]
-
-
-def _quiet(model: nn.Module) -> nn.Module:
-    _without_dropout(model)
-    return model
-
-
-def _without_dropout(model: nn.Module) -> int:
-    """Set every dropout to 0; how many modules that changed."""
-    changed = 0
-    for module in model.modules():
-        for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("dropout",):  # pyright: ignore[reportPrivateUsage]
-            value = getattr(module, name, None)
-            if isinstance(value, float) and value > 0:
-                setattr(module, name, 0.0)
-                changed += 1
-    return changed
+    moved: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    states: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+    rows: list[Tensor] = field(default_factory=list[Tensor])
 
 
 def trace(
     subject: Subject,
     layout: Layout,
     world: World,
+    segments: Segments,
+    *,
     reverse: bool = False,
     jitter: int = 0,
-    updates: Sequence[Update] | None = None,
-    keep: int = 0,
+    measure: bool = False,
+    keep: bool = False,
+    evaluates: bool = True,
 ) -> Trace:
-    """Run the updates under `layout`. A collective over `world`.
+    """Run the updates under `layout`, each segment of them from the initial state. A collective over `world`.
 
     `reverse` turns the samples round within each micro-batch. A `jitter` above 0 is the seed by which each initial
-    weight is moved one unit in the last place, up, down or not at all. The tensors are kept before the first update
-    and after the first `keep` ones.
+    weight is moved one unit in the last place, up, down or not at all. `measure` finds out how far tensors move and
+    how large gradients are (for `single`); `keep` keeps the tensors of every update, and watches the samples.
     """
     workload = subject.workload
     if jitter:
         step = torch.finfo(_DTYPES[layout.precision]).eps
         workload = dataclasses.replace(workload, model=lambda *at: _moved(subject.workload.model(*at), step, jitter))
-    updates = subject.updates if updates is None else updates
     with blame_workload():
         prepared = prepare(workload, layout, world)
+    rows: list[Tensor] = []
+    watched = _watched(prepared, rows) if keep else prepared
     if prepared.scale is not None:
         prepared.scale.scale = _QUIET_SCALE
-    states = [prepared.state()] if keep else []
+    initial = prepared.state() if measure or keep else {}
+    saved = snapshot(prepared) if len(segments) > 1 else {}
+    found = Trace([], [], {}, [], True, states=[initial] if keep else [], rows=rows)
     shares: list[Tensor] = []
-    for share in run_updates(workload, subject.train_data, layout, world, prepared, updates, reverse):
-        shares.append(share)
-        if len(states) <= keep and keep:
-            states.append(prepared.state())
+    for number, updates in enumerate(segments):
+        if number:
+            restore(prepared, saved)
+        for share in run_updates(workload, subject.train_data, layout, world, watched, updates, reverse):
+            shares.append(share)
+            if keep:
+                found.states.append(prepared.state())
+            if measure:
+                _largest_gradients(prepared.model, found.gradients)
+        found.finals.append(prepared.state())
+        if measure:
+            found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.mesh.world)
     evaluation: dict[str, tuple[float, float]] = {}
-    if subject.eval_data is not None and not keep:
-        evaluation = evaluate(workload, subject.eval_data, layout, world, prepared)
+    if subject.eval_ends is not None and evaluates:
+        evaluation = evaluate(workload, subject.eval_ends, layout, world, watched)
     replicas_equal = all_equal(local_tensors(prepared.replicas), prepared.mesh.world)
-    final = prepared.state()
-    del prepared
+    del prepared, watched, saved
     gc.collect()
-    return Trace(
+    return dataclasses.replace(
+        found,
         losses=[total / count if count else float("nan") for total, count in totals.tolist()],
         counts=totals[:, 1].tolist(),
         evaluation=evaluation,
-        final=final,
         replicas_equal=replicas_equal,
-        states=states,
     )
 
 
@@ -155,34 +118,47 @@ def _moved(model: nn.Module, step: float, seed: int) -> nn.Module:
     """The model with each weight multiplied by 1 + step, 1 or 1 - step."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        signs = torch.randint(-1, 2, parameter.shape, generator=generator)
-        parameter.mul_(1 + step * signs)
+        if parameter.is_floating_point():
+            signs = torch.randint(-1, 2, parameter.shape, generator=generator)
+            # float64, whatever the model is built in: its last place may be finer than that of the weights as built
+            parameter.data = parameter.data.double() * (1 + step * signs.to(parameter.device))
     return model
 
 
-def trace_in_place(subject: Subject, layout: Layout, world: World, key: str, **options: Any) -> Trace | None:
+def _largest_gradients(model: nn.Module, largest: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.grad is not None:
+            size = parameter.grad.detach().abs().cpu()
+            largest[name] = torch.maximum(largest[name], size) if name in largest else size
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference between elements of two tensors of a shape; inf for NaN."""
+    if one.numel() == 0 or torch.equal(one, other):
+        return 0.0
+    found = float((one.double() - other.double()).abs().max())
+    return found if found == found else float("inf")
+
+
+def _watched(prepared: Prepared, rows: list[Tensor]) -> Prepared:
+    """The strategy, which leaves a value for each sample it computes on; of ranks with the same samples, the first."""
+    counts = prepared.mesh.is_first("pipeline", "context", "tensor")
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        rows.append(torch.cat([row_values(batch) for batch in batches if counts] or [torch.zeros(0)]))
+        return prepared.step(batches)
+
+    def predict(batch: Batch) -> Any:
+        rows.append(row_values(batch) if counts else torch.zeros(0))
+        return prepared.predict(batch)
+
+    return dataclasses.replace(prepared, step=step, predict=predict)
+
+
+def trace_in_place(
+    subject: Subject, layout: Layout, world: World, key: str, segments: Segments, **options: Any
+) -> Trace | None:
     """`trace` where the layout runs: on all ranks, or on rank 0 alone while the others wait (None there)."""
     if layout.axis is not None:
-        return trace(subject, layout, world, **options)
-    return on_rank_0(world, f"{key}/alone", lambda: trace(subject, layout, alone(world), **options))
-
-
-def single_like(subject: Subject, layout: Layout) -> Layout:
-    """The layout of one process with the mathematics of `layout`.
-
-    With batch norm, cutting a batch into micro-batches is another mathematics: then `single` does it too.
-    """
-    accumulate = layout.accumulate if subject.has_batch_norm else 1
-    return Layout("single", accumulate=accumulate, precision=layout.precision)
-
-
-def references(subject: Subject, layout: Layout, world: World) -> list[Trace]:
-    """`single` in the precision of `layout`, then perturbed. Run once for each, kept in the subject. On rank 0."""
-    single = single_like(subject, layout)
-    if str(single) not in subject.references:
-        here = alone(world)
-        runs = [trace(subject, single, here), trace(subject, single, here, reverse=True)]
-        if layout.precision != "float64":
-            runs += [trace(subject, single, here, jitter=seed) for seed in (1, 2, 3)]
-        subject.references[str(single)] = runs
-    return subject.references[str(single)]
+        return trace(subject, layout, world, segments, **options)
+    return on_rank_0(world, f"{key}/alone", lambda: trace(subject, layout, alone(world), segments, **options))

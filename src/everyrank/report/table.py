@@ -59,9 +59,11 @@ def is_checked(record: Record) -> bool:
 
 
 def parity_text(parity: Parity) -> str:
-    """`equal`, `DIFFERENT`, or `not verified here: why`."""
+    """`equal`, `DIFFERENT`, `refused: why` or `not verified here: why`."""
     if parity.status == "not_verified":
         return f"not verified here: {parity.reason}"
+    if parity.status == "refused":
+        return f"refused: {parity.reason}"
     return parity.status if parity.status == "equal" else parity.status.upper()
 
 
@@ -82,7 +84,7 @@ def label(record: Record) -> str:
 
 
 def verify_table(records: Sequence[Record]) -> Table:
-    """Layout, parity, the largest difference in the loss and what it was held against."""
+    """Layout, parity, the difference that decided, what it was held against, and over which updates."""
     rows: list[list[str]] = []
     for record in records:
         parity = record.parity
@@ -94,9 +96,10 @@ def verify_table(records: Sequence[Record]) -> Table:
                 parity_text(parity),
                 f"{difference:.1e}" if difference is not None else "",
                 f"{tolerance:.0e}" if tolerance is not None else "",
+                parity.scope or "",
             ]
         )
-    return Table(["layout", "ranks", "parity", "largest difference", "tolerance"], rows)
+    return Table(["layout", "ranks", "parity", "difference", "tolerance", "compared"], rows)
 
 
 def bench_table(records: Sequence[Record]) -> Table:

@@ -12,7 +12,7 @@ A world of one has the same interface. Every wait here has a timeout that names 
     opening.py   open_world
 """
 
-from everyrank.world.meeting import from_rank_0, meet, on_rank_0, tell
+from everyrank.world.meeting import from_rank_0, meet, on_each_rank, on_rank_0, tell
 from everyrank.world.noun import World, alone, choose_backend, choose_device, use_threads
 from everyrank.world.opening import open_world
 
@@ -23,6 +23,7 @@ __all__ = [
     "choose_device",
     "from_rank_0",
     "meet",
+    "on_each_rank",
     "on_rank_0",
     "open_world",
     "tell",

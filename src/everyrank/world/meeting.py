@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from everyrank.errors import EveryrankError, RankFailedError, kind_named
 from everyrank.world.noun import World, alone, use_threads
 
-__all__ = ["from_rank_0", "meet", "on_rank_0", "tell"]
+__all__ = ["from_rank_0", "meet", "on_each_rank", "on_rank_0", "tell"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,33 @@ def on_rank_0(world: World, key: str, function: Callable[[], T]) -> T | None:
 def from_rank_0(world: World, key: str, function: Callable[[], Any]) -> Any:
     """`on_rank_0`, and what the function returns (of what JSON can carry) on every rank."""
     return json.loads(_on_rank_0(world, key, function, json.dumps)[1])
+
+
+def on_each_rank(world: World, key: str, function: Callable[[], T]) -> T:
+    """Call `function` on every rank, each at its own pace and without collectives; its own result.
+
+    What it raises on one rank is raised on all of them. As long as one rank works, the others wait; the launcher ends
+    them when it dies. `key` is a name used once.
+    """
+    own: EveryrankError | None = None
+    result: T | None = None
+    try:
+        result = function()
+    except EveryrankError as error:
+        own = error
+    tell_all = f"{type(own).__name__}\n{own}" if own is not None else ""
+    world.store.set(f"each/{key}/{world.rank}", tell_all)
+    for rank in range(world.size):
+        pause = 0.001
+        while not world.store.check([f"each/{key}/{rank}"]):
+            time.sleep(pause)
+            pause = min(0.05, pause * 1.5)
+        error, _, text = world.store.get(f"each/{key}/{rank}").decode().partition("\n")
+        if own is None and error:
+            raise kind_named(error)(text)
+    if own is not None:
+        raise own
+    return result  # type: ignore[return-value]
 
 
 def _on_rank_0(world: World, key: str, function: Callable[[], T], encode: Callable[[T], str]) -> tuple[T | None, str]:

@@ -1,0 +1,162 @@
+"""Why a workload is not the same in parts as it is as a whole: its collate, its loss and its model, asked one by one.
+
+All in one process, with the weights as they are built: a batch, and the same batch in two halves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch, Slice, Update, batches_for_evaluation, batches_for_updates
+from everyrank.layout import Layout
+from everyrank.parity.rows import cut_rows, leaves, row_values
+from everyrank.parity.subject import Subject
+from everyrank.strategies import Prepared, prepare
+from everyrank.world import World
+
+__all__ = ["probe_evaluation", "probe_update"]
+
+_ROUNDING = 1e-8
+_Read = Callable[[Slice], Batch]
+
+
+def probe_update(subject: Subject, world: World, update: Update) -> str | None:
+    """What about the workload is no sum over the samples of this update; None where everything is."""
+
+    def read(part: Slice) -> Batch:
+        data = (subject.workload, subject.train_data, [update], part, 1, world, torch.float64)
+        return next(batches_for_updates(*data))[0]
+
+    return _probe(subject, world, read, "train")
+
+
+def probe_evaluation(subject: Subject, world: World) -> str | None:
+    """The same of the evaluation: of its first batch, and its last."""
+
+    def reader(index: int) -> _Read:
+        def read(part: Slice) -> Batch:
+            return list(batches_for_evaluation(subject.workload, subject.eval_ends, part, world, torch.float64))[index]
+
+        return read
+
+    return _probe(subject, world, reader(0), "eval") or _probe(subject, world, reader(-1), "eval")
+
+
+def _probe(subject: Subject, world: World, read: _Read, mode: str) -> str | None:
+    whole, halves = read(Slice(0, 1)), [read(Slice(index, 2)) for index in range(2)]
+    if any(half.size == 0 for half in halves):
+        return None
+    padding = _padding(whole, halves)
+    mixing = None if padding else _mixing(whole, halves, read)
+    with contextlib.suppress(Exception), torch.no_grad():  # a person's code may not take such parts
+        layout = Layout("single", precision="float64")
+        prepared = prepare(subject.workload, layout, world)
+        prepared.model.train(mode == "train")
+        output = prepared.predict(whole)
+        found = _loss_in_parts(subject, output, whole, halves)
+        if found is not None:
+            return found
+        if not subject.has_batch_norm or mode == "eval":
+            found = _model_in_parts(prepared, output, whole, halves)
+        if padding is not None and (found is not None or subject.has_batch_norm):
+            return padding
+        return mixing or found
+    return padding or mixing
+
+
+def _padding(whole: Batch, halves: list[Batch]) -> str | None:
+    """Whether collate makes other shapes of the same samples in another batch."""
+    for index, leaf in enumerate(leaves((whole.input, whole.target))):
+        for half in halves:
+            other = leaves((half.input, half.target))[index]
+            if leaf.dim() == other.dim() > 1 and leaf.shape[1:] != other.shape[1:]:
+                return (
+                    f"collate pads each batch to its own longest sample ({tuple(leaf.shape[1:])} in the whole batch, "
+                    f"{tuple(other.shape[1:])} in a part of it), and the padding changes what is computed; pad to a "
+                    "fixed size, or leave the padding out of model and loss"
+                )
+    return None
+
+
+def _mixing(whole: Batch, halves: list[Batch], read: _Read) -> str | None:
+    """Whether collate makes other values of the same samples in another batch."""
+    values = torch.cat([row_values(half) for half in halves])
+    expected = row_values(whole)
+    if len(values) == len(expected) and torch.allclose(values, expected, rtol=1e-9, atol=1e-9):
+        return None
+    again = row_values(read(Slice(0, 1)))
+    if not torch.allclose(again, expected, rtol=1e-9, atol=1e-9):
+        return (
+            "collate draws random numbers: each rank draws others; draw them in the dataset, where they are a function "
+            "of (seed, epoch, sample)"
+        )
+    return (
+        "collate mixes samples, or scales them by the batch: what a sample is depends on which others are read with "
+        "it; do that in the dataset"
+    )
+
+
+def _sum_and_count(subject: Subject, output: Any, target: Any) -> tuple[float, float]:
+    total, count = subject.workload.loss(output, target)
+    return float(total), float(count)
+
+
+def _loss_in_parts(subject: Subject, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
+    """Whether the loss of one output is the sum of those of its rows."""
+    total, count = _sum_and_count(subject, output, whole.target)
+    parts: list[tuple[float, float]] = []
+    start = 0
+    for half in halves:
+        rows = slice(start, start + half.size)
+        target = cut_rows(whole.target, whole.size, rows)
+        parts.append(_sum_and_count(subject, cut_rows(output, whole.size, rows), target))
+        start += half.size
+    in_parts = sum(part[0] for part in parts)
+    terms = sum(part[1] for part in parts)
+    scale = max(abs(total), abs(in_parts), 1e-300)
+    if abs(in_parts - total) <= _ROUNDING * scale and abs(terms - count) <= 1e-6 * max(count, 1):
+        return None
+    if abs(terms - count) <= 1e-6 * max(count, 1) and abs(in_parts / 2 - total) < 0.1 * scale:
+        return (
+            f"the loss of two halves of a batch adds up to {in_parts:.4g}, that of the whole is {total:.4g}: it is a "
+            "mean over its batch; return (sum over terms, number of terms)"
+        )
+    return (
+        f"the loss depends on the whole batch: on the same outputs, two halves add up to {in_parts:.6g} ({terms:g} "
+        f"terms), the whole to {total:.6g} ({count:g}); a contrastive loss, or a mean or statistic over the batch: "
+        "return a sum over terms, and let everyrank.gather(x) give it the rows of all ranks"
+    )
+
+
+def _model_in_parts(prepared: Prepared, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
+    """Whether the model's output for a sample depends on the others of its batch."""
+    if not _is_same(output, prepared.predict(whole), slice(None), whole.size):
+        return "the model draws random numbers: the same batch, run twice, gives two outputs (dropout as a function?)"
+    start = 0
+    for half in halves:
+        rows = slice(start, start + half.size)
+        if not _is_same(cut_rows(output, whole.size, rows), prepared.predict(half), slice(None), half.size):
+            return (
+                "the model's output for a sample depends on which others are in its batch (a statistic over the batch, "
+                "or something that is carried from one call to the next)"
+            )
+        start += half.size
+    return None
+
+
+def _is_same(one: Any, other: Any, rows: slice, size: int) -> bool:
+    pairs: Iterator[tuple[Tensor, Tensor]] = zip(leaves(one), leaves(other), strict=False)
+    for left, right in pairs:
+        if not left.is_floating_point() or not left.dim() or left.shape[0] != size:
+            continue
+        if left.shape != right.shape:
+            return False
+        scale = float(left.abs().max()) if left.numel() else 0.0
+        if not torch.allclose(left[rows], right[rows], rtol=0, atol=_ROUNDING * max(scale, 1e-300)):
+            return False
+    return True

@@ -1,0 +1,305 @@
+"""`single`, and how far rounding alone moves it: what a layout is held against.
+
+The runs of `single` do not need each other, so every rank does some of them, and rank 0 gathers what they left.
+
+Rounding grows along a training: two runs that differ in the last bit part, slowly or fast, until nothing can be told
+from a mistake. What can be compared is how far `single` stays close to perturbed runs of itself. Where that is not all
+of the updates, they are cut into segments of that length which all begin from the initial state, so that the ragged
+batch and the next epoch are compared, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyrank.errors import NotFiniteError
+from everyrank.layout import Layout
+from everyrank.parity import cache
+from everyrank.parity.subject import Segments, Subject, by_gradient, single_like
+from everyrank.parity.trace import Trace, distance, trace
+from everyrank.world import World, alone, from_rank_0, on_each_rank
+
+__all__ = ["UNSTEADY", "Reference", "ensure_references", "make_reference", "relative", "shortened", "tensor_distance"]
+
+# how far perturbed runs of `single` may be from it in the loss where it still judges others
+_LIMITS = {"float64": 1e-12, "float32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
+UNSTEADY = 1e-8  # in float64 and from equal weights, reversed: more is no rounding
+# a gradient that is smaller than this part of the largest one is what rounding leaves of a sum that is zero
+_NULL = {"float64": 1e-11, "float32": 1e-6}
+_PERTURBED: dict[str, list[dict[str, Any]]] = {
+    "float64": [{"reverse": True}, {"jitter": 1}],
+    "lower": [{"reverse": True}, {"jitter": 1}, {"jitter": 2}, {"jitter": 3}],
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `single` leaves, and how far rounding alone moves that.
+
+    segments      the updates that were run
+    loss_floors   for each update: the largest distance of a perturbed run's loss, relative; within a segment it does
+                  not shrink
+    floors        of each segment: name -> the largest distance of a perturbed run's tensor, null elements left out
+    nulls         elements of parameters whose true gradient is zero: they move by rounding alone
+    is_cut        whether rounding has grown too much for all of the updates
+    """
+
+    trace: Trace
+    segments: Segments
+    loss_floors: list[float]
+    floors: list[dict[str, float]]
+    nulls: dict[str, Tensor]
+    is_cut: bool = False
+
+
+def ensure_references(subject: Subject, layout: Layout, world: World, key: str) -> None:
+    """Run `single` as `layout` needs it, where that has not been done yet, and see how far it can be compared.
+
+    `key` is a name used once. A collective. Raises `NotFiniteError` where `single` has no number to compare with.
+    """
+    for attempt in itertools.count():
+        wanted = {
+            str(single): single for single in (single_like(subject, layout, p) for p in subject.precisions(layout))
+        }
+        missing = {text: single for text, single in wanted.items() if text not in subject.segments}
+        if not missing:
+            return
+        here = f"{key}/references/{attempt}"
+        told = from_rank_0(world, f"{here}/kept", functools.partial(_from_cache, subject, missing, alone(world)))
+        for text, segments in told.items():
+            subject.segments[text] = cache.decode_segments(segments)
+            missing.pop(text)
+        made = _run(subject, missing, world, here)
+        if from_rank_0(world, f"{here}/moved", lambda made=made: _nothing_moved(made)) and not subject.by_gradient:
+            subject.by_gradient = True
+            subject.workload = by_gradient(subject.workload)
+            subject.notes.append("nothing moves (a learning rate of 0): the gradients alone are compared")
+            subject.references.clear()
+            subject.segments.clear()
+            continue
+        for text, segments in from_rank_0(world, f"{here}/cut", functools.partial(_keep, subject, made)).items():
+            subject.segments[text] = cache.decode_segments(segments)
+
+
+def _from_cache(subject: Subject, singles: dict[str, Layout], world: World) -> dict[str, Any]:
+    """Those that an earlier call has left on the disk, on rank 0: their segments."""
+    found: dict[str, Any] = {}
+    for text, single in singles.items() if subject.is_cached else ():
+        subject.names[text] = cache.name_of(subject, single, world)
+        kept = cache.load(subject.names[text] or "")
+        if kept is not None:
+            subject.references[text] = Reference(kept[0], **kept[1])
+            found[text] = cache.encode_segments(subject.references[text].segments)
+    return found
+
+
+def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -> dict[str, Any]:
+    """Each of these and its perturbed runs, spread over the ranks, cut until rounding is small; on rank 0."""
+    plans = {text: _plan(subject, single.precision) for text, single in singles.items()}
+    done: dict[str, Any] = {}
+    attempt = 0
+    while left := {text: plan for text, plan in plans.items() if text not in done}:
+        attempt += 1
+        jobs = [(text, options) for text in left for options in _runs_of(singles[text])]
+        traces = _spread(subject, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
+        found: dict[str, Reference] = {}
+        if world.rank == 0:
+            for text in left:
+                own = [one for (name, _), one in zip(jobs, traces, strict=True) if name == text]
+                found[text] = make_reference(own[0], own[1:], plans[text], singles[text].precision)
+        lengths = from_rank_0(
+            world,
+            f"{key}/{attempt}/lengths",
+            lambda found=found: {text: _steady_length(one, singles[text].precision) for text, one in found.items()},
+        )
+        for text, plan in left.items():
+            shorter = (
+                plan if lengths[text] is None else shortened(_plan(subject, singles[text].precision), lengths[text])
+            )
+            if shorter == plan:
+                is_cut = plan != _plan(subject, singles[text].precision)
+                done[text] = replace(found[text], is_cut=is_cut) if world.rank == 0 else None
+            plans[text] = shorter
+    return done
+
+
+def _plan(subject: Subject, precision: str) -> Segments:
+    planned = subject.planned(precision)
+    if not subject.by_gradient:
+        return planned
+    # an update of the gradient's own size leads nowhere: each one begins anew
+    flat = [update for segment in planned for update in segment]
+    return [[flat[index]] for index in sorted({0, len(flat) // 2, len(flat) - 1})]
+
+
+def _runs_of(single: Layout) -> list[dict[str, Any]]:
+    """`single` as it is, then perturbed; the evaluation is compared in float64, and not perturbed."""
+    perturbed = _PERTURBED.get(single.precision, _PERTURBED["lower"])
+    first = {"measure": True, "evaluates": single.precision == "float64"}
+    return [first, *({**one, "evaluates": False} for one in perturbed)]
+
+
+def shortened(segments: Segments, length: int) -> Segments:
+    """The updates in segments of at most `length`: the first ones, and those from the last one of an epoch on."""
+    if all(len(segment) <= length for segment in segments):
+        return segments
+    flat = [update for segment in segments for update in segment]
+    border = next((index for index in range(1, len(flat)) if flat[index].epoch > flat[index - 1].epoch), len(flat)) - 1
+    starts = [0, max(length, border)] + ([border + 1] if length == 1 else [])
+    return [flat[start : start + length] for start in starts if start < len(flat)]
+
+
+def _steady_length(reference: Reference, precision: str) -> int | None:
+    """How many updates after a start rounding stays small, at least one: from equal weights all can be compared.
+
+    None where that is all of the updates.
+    """
+    lengths: list[int] = []
+    floors = iter(reference.loss_floors)
+    for segment in reference.segments:
+        own = list(itertools.islice(floors, len(segment)))
+        lengths += [max(1, index) for index, floor in enumerate(own) if floor > _LIMITS[precision]][:1]
+    shortest = min(lengths, default=None)
+    return None if shortest is None or max(map(len, reference.segments)) <= shortest else shortest
+
+
+def _spread(
+    subject: Subject, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
+) -> list[Trace]:
+    """The runs, each done by one rank on its own device; all of them on rank 0, [] elsewhere."""
+    here = replace(alone(world), threads=world.threads, loader_workers=world.loader_workers)
+    holders = _shared_out(jobs, world.size)
+
+    def work() -> dict[int, Trace]:
+        mine = [index for index, rank in enumerate(holders) if rank == world.rank]
+        return {index: trace(subject, jobs[index][0], here, jobs[index][1], **jobs[index][2]) for index in mine}
+
+    own = on_each_rank(world, f"{key}/work", work)
+    found: list[Trace] = []
+    for index, holder in enumerate(holders):
+        if world.rank == 0:
+            found.append(own[index] if holder == 0 else _received(world, holder, f"{key}/{index}"))
+        elif world.rank == holder:
+            _send(own.pop(index), world, f"{key}/{index}")
+    return found
+
+
+def _shared_out(jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], size: int) -> list[int]:
+    """The rank of each run: always the one that has least to do so far; float64 takes about twice as long."""
+    load = [0] * size
+    holders: list[int] = []
+    for single, segments, _ in jobs:
+        holders.append(min(range(size), key=load.__getitem__))
+        load[holders[-1]] += sum(map(len, segments)) * (2 if single.precision == "float64" else 1)
+    return holders
+
+
+def _send(run: Trace, world: World, key: str) -> None:
+    numbers = {"losses": run.losses, "counts": run.counts, "evaluation": run.evaluation, "moved": run.moved}
+    groups = [*run.finals, run.gradients]
+    shapes = [[(name, str(t.dtype)[6:], list(t.shape)) for name, t in group.items()] for group in groups]
+    world.store.set(f"sent/{key}", json.dumps({"numbers": numbers, "shapes": shapes}))
+    for group in groups:
+        for tensor in group.values():
+            if tensor.numel():
+                dist.send(tensor.contiguous().reshape(-1).view(torch.uint8), dst=0, group=world.group)
+
+
+def _received(world: World, holder: int, key: str) -> Trace:
+    sent: Any = world.store.get(f"sent/{key}")
+    head = json.loads(sent.decode())
+    groups: list[dict[str, Tensor]] = []
+    for shapes in head["shapes"]:
+        groups.append({name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes})
+        for tensor in groups[-1].values():
+            if tensor.numel():
+                dist.recv(tensor.reshape(-1).view(torch.uint8), src=holder, group=world.group)
+    numbers = head["numbers"]
+    evaluation = {name: (total, count) for name, (total, count) in numbers["evaluation"].items()}
+    return Trace(
+        numbers["losses"],
+        numbers["counts"],
+        evaluation,
+        groups[:-1],
+        True,
+        moved=numbers["moved"],
+        gradients=groups[-1],
+    )
+
+
+def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments, precision: str) -> Reference:
+    """What `single` left beside its perturbed runs. Raises `NotFiniteError` where it has no number."""
+    for run in (single, *perturbed):
+        for index, loss in enumerate(run.losses):
+            if not math.isfinite(loss):
+                raise NotFiniteError(
+                    f"update {index}: the loss of single in {precision} is {loss}; nothing to compare with"
+                )
+    nulls = _nulls(single.gradients, precision)
+    spreads = iter([max(relative(a, other.losses[i]) for other in perturbed) for i, a in enumerate(single.losses)])
+    loss_floors: list[float] = []
+    for segment in segments:
+        loss_floors += itertools.accumulate(itertools.islice(spreads, len(segment)), max)
+    floors = [
+        {
+            name: max(tensor_distance(final[name], run.finals[n][name], nulls.get(name)) for run in perturbed)
+            for name in final
+        }
+        for n, final in enumerate(single.finals)
+    ]
+    return Reference(single, segments, loss_floors, floors, nulls)
+
+
+def _nulls(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
+    """Elements of parameters whose gradient was never more than rounding leaves of zero; where there are some."""
+    part = _NULL.get(precision, 0.0)
+    scale = max((float(one.max()) for one in gradients.values() if one.numel()), default=0.0)
+    found = {name: (one > 0) & (one < part * scale) for name, one in gradients.items()}
+    return {name: mask for name, mask in found.items() if bool(mask.any())}
+
+
+def tensor_distance(one: Tensor, other: Tensor, nulls: Tensor | None) -> float:
+    """The largest difference between elements, those left out that rounding alone moves; inf for another shape."""
+    if one.shape != other.shape:
+        return float("inf")
+    if nulls is not None:
+        one, other = one[~nulls], other[~nulls]
+    return distance(one, other)
+
+
+def relative(reference: float, value: float) -> float:
+    """The distance of `value` from `reference`, relative to that; inf where one of them is NaN."""
+    if reference == value:
+        return 0.0
+    difference = abs(value - reference) / max(abs(reference), 1e-300)
+    return difference if difference == difference else float("inf")
+
+
+def _nothing_moved(made: dict[str, Any]) -> bool:
+    """Whether there were gradients, and no parameter knows of them."""
+    return any(
+        reference.trace.gradients
+        and not any(moved[name] for moved in reference.trace.moved for name in reference.trace.gradients)
+        for reference in made.values()
+    )
+
+
+def _keep(subject: Subject, made: dict[str, Any]) -> dict[str, Any]:
+    """Keep what was made, on the disk too; the segments of each."""
+    subject.references.update(made)
+    for text, reference in made.items():
+        name = subject.names.get(text)
+        if name is not None:
+            rest = {key: getattr(reference, key) for key in ("segments", "loss_floors", "floors", "nulls", "is_cut")}
+            cache.save(name, reference.trace, rest)
+    return {text: cache.encode_segments(reference.segments) for text, reference in made.items()}
