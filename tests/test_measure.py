@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from everyrank.loop import open_data, run_updates
 from everyrank.measure.inside import Inside, look_inside
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.resources import Sampler, sampling
-from everyrank.measure.split import PHASES, exposed_shares, phases
+from everyrank.measure.split import PHASES, _shares_in, breakdown, exposed_shares, phases
 from everyrank.measure.traffic import Traffic
 from everyrank.parallel.build import find_blocks
 from everyrank.strategies import prepare
@@ -272,6 +273,23 @@ def _recording(observer: Any, seen: list[str]) -> Any:
         observer(phase)
 
     return observe_phases(both)
+
+
+def event(name: str, begin: float, end: float, kind: str) -> dict[str, Any]:
+    return {"name": name, "cat": kind, "ts": begin, "dur": end - begin, "tid": 1}
+
+
+def test_a_profile_without_kernels_says_nothing_of_a_device() -> None:
+    """A container that may not count kernels would have had no exposed communication at all."""
+    marks = [event(f"everyrank:{phase}", 10 * i, 10 * i + 10, "user_annotation") for i, phase in enumerate(PHASES)]
+    called = [*marks, event("aten::mm", 11, 15, "cpu_op")]
+    assert all(math.isnan(share) for share in _shares_in(called, "cuda").values())
+    kernels = [event("gemm", 11, 14, "kernel"), event("ncclDevKernel_AllReduce", 20, 25, "kernel")]
+    shares = _shares_in([*called, *kernels], "cuda")
+    assert shares == {"data": 0.0, "forward": 0.0, "backward": 0.5, "optimizer": 0.0}
+    assert _shares_in(called, "cpu") == dict.fromkeys(PHASES, 0.0)
+    unknown, known = [math.nan] * len(PHASES), list(shares.values())
+    assert breakdown([[[1.0] * 4, [1.0] * 4]], [known, unknown], [4.0]) is None
 
 
 # --- memory
