@@ -20,7 +20,7 @@ import cloudpickle
 
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, StoppedError, UsageError, describe
 from everyrank.launch import mpi, ray, slurm
-from everyrank.launch.environments import facts_from_environment
+from everyrank.launch.environments import facts_from_environment, threads_asked
 from everyrank.launch.facts import RankFacts
 from everyrank.launch.hosts import check_port, check_reachable, host_name, process_space, split_endpoint
 from everyrank.launch.job import Job, Launch
@@ -59,6 +59,7 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
             process_space(),
             os.getpid(),
             logs.absolute(),
+            threads_asked(os.environ),
         )
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
         with Ranks(launch, directory, logs, stop) as ranks:

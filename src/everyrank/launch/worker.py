@@ -85,7 +85,7 @@ def _facts(job: Job) -> RankFacts:
         facts = dataclasses.replace(found, started_by=job.launcher)
     if job.rendezvous is not None:
         facts = dataclasses.replace(facts, rendezvous=job.rendezvous, hosts_store=facts.rank == 0)
-    return facts
+    return dataclasses.replace(facts, threads=job.threads)  # what is in the environment here may be ours
 
 
 def _where_to_signal(job: Job) -> str:
