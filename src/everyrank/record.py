@@ -101,6 +101,7 @@ class Resources:
     cpu_percent        of one core; all ranks and their loader workers together
     memory_bytes       resident, of the same processes (pages that they share count in each)
     gpu_percent, gpu_memory_bytes   all cards together, whoever uses them; empty without nvidia-smi
+    others_percent     of one core; what other programs took of the cores that these may run on
     """
 
     interval_seconds: float
@@ -109,6 +110,7 @@ class Resources:
     memory_bytes: list[int] = field(default_factory=list[int])
     gpu_percent: list[float] = field(default_factory=list[float])
     gpu_memory_bytes: list[int] = field(default_factory=list[int])
+    others_percent: list[float] = field(default_factory=list[float])
 
 
 @dataclass(frozen=True)
