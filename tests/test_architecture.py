@@ -40,6 +40,7 @@ ORDER = [
     "parity",
     "audit",
     "verify",
+    "arms",
     "bench",
     "doctor",
     "report",

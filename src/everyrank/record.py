@@ -67,6 +67,15 @@ class Parity:
     reason: str | None = None
     checks: list[str] = field(default_factory=list[str])
 
+    @property
+    def outcome(self) -> str:
+        """In a line: `equal`, `DIFFERENT: update 3, ...` or `not verified here: why`."""
+        if self.status == "not_verified":
+            return f"not verified here: {self.reason}"
+        if self.status == "equal":
+            return self.status
+        return "DIFFERENT" + (f": {self.first_divergence}" if self.first_divergence else "")
+
 
 @dataclass(frozen=True)
 class Breakdown:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from everyrank.errors import UsageError
 
@@ -26,6 +27,7 @@ class RankFacts:
     attempt                 counts restarts by an elastic launcher
     threads                 CPU threads of each process that a person has asked for (OMP_NUM_THREADS); None: nobody has
     fail                    ends this process with an error, where its main thread waits for others and cannot
+    keep                    leaves a result so far with whoever started the ranks, for the case that there is no other
 
     Raises `UsageError` when the numbers contradict each other.
     """
@@ -40,6 +42,7 @@ class RankFacts:
     attempt: int = 0
     threads: int | None = None
     fail: Callable[[BaseException], None] | None = field(default=None, compare=False)
+    keep: Callable[[Any], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
