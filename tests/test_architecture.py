@@ -40,6 +40,7 @@ ORDER = [
     "parity",
     "audit",
     "verify",
+    "arms",
     "bench",
     "doctor",
     "report",
@@ -112,7 +113,7 @@ INSIDE = {
     ],
     "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],
     "commands": ["launching", "shared", "train", "verify", "bench", "predict", "checkpoint", "report", "doctor", "new"],
-    "report": ["table", "beside", "terminal", "markdown", "drawing", "charts", "page"],
+    "report": ["rows", "notes", "table", "beside", "terminal", "markdown", "drawing", "charts", "page"],
 }
 # The face of the package, and who starts it.
 FACES = {"__init__", "__main__"}

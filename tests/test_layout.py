@@ -119,6 +119,8 @@ def test_defaults() -> None:
         ("fsdp:bucket_mb=25", ["bucket_mb", "reshard_after_forward"]),
         ("ddp:reshard_after_forward", ["reshard_after_forward", "bucket_mb"]),
         ("single:find_unused", ["find_unused", "single"]),
+        ("dataparallel:recompute", ["recompute", "ddp"]),
+        ("dataparallel:compile", ["dataparallel:compile", "leave out compile", "ddp:compile"]),
     ],
 )
 def test_a_mistake_is_named_in_one_line(text: str, fragments: list[str]) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,11 +23,12 @@ from torch.utils.data import Dataset
 import zoo
 from everyrank import Workload, find_workload, parse_layout
 from everyrank.data import all_updates
+from everyrank.launch import Launch, run
 from everyrank.loop import open_data, run_updates
 from everyrank.measure.inside import Inside, look_inside
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.resources import Sampler, sampling
-from everyrank.measure.split import PHASES, exposed_shares, phases
+from everyrank.measure.split import PHASES, _shares_in, breakdown, exposed_shares, phases
 from everyrank.measure.traffic import Traffic
 from everyrank.parallel.build import find_blocks
 from everyrank.strategies import prepare
@@ -274,6 +281,23 @@ def _recording(observer: Any, seen: list[str]) -> Any:
     return observe_phases(both)
 
 
+def event(name: str, begin: float, end: float, kind: str) -> dict[str, Any]:
+    return {"name": name, "cat": kind, "ts": begin, "dur": end - begin, "tid": 1}
+
+
+def test_a_profile_without_kernels_says_nothing_of_a_device() -> None:
+    """A container that may not count kernels would have had no exposed communication at all."""
+    marks = [event(f"everyrank:{phase}", 10 * i, 10 * i + 10, "user_annotation") for i, phase in enumerate(PHASES)]
+    called = [*marks, event("aten::mm", 11, 15, "cpu_op")]
+    assert all(math.isnan(share) for share in _shares_in(called, "cuda").values())
+    kernels = [event("gemm", 11, 14, "kernel"), event("ncclDevKernel_AllReduce", 20, 25, "kernel")]
+    shares = _shares_in([*called, *kernels], "cuda")
+    assert shares == {"data": 0.0, "forward": 0.0, "backward": 0.5, "optimizer": 0.0}
+    assert _shares_in(called, "cpu") == dict.fromkeys(PHASES, 0.0)
+    unknown, known = [math.nan] * len(PHASES), list(shares.values())
+    assert breakdown([[[1.0] * 4, [1.0] * 4]], [known, unknown], [4.0]) is None
+
+
 # --- memory
 
 
@@ -329,6 +353,7 @@ def test_a_sample_belongs_to_who_ran_all_of_its_half_second() -> None:
         return {
             "time": time,
             "cpu_percent": percent,
+            "others_percent": 10 * percent,
             "memory_bytes": 7,
             "gpu_percent": gpu,
             "gpu_memory_bytes": None if gpu is None else 9,
@@ -338,12 +363,51 @@ def test_a_sample_belongs_to_who_ran_all_of_its_half_second() -> None:
     used = sampler.of("0")
     assert used is not None
     assert (used.seconds, used.cpu_percent, used.memory_bytes) == ([2.6, 4.8], [3, 6], [7, 7])
+    assert used.others_percent == [30, 60]
+    assert sampler.others_cores == 0.35
     assert used.gpu_percent == []  # one of the two did not tell
     assert sampler.of("1") is None
     sampler.rows = [row(105.0, 1, 30.0)]
     used = sampler.of("0")
     assert used is not None
     assert (used.gpu_percent, used.gpu_memory_bytes) == ([30.0], [9])
+
+
+def test_samples_tell_the_ranks_of_this_host_from_other_programs(tmp_path: Path) -> None:
+    """Between a rank and who started it stands its guard: rank 0's own family is not all of the ranks."""
+
+    def sampled(facts: Any, folder: Path) -> Any:  # sent by value: these ranks import no torch
+        """Rank 1 holds 200 MiB while rank 0 samples; what rank 0 saw of the ranks and of others."""
+        ballast = b"x" * (200 << 20 if facts.rank else 1)
+        there, done = folder / "there", folder / "done"
+        if facts.rank:
+            there.write_bytes(ballast[:1])
+            while not done.exists():
+                time.sleep(0.05)
+            return None
+        while not there.exists():
+            time.sleep(0.05)
+        with sampling(time.time(), active=True) as sampler:
+            sampler.now_running("us")
+            while len(sampler.rows) < 4:
+                time.sleep(0.1)
+                sampler.look()
+        done.touch()
+        return sampler.of("us")
+
+    program = f"import time\nend = time.monotonic() + 120\nwhile time.monotonic() < end: pass  # {tmp_path}"
+    orphan = subprocess.run(  # of nobody here
+        ["sh", "-c", '"$1" -c "$2" >/dev/null 2>&1 & echo $!', "sh", sys.executable, program],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    try:
+        used = run(Launch(processes=2), sampled, tmp_path)[0]
+    finally:
+        os.kill(int(orphan.stdout), signal.SIGKILL)
+    assert max(used.memory_bytes) > 200 << 20
+    assert max(used.others_percent) > 5.0
 
 
 def test_sampling_ends_with_its_block() -> None:

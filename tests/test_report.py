@@ -1,13 +1,17 @@
 """Reports: no number without parity, nothing of a Record runs or loads, every layout has its curve."""
 
 import dataclasses
+import html
 import html.parser
 import math
 import re
+import shutil
 import signal
+import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -357,12 +361,155 @@ def test_the_terminal_shows_markup_as_text(hostile: Report) -> None:
 
 @pytest.mark.parametrize("text", ["two\nlines", "two\r\nlines", "two\n\n# lines", "a\n| b | c |"])
 def test_line_breaks_stay_in_their_cell(report: Callable[..., Report], text: str) -> None:
-    """A reason of several lines ends a Markdown table, and what follows is read as markup."""
-    shown = report([timed("single", EQUAL, 5), timed("ddp", dataclasses.replace(NOT_VERIFIED, reason=text), 7)])
+    """A name of several lines ends a Markdown table, and what follows is read as markup; so does a reason below it."""
+    refused = dataclasses.replace(NOT_VERIFIED, reason=text)
+    shown = report([timed("single", EQUAL, 5), timed(text, EQUAL, 3), timed("ddp", refused, 7)])
     rows = table_rows(shown.markdown)
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert {len(row) for row in rows} == {len(rows[0])}
-    assert "lines" in rows[3][2] or "b" in rows[3][2]
+    assert "lines" in rows[3][0] or "b" in rows[3][0]
+    [footnote] = [line for line in shown.markdown.splitlines() if line.startswith("¹ ")]
+    assert "lines" in footnote or "c" in footnote
+
+
+def test_why_a_row_did_not_run_stands_below_the_table(report: Callable[..., Report]) -> None:
+    """In its cell a long reason made every column of the page narrow; rows with one reason share a footnote."""
+    reason = "workload mine has no tensor_plan, which says how matrices are split, and so on for two lines more"
+    refused = dataclasses.replace(NOT_VERIFIED, reason=reason)
+    for timings in ({}, {"throughput_samples_per_second": None, "step_seconds": None}):
+        shown = report(
+            [
+                timed("single", EQUAL, 5, **timings),
+                timed("tensor", refused, 7, **timings),
+                timed("dataparallel", NOT_VERIFIED, 7, **timings),
+                timed("fsdp:tensor=2", refused, 7, **timings),
+            ]
+        )
+        assert [row[2] for row in table_rows(shown.markdown)[3:]] == [
+            "not verified ¹",
+            "not verified ²",
+            "not verified ¹",
+        ]
+        for text in shown:
+            flat = re.sub(r"\s+", " ", text.replace("\\", ""))
+            assert flat.count(f"¹ not verified here: {reason}") == 1
+            assert flat.count("² not verified here: needs 2 CUDA devices") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (
+            {"resources": Resources(0.5, [1.0], [50.0], [1], others_percent=[130.0])},
+            "other programs used 1.3 of 2 cores",
+        ),
+        ({"resources": None}, "its 2 threads wait for each other"),
+        ({"resources": None, "device": "cuda"}, "does not fit into a cache"),
+    ],
+)
+def test_a_speed_up_that_cannot_be_is_marked_with_its_likely_reason(
+    report: Callable[..., Report], values: dict[str, Any], why: str
+) -> None:
+    """Somebody's single ran at 8 samples/s on a busy machine, and ddp at 55: 7.12 (4.49 to 11.24) on two ranks."""
+    source = {**timed("single", EQUAL).provenance, "threads_per_rank": 2}
+    single = timed("single", EQUAL, 5, provenance=source, **values)
+    device = {"device": single.device, "provenance": source}
+    impossible = timed("ddp", EQUAL, 7, ratio_to_single=Interval(7.12, 4.49, 11.24, trials=5), **device)
+    for text in report([single, impossible]):
+        flat = re.sub(r"\s+", " ", text)
+        assert "7.12 (4.49 to 11.24) ¹" in flat
+        assert re.search(f"¹ more than 2 ranks allow: single was slower than it should be.* {why}", flat)
+    for layout, ratio in (
+        ("ddp", Interval(2.4, 1.9, 2.9, trials=5)),
+        ("ddp:precision=bf16", Interval(4, 3, 5, trials=5)),
+    ):
+        possible = timed(layout, EQUAL, 7, ratio_to_single=ratio, **device)
+        assert all("ranks allow" not in text for text in report([single, possible]))
+
+
+def test_an_efficiency_that_cannot_be_is_marked(report: Callable[..., Report]) -> None:
+    base = timed("ddp", EQUAL, 5, world_size=1)
+    for text in report([base, scaled("ddp", 2, "strong", 2.5)]):
+        assert "2.50 (1.25 to 5.00) ¹" in re.sub(r"\s+", " ", text)
+        assert "more than 2 ranks allow: the one rank was slower" in re.sub(r"\s+", " ", text)
+    assert all("ranks allow" not in text for text in report([base, scaled("ddp", 2, "strong", 1.5)]))
+
+
+def test_what_others_did_on_the_machine_is_said_where_it_matters(report: Callable[..., Report]) -> None:
+    def during(cores: object) -> list[Record]:
+        load = {"before": 3.14, "others_cores": cores}
+        return [timed("single", EQUAL, 5, resources=None, provenance={**timed("a", EQUAL).provenance, "load": load})]
+
+    for text in report(during(1.3)):
+        assert "Other programs used 1.3 of 2 cores while single ran (load average before: 3.1)" in re.sub(
+            r"\s+", " ", text
+        )
+    for cores in (0.1, None, "many"):
+        assert all("Other programs" not in text for text in report(during(cores)))
+
+
+def test_a_bench_that_was_stopped_says_which_trials_are_missing(report: Callable[..., Report]) -> None:
+    source = {**timed("single", EQUAL).provenance, "trials_asked": 5}
+    two = Interval(5.0, 4.0, 6.0, trials=2)
+    nothing = {"throughput_samples_per_second": None, "step_seconds": None}
+    records = [
+        timed("single", EQUAL, 5, provenance=source),
+        timed("ddp", EQUAL, 5, provenance=source, throughput_samples_per_second=two),
+        timed("fsdp", EQUAL, 5, provenance=source, **nothing),
+        timed("tensor", NOT_VERIFIED, 5, provenance=source, **nothing),
+    ]
+    for text in report(records):
+        assert "Stopped before the end: ddp has 2 of 5 trials, fsdp has 0 of 5 trials." in re.sub(r"\s+", " ", text)
+    assert all("Stopped" not in text for text in report(records[:1]))
+
+
+def test_the_answer_stands_first_on_the_page(report: Callable[..., Report]) -> None:
+    """Which layout is fastest, and whether every row is equal: one sentence, then the main table."""
+    records = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7), timed("dataparallel", NOT_VERIFIED, 3)]
+    page = report(records).html
+    said = "ddp is fastest here: 777,777 samples/s, 1.40 times single, the next. All 2 layouts that ran are equal"
+    assert said in page
+    assert page.index(said) < page.index("<table") < page.index("<svg") < page.index('<table class="more">')
+    wide = Interval(777_776.0, 777_770.0, 777_779.0, trials=5)
+    near = timed("zero1", EQUAL, 7, throughput_samples_per_second=wide)
+    assert "(zero1 may be as fast: the intervals overlap)" in report([*records, near]).html
+    page = report([*records, timed("fsdp", DIFFERENT, 9)]).html
+    assert "fsdp differs from one device, 2 of 3 are equal to it." in page
+    nothing = {"throughput_samples_per_second": None, "step_seconds": None}
+    assert "Nothing was verified here." in report([timed("tensor", NOT_VERIFIED, 7, **nothing)]).html
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="how wide the page is was not verified: needs chromium")
+@pytest.mark.parametrize("width", [420, 1100])
+def test_nothing_has_to_be_scrolled_sideways(report: Callable[..., Report], tmp_path: Path, width: int) -> None:
+    """At the width of a phone and of half a screen, with the longest names and reasons there are."""
+    reason = dataclasses.replace(NOT_VERIFIED, reason="this workload cannot be laid out like that because " * 5)
+    ratio = {"ratio_to_single": Interval(7.12, 4.49, 11.24, trials=5)}
+    shown = report(
+        [
+            timed("single", EQUAL, 5),
+            timed(
+                "fsdp:replicate=2,context=2,accumulate=4,precision=bf16,recompute,reshard_after_forward=false", EQUAL
+            ),
+            timed("pipeline:tensor=2,schedule=interleaved,microbatches=16", EQUAL, 7, **ratio),
+            timed("tensor:" + "x" * 120, reason, 7),
+        ],
+        [timed("single", EQUAL, 3), timed("ddp", EQUAL, 7)],
+    ).html
+    probe = """<iframe id=f width=%d height=900 style="border:0" srcdoc="%s"></iframe><pre id=found></pre><script>
+    f.onload = () => { const inside = f.contentDocument; const wide = [inside.documentElement];
+      for (const one of inside.body.querySelectorAll("*")) wide.push(one);
+      found.textContent = wide.filter(one => one.scrollWidth > one.clientWidth && one.clientWidth > 0
+        && !one.closest("svg") && getComputedStyle(one).display != "inline").map(one => one.tagName
+        + " " + one.className + " " + one.scrollWidth + ">" + one.clientWidth).join("; ") || "fits"; }</script>"""
+    text = re.sub(r"<meta http-equiv[^>]*>", "", shown)
+    (tmp_path / "probe.html").write_text(probe % (width, html.escape(text)), encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'chromium'}"]
+    command += ["--virtual-time-budget=5000", "--window-size=1300,1000", "--dump-dom", str(tmp_path / "probe.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr
+    assert found[1] == "fits"
 
 
 def test_the_page_loads_nothing(hostile: Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from everyrank.data import all_updates
 from everyrank.errors import CannotRunError, WorkloadError
 from everyrank.loop import open_data, restore, run_updates, snapshot
 from everyrank.parallel.partition import assign_owners
+from everyrank.parallel.phases import observe_phases
+from everyrank.parallel.pipe import Pipe
 from everyrank.parallel.shard import group_units
 from everyrank.strategies import prepare
 from everyrank.strategies._update import LossScale
@@ -176,3 +179,39 @@ def test_state_is_whole_on_rank_0(ranks: Any) -> None:
 def states(world: World) -> Any:
     workload = zoo.workload("norm")
     return [prepare(workload, parse_layout(text), world).state() for text in ("ddp", "zero1", "fsdp")]
+
+
+def test_a_pipeline_computes_each_phase_under_its_name(ranks: Any) -> None:
+    """Forwards between backwards are forward, for whoever takes a step apart; nothing but these computes in blocks."""
+    for forward, backward in ranks(2, phases_of_blocks, "pipeline:microbatches=4"):
+        assert set(forward) == {"forward"}
+        assert set(backward) == {"backward"}
+        assert len(forward) == len(backward) == 4
+
+
+def phases_of_blocks(world: World, layout: str) -> tuple[list[str], list[str]]:
+    """In which phase the stages of this rank went forward and backward, in one update."""
+    workload = zoo.workload("decoder", global_batch=8)
+    data, _ = open_data(workload, world)
+    prepared = prepare(workload, parse_layout(layout), world)
+    updates = run_updates(workload, data, parse_layout(layout), world, prepared, all_updates(2, 2))
+    next(updates)
+    phase = [""]
+    forwards: list[str] = []
+    backwards: list[str] = []
+    run = Pipe.run
+
+    def watched(pipe: Pipe, batches: Any, forward: Any, backward: Any) -> None:
+        def forward_seen(*arguments: Any) -> Any:
+            forwards.append(phase[0])
+            return forward(*arguments)
+
+        def backward_seen(*arguments: Any) -> Any:
+            backwards.append(phase[0])
+            return backward(*arguments)
+
+        run(pipe, batches, forward_seen, backward_seen)
+
+    with mock.patch.object(Pipe, "run", watched), observe_phases(lambda entered: phase.__setitem__(0, entered)):
+        next(updates)
+    return forwards, backwards

@@ -13,8 +13,18 @@ import torch
 
 from everyrank.collectives import all_equal, gather, sum_over_ranks
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
-from everyrank.launch import Launch, RankFacts, facts_from_environment, run
-from everyrank.world import World, alone, choose_backend, choose_device, from_rank_0, meet, on_rank_0, open_world
+from everyrank.launch import Launch, RankFacts, facts_from_environment, num_cores, run, threads_asked
+from everyrank.world import (
+    World,
+    alone,
+    choose_backend,
+    choose_device,
+    choose_threads,
+    from_rank_0,
+    meet,
+    on_rank_0,
+    open_world,
+)
 from forge import free_port
 
 TORCHRUN = {
@@ -99,12 +109,72 @@ def count_threads(facts: RankFacts) -> tuple[int, int, int]:
         return own, inside, torch.get_num_threads()
 
 
-def test_threads_are_set() -> None:
+def test_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks share the cores of the host; whoever works alone has them all, and gives them back."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     own = max(1, cores // 2)
     for found in run(Launch(processes=2), count_threads).values():
         assert found == (own, cores, own)
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "4,2"}, 4),
+        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}, 2),  # as torch takes them
+        ({"OMP_NUM_THREADS": "0"}, None),
+        ({"OMP_NUM_THREADS": "abc", "MKL_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "9" * 5000}, None),
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "3"}, 3),
+    ],
+)
+def test_threads_that_a_person_asks_for(environment: dict[str, str], threads: int | None) -> None:
+    assert threads_asked(environment) == threads
+
+
+@pytest.mark.parametrize(("before", "threads"), [("", "None"), ("OMP_NUM_THREADS=1", "1")])
+def test_the_one_thread_of_torchrun_is_not_the_persons(before: str, threads: str) -> None:
+    """torchrun sets OMP_NUM_THREADS=1 where the person has not; the environment it was started in tells."""
+    code = "import os; from everyrank.launch import threads_asked; print(threads_asked(os.environ))"
+    rank = f"TORCHELASTIC_RUN_ID=x OMP_NUM_THREADS=1 {sys.executable} -c '{code}'"
+    command = f'env -u OMP_NUM_THREADS -u MKL_NUM_THREADS {before} sh -c "{rank}; true"'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == threads
+
+
+def test_threads_are_chosen_by_one_function_that_says_why() -> None:
+    assert choose_threads(None, 8, 2) == (4, 8, "4 of each rank: 8 cores // 2 ranks; 8 of a rank alone")
+    assert choose_threads(None, 1, 2)[:2] == (1, 1)
+    assert choose_threads(None, 8, 1) == (8, 8, "8: as many as cores")
+    assert choose_threads(1, 8, 2) == (1, 1, "1 in each process: asked for in the environment")
+    assert choose_threads(64, 8, 2)[:2] == (8, 8)  # torch takes no more than there are
+
+
+def test_what_the_person_asks_for_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks' own environment says may be ours."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(Launch(processes=1), lambda facts: (facts.threads, os.environ["OMP_NUM_THREADS"])) == {0: (None, "1")}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run(Launch(processes=1), lambda facts: (facts.threads, os.environ["OMP_NUM_THREADS"])) == {0: (3, "3")}
+
+
+def test_single_too_computes_with_the_threads_that_were_asked_for(tmp_path: Path) -> None:
+    """It had those of all cores, beside ranks of one thread each: nobody's numbers meant what they said."""
+    before = torch.get_num_threads()
+    try:
+        for asked, threads in ((1, 1), (None, num_cores())):
+            facts = RankFacts(0, 0, 1, 1, "spawn", (tmp_path / str(asked)).as_uri(), threads=asked)
+            with open_world(facts, Launch(device="cpu")) as world:
+                inside = on_rank_0(world, "test/inside", torch.get_num_threads)
+                assert (world.threads, alone(world).threads, inside) == (threads, threads, threads)
+                assert world.choices["threads"].startswith(str(threads))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_collectives(ranks: Any) -> None:

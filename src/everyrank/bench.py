@@ -6,6 +6,8 @@
 4. The arms take turns, A B C A B C ...; before each trial the initial state is put back, outside the timed region.
    After each trial the same arm runs a shorter one that takes its steps apart (measure/split.py).
 
+After each of these what is known is said, and left with whoever started the ranks: a bench may be stopped.
+
 Inside the timed region is the loop and nothing else: no reading of the loss, no barrier, no metric, no print.
 """
 
@@ -16,7 +18,7 @@ import gc
 import math
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -24,22 +26,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from everyrank.arms import Arm, Bench, Results
 from everyrank.collectives import gather, sum_over_ranks
-from everyrank.data import all_updates, samples_before, updates_per_epoch
+from everyrank.data import all_updates, updates_per_epoch
 from everyrank.errors import NotFiniteError
 from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, mean_metrics, open_data, planned_updates, restore, run_updates, snapshot
-from everyrank.measure.clock import interval, now
-from everyrank.measure.inside import Inside, look_inside
-from everyrank.measure.provenance import provenance
+from everyrank.measure.clock import now
+from everyrank.measure.inside import look_inside
 from everyrank.measure.resources import sampling
-from everyrank.measure.split import PHASES, breakdown, phases
+from everyrank.measure.split import PHASES, phases
 from everyrank.options import BenchOptions
 from everyrank.parity import check_layout, subject_of
-from everyrank.progress import progress
-from everyrank.record import Bubble, Interval, Parity, Record, Resources
-from everyrank.strategies import Prepared, prepare
+from everyrank.progress import progress, said_once
+from everyrank.record import Record
+from everyrank.strategies import prepare
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world, use_threads
 
@@ -48,40 +50,6 @@ __all__ = ["bench_rank"]
 _MAX_UPDATES = 300  # of the untimed run
 _TRIAL_UPDATES = 60
 _SPLIT_UPDATES = 20
-
-
-@dataclass
-class _Arm:
-    """One layout ready to run. On ranks that it does not use, `prepared` stays None."""
-
-    layout: Layout
-    parity: Parity
-    world: World
-    prepared: Prepared | None = None
-    saved: dict[str, Any] = field(default_factory=dict[str, Any])
-    losses: list[float] = field(default_factory=list[float])
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    first_step_seconds: float | None = None
-    inside: list[Inside] = field(default_factory=list[Inside])  # of each rank
-    trial_seconds: list[float] = field(default_factory=list[float])
-    # of each trial and rank: mean seconds of each phase of a step
-    splits: list[list[list[float]]] = field(default_factory=list[list[list[float]]])
-    resources: Resources | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        return self.layout.axis is None
-
-
-@dataclass(frozen=True)
-class _Bench:
-    workload: Workload
-    train_data: Any
-    eval_data: Any
-    run_updates: int
-    lead_updates: int  # of a trial, before the clock starts
-    trial_updates: int
-    split_updates: int
 
 
 def bench_rank(
@@ -94,25 +62,27 @@ def bench_rank(
     """Check and time each layout; one Record for each on rank 0, None elsewhere."""
     for layout in layouts:
         layout.mesh(facts.size)
-    with open_world(facts, launch) as world:
+    is_first = facts.rank == 0
+    with (
+        open_world(facts, launch) as world,
+        progress(len(layouts) * (3 + options.trials), options.show and is_first) as begin,
+        said_once(is_first),
+    ):
         startup_seconds = time.time() - options.started
         workload = load(what)
         workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
         subject = subject_of(workload, train_data, eval_data, options.verify_steps)
-        arms: list[_Arm] = []
-        is_first = world.rank == 0
-        with (
-            progress(len(layouts) * (3 + options.trials), options.show and is_first) as begin,
-            sampling(options.started, active=is_first) as sampler,
-        ):
+        with sampling(options.started, active=is_first) as sampler:
+            results = Results(bench, facts, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
                 begin(f"check {layout}")
                 sampler.now_running("check")
                 parity, _ = check_layout(subject, layout, world, f"bench/{index}", options.by_name)
-                arms.append(_Arm(layout, parity, alone(world) if layout.axis is None else world))
-            running = [arm for arm in arms if arm.parity.status == "equal"]
+                results.arms.append(Arm(layout, parity, alone(world) if layout.axis is None else world))
+                results.told(f"{layout}: {parity.outcome}")
+            running = results.running
             parts = [("look into", _look_inside), ("train", _train_once)]
             parts += [(f"time {trial + 1}", _time_once) for trial in range(options.trials)]
             for part, function in parts:
@@ -120,23 +90,25 @@ def bench_rank(
                     begin(f"{part} {arm.layout}")
                     sampler.now_running(str(index))
                     _in_place(arm, world, f"bench/{part}/{index}", function, bench)
+                    results.told(_line(arm, bench, options) if function is _time_once else "")
             sampler.now_running("end")
-        if not is_first:
-            return None
-        source = provenance(workload, train_data, world, options.command)
-        source["method"] = _method(bench, options)
-        single = next((arm for arm in running if str(arm.layout) == "single"), None)
-        for index, arm in enumerate(running):
-            arm.resources = sampler.of(str(index))
-        return [_record(arm, bench, facts, world, source, startup_seconds, single) for arm in arms]
+        return results.records() if is_first else None
 
 
-def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> _Bench:
+def _line(arm: Arm, bench: Bench, options: BenchOptions) -> str:
+    """What is known of an arm after a trial, on rank 0."""
+    if not arm.trial_seconds:
+        return ""
+    step_ms = arm.trial_seconds[-1] / bench.trial_updates * 1e3
+    return f"{arm.layout}: trial {len(arm.trial_seconds)} of {options.trials}, {step_ms:.2f} ms a step"
+
+
+def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> Bench:
     """How many updates each kind of run has."""
     planned = planned_updates(workload, len(train_data))
     # what loader workers read ahead before the clock starts has to be used up by then
     lead = min(2 * world.loader_workers * world.size, planned // 2)
-    return _Bench(
+    return Bench(
         workload,
         train_data,
         eval_data,
@@ -147,7 +119,7 @@ def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, 
     )
 
 
-def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -> None:
+def _in_place(arm: Arm, world: World, key: str, function: Any, bench: Bench) -> None:
     """Run a part of the benchmark where the arm runs: on all ranks, or on rank 0 while the others wait."""
     if arm.is_alone:
         on_rank_0(world, key, lambda: function(arm, bench))
@@ -157,7 +129,7 @@ def _in_place(arm: _Arm, world: World, key: str, function: Any, bench: _Bench) -
         function(arm, bench)
 
 
-def _look_inside(arm: _Arm, bench: _Bench) -> None:
+def _look_inside(arm: Arm, bench: Bench) -> None:
     """Memory, traffic and exposed communication, as each rank sees them."""
     own = look_inside(bench.workload, bench.train_data, arm.layout, arm.world)
     row = torch.tensor([own.peak_memory_bytes, *own.idle, *own.exposed_shares], dtype=torch.float64)
@@ -167,7 +139,7 @@ def _look_inside(arm: _Arm, bench: _Bench) -> None:
     ]
 
 
-def _train_once(arm: _Arm, bench: _Bench) -> None:
+def _train_once(arm: Arm, bench: Bench) -> None:
     """Prepare the arm, keep its initial state, train: losses, metrics, and the warm-up."""
     arm.prepared = prepare(bench.workload, arm.layout, arm.world)
     arm.saved = snapshot(arm.prepared)
@@ -188,7 +160,7 @@ def _train_once(arm: _Arm, bench: _Bench) -> None:
         )
 
 
-def _time_once(arm: _Arm, bench: _Bench) -> None:
+def _time_once(arm: Arm, bench: Bench) -> None:
     """One trial from the initial state; the slowest rank's time is the trial's. Then one that takes steps apart."""
     with _from_the_start(arm, bench, bench.trial_updates) as updates:
         start = now(arm.world.device)
@@ -202,7 +174,7 @@ def _time_once(arm: _Arm, bench: _Bench) -> None:
 
 
 @contextlib.contextmanager
-def _from_the_start(arm: _Arm, bench: _Bench, count: int) -> Generator[Any]:
+def _from_the_start(arm: Arm, bench: Bench, count: int) -> Generator[Any]:
     """The updates of a trial: from the initial state, all ranks at once, no garbage collection."""
     assert arm.prepared is not None
     restore(arm.prepared, arm.saved)
@@ -219,76 +191,12 @@ def _from_the_start(arm: _Arm, bench: _Bench, count: int) -> Generator[Any]:
         gc.enable()
 
 
-def _of_all_ranks(numbers: list[float], arm: _Arm) -> list[list[float]]:
+def _of_all_ranks(numbers: list[float], arm: Arm) -> list[list[float]]:
     """A row of each rank that the arm uses."""
     return [row.tolist() for row in gather(torch.tensor(numbers, dtype=torch.float64), arm.world)]
 
 
-def _updates(arm: _Arm, bench: _Bench, count: int) -> Any:
+def _updates(arm: Arm, bench: Bench, count: int) -> Any:
     assert arm.prepared is not None
     updates = all_updates(count, updates_per_epoch(len(bench.train_data), bench.workload.global_batch))
     return run_updates(bench.workload, bench.train_data, arm.layout, arm.world, arm.prepared, updates)
-
-
-def _method(bench: _Bench, options: BenchOptions) -> str:
-    return (
-        f"{options.trials} interleaved trials of {bench.trial_updates} updates, each from the initial state, after one "
-        f"untimed run of {bench.run_updates} updates"
-        + (f" and the first {bench.lead_updates} of each trial" if bench.lead_updates else "")
-        + "; medians with 95% bootstrap intervals; the slowest rank counts; "
-        f"steps taken apart in {options.trials} runs of {bench.split_updates} updates of their own"
-    )
-
-
-def _record(
-    arm: _Arm,
-    bench: _Bench,
-    facts: RankFacts,
-    world: World,
-    source: dict[str, Any],
-    startup_seconds: float,
-    single: _Arm | None,
-) -> Record:
-    sizes = len(bench.train_data), bench.workload.global_batch
-    samples = samples_before(bench.lead_updates + bench.trial_updates, *sizes) - samples_before(
-        bench.lead_updates, *sizes
-    )
-    steps = [seconds / bench.trial_updates for seconds in arm.trial_seconds]
-    is_timed = bool(arm.trial_seconds)
-    throughput = interval([samples / seconds for seconds in arm.trial_seconds]) if is_timed else None
-    return Record(
-        workload=bench.workload.name,
-        layout=str(arm.layout),
-        launcher=facts.started_by,
-        backend=world.backend if not arm.is_alone else "none",
-        device=world.device.type,
-        world_size=1 if arm.is_alone else world.size,
-        parity=arm.parity,
-        throughput_samples_per_second=throughput,
-        ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
-        step_seconds=interval(steps) if is_timed else None,
-        epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
-        breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
-        bubble=_bubble(arm.inside) if world.device.type == "cpu" else None,
-        peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),
-        collectives=arm.inside[0].collectives if arm.inside else [],
-        startup_seconds=startup_seconds if is_timed else None,
-        first_step_seconds=arm.first_step_seconds,
-        resources=arm.resources,
-        loss=arm.losses,
-        metrics=arm.metrics,
-        provenance={**source, "threads_per_rank": arm.world.threads, "updates": bench.run_updates},
-    )
-
-
-def _bubble(inside: Sequence[Inside]) -> Bubble | None:
-    """How long ranks stood idle beside how long they would by theory; None for a layout without a pipeline."""
-    longest = max((own.idle[1] for own in inside), default=0.0)
-    if not longest:
-        return None
-    return Bubble(inside[0].idle[0], fmean(own.idle[2] for own in inside) / longest)
-
-
-def _ratio(arm: _Arm, single: _Arm) -> Interval:
-    """How many times as fast, trial by trial: what slows the machine for a while slows both."""
-    return interval([one / own for one, own in zip(single.trial_seconds, arm.trial_seconds, strict=True)])

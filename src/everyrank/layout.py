@@ -103,8 +103,6 @@ class Layout:
             raise LayoutError(f"layout {self}: accumulate={self.accumulate}: give at least 1 micro-batch")
         if self.precision not in PRECISIONS:
             raise LayoutError(f"layout {self}: precision={self.precision}: give one of {', '.join(PRECISIONS)}")
-        if self.strategy == "dataparallel" and self.recompute:
-            raise LayoutError(f"layout {self}: its copies of the model do not survive recompute; use ddp")
         for axis, degree in self.degrees.items():
             if axis != strategy.axis and axis not in strategy.others:
                 raise LayoutError(f"layout {self}: {self.strategy} has no mesh axis {axis}; {_keys_of(self.strategy)}")
@@ -122,6 +120,13 @@ class Layout:
 
     def _do_not_go_together(self) -> str:
         """What is wrong with the keys beside each other; nothing: an empty text."""
+        if self.strategy == "dataparallel" and self.recompute:
+            return "its copies of the model do not survive recompute; use ddp"
+        if self.strategy == "dataparallel" and self.compile:
+            return (
+                "what is compiled keeps the weights of the first device, and each copy of the model would answer with "
+                "them; leave out compile, or use ddp:compile"
+            )
         if self.options.get("static_graph") and self.accumulate > 1:
             return (
                 "torch learns a static graph while it sends gradients, and the first backward of several micro-batches "

@@ -255,8 +255,12 @@ def restore(prepared: Prepared, saved: dict[str, Any]) -> None:
 
 
 def mean_metrics(workload: Workload, metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """The mean of each exact sum, and what the workload derives of them; that of the loss is called eval_loss."""
+    """The mean of each exact sum, and what the workload derives of them; that of the loss is called eval_loss.
+
+    A name that begins with an underscore is for `derived` alone, and not handed on.
+    """
     means = {name: total / count for name, (total, count) in metrics.items() if count}
     named = {("eval_loss" if name == "loss" else name): value for name, value in means.items()}
     with blame_workload():
-        return {**named, **{name: float(derive(named)) for name, derive in workload.derived.items()}}
+        found = named | {name: float(derive(named)) for name, derive in workload.derived.items()}
+    return {name: value for name, value in found.items() if not name.startswith("_")}

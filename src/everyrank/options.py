@@ -77,13 +77,17 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """For `bench`. `steps` is the length of the timed and of the untimed run; `by_name` as for `verify`."""
+    """For `bench`. `steps` is the length of the timed and of the untimed run; `by_name` as for `verify`.
+
+    load_before   the load average of this machine at the call; None where the system has none
+    """
 
     command: list[str]
     started: float
     trials: int = 5
     steps: int | None = None
     verify_steps: int = 20
+    load_before: float | None = None
     batch_factor: int = 1  # weak scaling: the global batch grows with the number of ranks
     show: bool = True
     by_name: bool = True

@@ -69,6 +69,15 @@ class Parity:
     reason: str | None = None
     checks: list[str] = field(default_factory=list[str])
 
+    @property
+    def outcome(self) -> str:
+        """In a line: `equal`, `DIFFERENT: update 3, ...` or `not verified here: why`."""
+        if self.status == "not_verified":
+            return f"not verified here: {self.reason}"
+        if self.status == "equal":
+            return self.status
+        return "DIFFERENT" + (f": {self.first_divergence}" if self.first_divergence else "")
+
 
 @dataclass(frozen=True)
 class Breakdown:
@@ -103,6 +112,7 @@ class Resources:
     cpu_percent        of one core; all ranks and their loader workers together
     memory_bytes       resident, of the same processes (pages that they share count in each)
     gpu_percent, gpu_memory_bytes   all cards together, whoever uses them; empty without nvidia-smi
+    others_percent     of one core; what other programs took of the cores that these may run on
     """
 
     interval_seconds: float
@@ -111,6 +121,7 @@ class Resources:
     memory_bytes: list[int] = field(default_factory=list[int])
     gpu_percent: list[float] = field(default_factory=list[float])
     gpu_memory_bytes: list[int] = field(default_factory=list[int])
+    others_percent: list[float] = field(default_factory=list[float])
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import signal
 import sys
 import time
@@ -186,19 +188,28 @@ def bench(
     batch_factor: int = 1,
     show: bool = True,
     by_name: bool = True,
+    kept: list[Record] | None = None,
 ) -> list[Record]:
     """Check each layout as `verify` does and time those that are equal; one Record for each.
 
     `steps` is the number of updates of a trial and of the untimed run before; `batch_factor` multiplies the global
-    batch; `by_name` as for `verify`. Raises what `run` raises.
+    batch; `by_name` as for `verify`. Raises what `run` raises; `kept` has by then what was known, also after Ctrl-C.
     """
     _at_least_1(trials=trials, steps=steps)
     for layout in layouts:
         layout.mesh(launch.processes)
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     options = BenchOptions(
-        _command(), time.time(), trials, steps, batch_factor=batch_factor, show=show, by_name=by_name
+        _command(), time.time(), trials, steps, load_before=load, batch_factor=batch_factor, show=show, by_name=by_name
     )
-    results = run_ranks(launch, Named("everyrank.bench:bench_rank"), _sent(workload), list(layouts), launch, options)
+    sent, partial = _sent(workload), dict[int, list[Record]]()
+    try:
+        target = Named("everyrank.bench:bench_rank")
+        results = run_ranks(launch, target, sent, list(layouts), launch, options, kept=partial)
+    except BaseException:
+        if kept is not None:
+            kept[:] = partial.get(0, [])
+        raise
     return _some_were_possible(results.get(0) or [])
 
 
@@ -212,12 +223,13 @@ def bench_scaling(
     steps: int | None = None,
     show: bool = True,
     by_name: bool = True,
+    kept: list[Record] | None = None,
 ) -> list[Record]:
     """`bench` on each number of ranks, which begin with 1; two Records for each layout on more than one.
 
     Strong scaling keeps the global batch; weak scaling keeps the batch of each rank, so that the global batch grows.
     The efficiency in `Record.scaling` is the throughput divided by the ranks and by that of the same layout on one
-    rank. Each number of ranks is a launch of its own: their trials are not interleaved.
+    rank. Each number of ranks is a launch of its own: their trials are not interleaved. `kept` as for `bench`.
     """
     sizes = list(dict.fromkeys(processes))
     if sizes[0] != 1 or sorted(sizes) != sizes:
@@ -234,12 +246,14 @@ def bench_scaling(
             shown = layouts if size == 1 else distributed
             if not shown:
                 continue
+            partial: list[Record] = []
+            again = functools.partial(bench, workload, shown, here, trials=trials, steps=steps, by_name=by_name)
             try:
-                made = bench(
-                    workload, shown, here, trials=trials, steps=steps, batch_factor=factor, show=show, by_name=by_name
-                )
-            except EveryrankError as error:
-                if not records:
+                made = again(batch_factor=factor, show=show, kept=partial)
+            except BaseException as error:
+                if not records or not isinstance(error, EveryrankError):
+                    if kept is not None:
+                        kept[:] = records + [_with_efficiency(row, base.get(row.layout, row), kind) for row in partial]
                     raise
                 # what smaller sizes came to is not thrown away
                 made = [_not_verified(records[0], layout, size, str(error)) for layout in shown]

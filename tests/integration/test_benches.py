@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,32 @@ def test_bench_and_report(tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text()
     assert page.count("<svg") >= 5  # and that of the resources, where a layout ran for half a second
     assert "everyrank bench digits --processes 2 --steps 6 --trials 2" in page
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_bench_that_is_stopped_shows_what_it_has(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """Rows are said as they are known, without a terminal too; stopped, it shows them and writes the files."""
+    words = ["bench", "digits", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
+    files = ["--json", "r.json", "--html", "r.html"]
+    command = [sys.executable, "-m", "everyrank", *words, "--processes", "2", *files]
+    started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    said: list[str] = []
+    while not said or not said[-1].startswith("ddp: trial 2 of 1000, "):
+        said.append(started.stdout.readline())
+        assert said[-1], "it ended too soon"
+    assert said[:2] == ["single: equal\n", "ddp: equal\n"]
+    started.send_signal(number)
+    out, err = started.communicate(timeout=100)
+    assert started.returncode == status, err
+    assert "all ranks are ended" in err.splitlines()[-1]
+    records = read_records(tmp_path / "r.json")
+    assert [record.layout for record in records] == ["single", "ddp"]
+    for record in records:
+        assert record.throughput_samples_per_second is not None
+        assert 2 <= record.throughput_samples_per_second.trials < 1000
+    assert "Stopped before the end: single has" in out
+    assert "Stopped before the end" in (tmp_path / "r.html").read_text()
 
 
 def test_bench_on_several_numbers_of_ranks(tmp_path: Path) -> None:

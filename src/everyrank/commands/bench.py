@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import (
@@ -19,6 +20,7 @@ from everyrank.commands.shared import (
 )
 from everyrank.errors import UsageError
 from everyrank.launch import facts_from_environment
+from everyrank.record import Record
 
 __all__ = ["HELP", "add", "run"]
 
@@ -47,12 +49,19 @@ def run(args: argparse.Namespace) -> int:
         check_writable(path)
     check_html(args)
     source = source_of(args)
-    if len(processes) > 1:
-        records = session.bench_scaling(
-            source, layouts, launch, processes, trials=args.trials, steps=args.steps, by_name=by_name
-        )
-    else:
-        records = session.bench(source, layouts, launch, trials=args.trials, steps=args.steps, by_name=by_name)
+    words: dict[str, Any] = {"trials": args.trials, "steps": args.steps, "by_name": by_name}
+    kept: list[Record] = []
+    try:
+        if len(processes) > 1:
+            records = session.bench_scaling(source, layouts, launch, processes, **words, kept=kept)
+        else:
+            records = session.bench(source, layouts, launch, **words, kept=kept)
+    except UsageError:
+        raise
+    except BaseException:  # Ctrl-C, SIGTERM, a rank that died: what is known is shown, and then what it ended by
+        if any(record.parity.status != "not_verified" for record in kept):
+            show({"": kept}, args)
+        raise
     if not records:
         return 0
     show({"": records}, args)

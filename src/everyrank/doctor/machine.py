@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import resource
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from everyrank.doctor.findings import Finding, absent, ok, problem, warning
-from everyrank.launch import num_cores
+from everyrank.launch import cgroup_quota, num_cores, threads_asked
 
 __all__ = ["check_cores", "check_files", "check_machine", "check_shared_memory", "check_space", "check_threads"]
 
@@ -48,17 +47,6 @@ def check_machine(environment: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def cgroup_quota(folder: Path) -> float | None:
-    """Cores that the container may use on average (cgroup 2, then 1); None without a limit, or where none is read."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        text = (folder / "cpu.max").read_text().split()
-        return None if text[0] == "max" else int(text[0]) / int(text[1])
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-        quota = int((folder / "cpu" / "cpu.cfs_quota_us").read_text())
-        return quota / int((folder / "cpu" / "cpu.cfs_period_us").read_text()) if quota > 0 else None
-    return None
-
-
 def check_cores(usable: int, present: int, quota: float | None) -> Finding:
     """Cores this process may use; a container may be allowed less than it sees."""
     text = f"{usable} of {present}" if usable != present else str(usable)
@@ -72,7 +60,7 @@ def check_cores(usable: int, present: int, quota: float | None) -> Finding:
 
 
 def check_threads(environment: Mapping[str, str], cores: int) -> Finding:
-    """The variables that set the number of threads, against the cores. everyrank itself gives a rank cores // ranks."""
+    """The variables that set the number of threads, against the cores; without any a rank gets cores // ranks."""
     for name in _THREAD_VARIABLES:
         text = environment.get(name)
         if text is None:
@@ -86,8 +74,11 @@ def check_threads(environment: Mapping[str, str], cores: int) -> Finding:
                 "threads",
                 f"{name}={text}, but there are {cores} cores: threads would wait for each other",
                 f"unset {name}, or {name}={max(1, cores // 2)} for two ranks here; "
-                "everyrank gives each rank its cores // ranks",
+                "unset, each rank gets its cores // ranks",
             )
+    asked = threads_asked(environment)
+    if asked is not None:
+        return ok("threads", f"each rank gets {asked}, as the environment says")
     return ok("threads", f"each rank gets {cores} cores // ranks on this host")
 
 

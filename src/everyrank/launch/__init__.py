@@ -17,8 +17,8 @@
 Imports no torch: the process of the person who typed the command only waits.
 """
 
-from everyrank.launch.environments import facts_from_environment
-from everyrank.launch.facts import RankFacts, num_accelerators, num_cores
+from everyrank.launch.environments import facts_from_environment, threads_asked
+from everyrank.launch.facts import RankFacts, cgroup_quota, num_accelerators, num_cores
 from everyrank.launch.job import LAUNCHERS, Launch, Named
 from everyrank.launch.processes import run
 from everyrank.launch.ranks import RENDER
@@ -31,9 +31,11 @@ __all__ = [
     "Named",
     "RankFacts",
     "Stop",
+    "cgroup_quota",
     "facts_from_environment",
     "listen",
     "num_accelerators",
     "num_cores",
     "run",
+    "threads_asked",
 ]

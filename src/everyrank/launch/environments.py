@@ -12,6 +12,8 @@ A variable of a person beside a full set of mpirun or srun has to say the same, 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -26,7 +28,7 @@ from everyrank.errors import UsageError
 from everyrank.launch.facts import RankFacts
 from everyrank.launch.hosts import addresses_of
 
-__all__ = ["facts_from_environment", "first_host", "tasks_per_node", "whole_number"]
+__all__ = ["facts_from_environment", "first_host", "tasks_per_node", "threads_asked", "whole_number"]
 
 _PERSON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -46,11 +48,11 @@ def facts_from_environment(environment: Mapping[str, str]) -> RankFacts | None:
         facts = _of_person(environment)
         if facts.started_by == "torchrun":
             _check_torchrun_in_slurm(environment)
-        return facts
+        return dataclasses.replace(facts, threads=threads_asked(environment))
     facts = _of_mpi(environment) or _of_slurm(environment)
     if facts is not None:
         _check_agreement(environment, facts)
-        return facts
+        return dataclasses.replace(facts, threads=threads_asked(environment))
     program = "torchrun"
     missing = [name for name in _PERSON if name not in present]
     if "RANK" not in present and "WORLD_SIZE" not in present:
@@ -188,6 +190,36 @@ def _check_torchrun_in_slurm(environment: Mapping[str, str]) -> None:
             f"srun started {most} tasks on a node (SLURM_STEP_TASKS_PER_NODE={tasks}) and each a torchrun of its own: "
             "--ntasks-per-node=1 with torchrun, which starts the ranks of the node itself"
         )
+
+
+def threads_asked(environment: Mapping[str, str]) -> int | None:
+    """CPU threads of each process that a person has asked for; None where nobody has.
+
+    torchrun itself sets OMP_NUM_THREADS=1 for several ranks, where nobody has set it: then what counts is the
+    environment that torchrun was started in.
+    """
+    found = _threads_in(environment)
+    if found == 1 and "TORCHELASTIC_RUN_ID" in environment:
+        return _threads_in(_before_torchrun())
+    return found
+
+
+def _threads_in(environment: Mapping[str, str]) -> int | None:
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):  # torch, too, takes the first of these that is set
+        first = environment.get(name, "").split(",")[0].strip()  # OpenMP takes a number for each level of nesting
+        if first.isdecimal() and 0 < len(first) < 10 and int(first) > 0:
+            return int(first)
+    return None
+
+
+def _before_torchrun() -> Mapping[str, str]:
+    """The environment of the process that started the ranks, before it changed it; nothing where it cannot be read."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for process in psutil.Process().parents():
+            own = process.environ()
+            if "TORCHELASTIC_RUN_ID" not in own:
+                return own
+    return {}
 
 
 def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from everyrank.errors import UsageError
 
-__all__ = ["RankFacts", "num_accelerators", "num_cores"]
+__all__ = ["RankFacts", "cgroup_quota", "num_accelerators", "num_cores"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class RankFacts:
                             rank 0 says where it has opened a store); empty where nobody has said
     hosts_store             whether this process opens the tcp store (else somebody else has it open)
     attempt                 counts restarts by an elastic launcher
+    threads                 CPU threads of each process that a person has asked for (OMP_NUM_THREADS); None: nobody has
     fail                    ends this process with an error, where its main thread waits for others and cannot
+    keep                    leaves a result so far with whoever started the ranks, for the case that there is no other
 
     Raises `UsageError` when the numbers contradict each other.
     """
@@ -36,7 +40,9 @@ class RankFacts:
     rendezvous: str
     hosts_store: bool = False
     attempt: int = 0
+    threads: int | None = None
     fail: Callable[[BaseException], None] | None = field(default=None, compare=False)
+    keep: Callable[[Any], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -49,8 +55,21 @@ class RankFacts:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those it may run on, or fewer where its container may use fewer on average."""
+    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_quota(Path("/sys/fs/cgroup"))
+    return seen if quota is None else max(1, min(seen, int(quota)))
+
+
+def cgroup_quota(folder: Path) -> float | None:
+    """Cores that the container may use on average (cgroup 2, then 1); None without a limit, or where none is read."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = (folder / "cpu.max").read_text().split()
+        return None if text[0] == "max" else int(text[0]) / int(text[1])
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota = int((folder / "cpu" / "cpu.cfs_quota_us").read_text())
+        return quota / int((folder / "cpu" / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+    return None
 
 
 def num_accelerators() -> int:

@@ -169,6 +169,7 @@ class Job:
 
     rendezvous   where the ranks meet; None: their launcher tells them
     space        where the parent's process number means it: elsewhere the directory stands for the parent
+    threads      CPU threads of each process that the person has asked for
     """
 
     payload: bytes
@@ -179,6 +180,7 @@ class Job:
     space: str
     parent_pid: int
     logs: Path
+    threads: int | None = None
 
     def function(self) -> Callable[..., Any]:
         """What to call."""

@@ -6,6 +6,7 @@ Results and errors come back through files in a directory that only this user ca
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pickle
 import shutil
@@ -20,7 +21,7 @@ import cloudpickle
 
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, StoppedError, UsageError, describe
 from everyrank.launch import mpi, ray, slurm
-from everyrank.launch.environments import facts_from_environment
+from everyrank.launch.environments import facts_from_environment, threads_asked
 from everyrank.launch.facts import RankFacts
 from everyrank.launch.hosts import check_port, check_reachable, host_name, process_space, split_endpoint
 from everyrank.launch.job import Job, Launch
@@ -30,18 +31,26 @@ from everyrank.launch.stop import Stop
 __all__ = ["run"]
 
 
-def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Stop | None = None) -> dict[int, Any]:
+def run(
+    launch: Launch,
+    function: Callable[..., Any],
+    *arguments: Any,
+    stop: Stop | None = None,
+    kept: dict[int, Any] | None = None,
+) -> dict[int, Any]:
     """Call `function(facts, *arguments)` in every rank; its results by rank, of those that were started from here.
 
     Functions of a notebook or a script are sent by value. Where this process was itself started as a rank (by
     torchrun, mpirun or srun), the function is called here and the result is that of this rank alone. When `stop` is
     asked, the ranks are: they get SIGUSR1 until they end by themselves; where this is the rank, the function gets
-    `stop` at the end.
+    `stop` at the end. `kept` gets what each rank has left by `facts.keep`, however the call ends.
 
     Raises the error of the rank that failed first, labelled with it; the other ranks are ended within five seconds.
     """
     facts = facts_from_environment(os.environ)
     if facts is not None:
+        keep = functools.partial(kept.__setitem__, facts.rank) if kept is not None else None
+        facts = dataclasses.replace(facts, keep=keep)
         return {facts.rank: _call_here(facts, function, (*arguments, stop) if stop is not None else arguments)}
     _check(launch)
     make_folder = _shared_folder if launch.launcher in ("slurm", "mpi") else _temporary_folder
@@ -59,6 +68,7 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
             process_space(),
             os.getpid(),
             logs.absolute(),
+            threads_asked(os.environ),
         )
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
         with Ranks(launch, directory, logs, stop) as ranks:
@@ -68,6 +78,9 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
         keep_logs = keep_logs or error.log is not None
         raise
     finally:
+        if kept is not None:
+            for path in directory.glob("rank*.kept"):
+                kept[int(path.stem.removeprefix("rank"))] = pickle.loads(path.read_bytes())  # noqa: S301
         shutil.rmtree(directory, ignore_errors=True)
         if not keep_logs:
             shutil.rmtree(logs, ignore_errors=True)

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.launch.environments import facts_from_environment
@@ -49,7 +50,7 @@ def main() -> int:
     except UsageError as error:
         report_error(error, RankFacts(0, 0, 1, 1, job.launcher, ""), directory, job.logs)
         return 1
-    for kind in ("error", "exit", "result"):  # of an earlier attempt, where an elastic launcher starts us again
+    for kind in ("error", "exit", "result", "kept"):  # of an earlier attempt, where an elastic launcher starts us again
         (directory / f"rank{facts.rank}.{kind}").unlink(missing_ok=True)
     guard(job, facts.rank, directory)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to stop, for a function that listens for it
@@ -61,9 +62,13 @@ def main() -> int:
         report_error(error, facts, directory, job.logs)
         os._exit(1)
 
+    def keep(value: Any) -> None:
+        with contextlib.suppress(OSError):  # the disk may be full
+            write_whole(directory / f"rank{facts.rank}.kept", pickle.dumps(value))
+
     status = 1
     try:
-        result = job.function()(dataclasses.replace(facts, fail=fail), *job.arguments())
+        result = job.function()(dataclasses.replace(facts, fail=fail, keep=keep), *job.arguments())
         write_whole(directory / f"rank{facts.rank}.result", pickle.dumps(result))
     except BaseException as error:
         report_error(error, facts, directory, job.logs)
@@ -85,7 +90,7 @@ def _facts(job: Job) -> RankFacts:
         facts = dataclasses.replace(found, started_by=job.launcher)
     if job.rendezvous is not None:
         facts = dataclasses.replace(facts, rendezvous=job.rendezvous, hosts_store=facts.rank == 0)
-    return facts
+    return dataclasses.replace(facts, threads=job.threads)  # what is in the environment here may be ours
 
 
 def _where_to_signal(job: Job) -> str:

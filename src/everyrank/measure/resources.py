@@ -1,13 +1,15 @@
 """CPU, memory, GPU use and GPU memory while a benchmark runs, sampled each half second by a process of its own.
 
 A thread of a rank would take that rank's time; a process takes a core's for about a millisecond each half second. It
-watches the ranks of this host: their common parent with all its descendants, but for itself. Imports no torch.
+watches the ranks of this host: all that come from who started them, but for itself; and what other programs take of
+the cores that the ranks may run on. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator
-from typing import Any
+from statistics import fmean
+from typing import IO, Any
 
 import psutil
 
@@ -30,10 +33,21 @@ INTERVAL_SECONDS = 0.5
 class Sampler:
     """Samples between `sampling`'s begin and end; who was running when is told by `now_running`."""
 
-    def __init__(self, started: float) -> None:
-        self.started = started
+    def __init__(self, started: float, file: IO[bytes] | None = None) -> None:
+        self.started, self.file = started, file
         self.turns: list[tuple[float, str]] = []
         self.rows: list[dict[str, Any]] = []
+
+    def look(self) -> None:
+        """Read what has been sampled until now."""
+        if self.file is not None:  # its place in the file is where the other process writes: it stays there
+            text = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0).decode()
+            self.rows = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    @property
+    def others_cores(self) -> float | None:
+        """How many cores other programs took, on average over all samples; None without one."""
+        return round(fmean(row["others_percent"] for row in self.rows) / 100, 2) if self.rows else None
 
     def now_running(self, name: str) -> None:
         """From now on samples belong to `name`."""
@@ -54,6 +68,7 @@ class Sampler:
             seconds=[round(row["time"] - self.started, 2) for row in rows],
             cpu_percent=[row["cpu_percent"] for row in rows],
             memory_bytes=[row["memory_bytes"] for row in rows],
+            others_percent=[row["others_percent"] for row in rows],
             gpu_percent=[row["gpu_percent"] for row in rows] if has_gpu else [],
             gpu_memory_bytes=[row["gpu_memory_bytes"] for row in rows] if has_gpu else [],
         )
@@ -62,9 +77,8 @@ class Sampler:
 @contextlib.contextmanager
 def sampling(started: float, active: bool) -> Generator[Sampler]:
     """Sample while the block runs, where `active`; `started` is what the times count from (seconds since 1970)."""
-    sampler = Sampler(started)
     if not active:
-        yield sampler
+        yield Sampler(started)
         return
     command = [sys.executable, "-m", "everyrank.measure.resources"]
     with tempfile.TemporaryFile() as file:  # it has no name: nothing is left however this process ends
@@ -72,6 +86,7 @@ def sampling(started: float, active: bool) -> Generator[Sampler]:
         process = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL
         )
+        sampler = Sampler(started, file)
         try:
             yield sampler
         finally:
@@ -81,8 +96,8 @@ def sampling(started: float, active: bool) -> Generator[Sampler]:
                 process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
-            file.seek(0)
-            sampler.rows = [json.loads(line) for line in file.read().decode().splitlines() if line.endswith("}")]
+            sampler.look()
+            sampler.file = None
 
 
 def main() -> None:
@@ -91,28 +106,53 @@ def main() -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
     gpu = _Gpu()
-    own = psutil.Process()
-    rank = own.parent()
-    root = rank.parent() if rank is not None else None
-    seen: dict[int, psutil.Process] = {}
     try:
+        processors = _Processors()
         while not ended.wait(INTERVAL_SECONDS):
-            percent, memory = 0.0, 0
-            for process in root.children(recursive=True) if root is not None else []:
-                if process.pid == own.pid:
-                    continue
-                process = seen.setdefault(process.pid, process)  # it remembers the CPU time of the last look
-                with contextlib.suppress(psutil.Error):
-                    percent += process.cpu_percent()
-                    memory += process.memory_info().rss
             gpu_percent, gpu_memory = gpu.read()
-            row = {"time": time.time(), "cpu_percent": round(percent, 1), "memory_bytes": memory}
+            row = {"time": time.time(), **processors.read()}
             row |= {"gpu_percent": gpu_percent, "gpu_memory_bytes": gpu_memory}
             print(json.dumps(row), flush=True)
     except psutil.Error:
         pass  # who started the ranks has gone, and so will they
     finally:
         gpu.close()
+
+
+class _Processors:
+    """What the ranks use, and what is used beside them of the cores they may run on, since the last look."""
+
+    def __init__(self) -> None:
+        self.own = psutil.Process()
+        rank, *above = self.own.parents()
+        # a rank of ours is forked from its guard
+        self.root = next((process for process in above if process.cmdline() != rank.cmdline()), rank)
+        self.cores = self.own.cpu_affinity() if hasattr(self.own, "cpu_affinity") else None
+        self.seconds: dict[int, float] = {}
+        self.looked = time.monotonic()
+        self.read()
+
+    def read(self) -> dict[str, float]:
+        """cpu_percent and others_percent, each of one core, and memory_bytes."""
+        percents = psutil.cpu_percent(percpu=True)
+        busy = sum(value for core, value in enumerate(percents) if self.cores is None or core in self.cores)
+        now = time.monotonic()
+        used, memory = dict[int, float](), 0
+        for process in [self.own, self.root, *self.root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                used[process.pid] = times.user + times.system
+                if process not in (self.own, self.root):
+                    memory += process.memory_info().rss
+        # one that is new since has used all of its seconds since
+        percent = {
+            pid: 100 * max(0.0, seconds - self.seconds.get(pid, 0.0)) / max(1e-3, now - self.looked)
+            for pid, seconds in used.items()
+        }
+        self.seconds, self.looked = used, now
+        others = max(0.0, busy - sum(percent.values()))
+        ranks = sum(value for pid, value in percent.items() if pid not in (self.own.pid, self.root.pid))
+        return {"cpu_percent": round(ranks, 1), "others_percent": round(others, 1), "memory_bytes": memory}
 
 
 class _Gpu:

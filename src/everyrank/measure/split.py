@@ -71,15 +71,24 @@ def _durations(row: list[tuple[str, Any]]) -> dict[str, float]:
 
 
 def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> dict[str, float]:
-    """For each phase, the part of its time that was exposed communication, over the next `count` updates."""
+    """For each phase, the part of its time that was exposed communication, over the next `count` updates.
+
+    NaN on CUDA where the profiler delivers no kernels, as in a container that may not count: nobody has seen then
+    when anything was under way.
+    """
     with profiler(device) as finished:
         for _ in range(count):
             with marked_phases(device):
                 next(updates)
-    events = [event for event in events_of(finished) if event["name"] != "[memory]"]
+    return _shares_in([event for event in events_of(finished) if event["name"] != "[memory]"], device.type)
+
+
+def _shares_in(events: list[dict[str, Any]], device_type: str) -> dict[str, float]:
     marks = [event for event in events if event["name"].startswith(_MARK) and event.get("cat") == "user_annotation"]
     kernels = [event for event in events if event.get("cat") in _ON_CUDA]
-    under_way, computing = _on_cuda(events, kernels) if device.type == "cuda" else _on_cpu(events, marks)
+    if device_type == "cuda" and not kernels:
+        return dict.fromkeys(PHASES, math.nan)
+    under_way, computing = _on_cuda(events, kernels) if device_type == "cuda" else _on_cpu(events, marks)
     exposed = _minus(_union(under_way), _union(computing))
     total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     bare = dict(total)
@@ -194,9 +203,10 @@ def breakdown(
     """The parts of a step in the middle trial, on the rank that waits least: the one that the others wait for.
 
     `splits` has for each trial and rank the mean seconds of each phase, `shares` for each rank the exposed part of each
-    phase, `timed` for each trial the seconds of a step without instruments. None without trials, or without shares.
+    phase, `timed` for each trial the seconds of a step without instruments. None without trials, or where a rank has
+    no shares: what was communication would pass for work.
     """
-    if not splits or math.isnan(shares[0][0]):
+    if not splits or any(math.isnan(share) for own in shares for share in own):
         return None
     totals = [max(sum(row) for row in split) for split in splits]
     bound = interval([total - step for total, step in zip(totals, timed, strict=True)])

@@ -78,6 +78,7 @@ class Pipe:
             key = _shapes(batches[micro])
             self.later = later[stage, micro]
             if kind == "F":
+                enter_phase("forward")  # what is waited for belongs to what it is waited for
                 received = self._receive("F", stage, micro, key).requires_grad_() if stage else None
                 output = forward(stage, micro, received)
                 flying[stage, micro] = received, output
@@ -88,9 +89,9 @@ class Pipe:
                 for add in later.pop((stage, micro)):
                     add()
             else:
+                enter_phase("backward")
                 received, output = flying.pop((stage, micro))
                 gradient = self._receive("B", stage, micro, key) if stage < last else None
-                enter_phase("backward")
                 backward(micro, output, gradient)
                 if received is not None:
                     back = received.grad if received.grad is not None else torch.zeros_like(received)

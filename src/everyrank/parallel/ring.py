@@ -13,6 +13,8 @@ mask every rank then has the same work: early queries look at little, late ones 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +52,20 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scal
     return output
 
 
+def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Scores are wide on purpose: autocast would give every product its low precision back."""
+
+    @functools.wraps(method)
+    def in_full(ctx: Any, *arguments: Any) -> Any:
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return method(ctx, *arguments)
+
+    return in_full
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
+    @_without_autocast
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, ring: Ring) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         own = query.to(wide)
@@ -82,6 +96,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, key, value, output, logsum = ctx.saved_tensors
         causal, scale, ring = ctx.settings

@@ -1,5 +1,7 @@
 """Records made readable: a terminal table, Markdown, a self-contained HTML page. Imports no torch.
 
+rows.py       which Records stand together, and what they are called
+notes.py      the answer in a sentence; what a reader must know
 table.py      what the columns are and what stands in them: plain text, no formatting
 beside.py     several sets of Records: the same things measured twice
 charts.py     drawings for the page
@@ -11,12 +13,15 @@ page.py       HTML that needs no network
 
 from everyrank.report.beside import Sets, beside_notes, beside_table
 from everyrank.report.markdown import markdown
-from everyrank.report.table import Table, groups, notes, tables, title
+from everyrank.report.notes import answer, notes
+from everyrank.report.rows import groups, title
+from everyrank.report.table import Table, tables
 from everyrank.report.terminal import print_findings, print_table
 
 __all__ = [
     "Sets",
     "Table",
+    "answer",
     "beside_notes",
     "beside_table",
     "groups",

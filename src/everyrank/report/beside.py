@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from everyrank.record import Interval, Record
-from everyrank.report.table import Table, is_checked
+from everyrank.report.rows import is_checked
+from everyrank.report.table import Table
 
 __all__ = ["Sets", "beside_notes", "beside_table", "matching"]
 

@@ -13,7 +13,8 @@ from typing import Any
 from everyrank.record import Interval, Record
 from everyrank.report.beside import Sets, matching
 from everyrank.report.drawing import COLOURS, TEXT, bars, colours_of, draw, legend_above, legend_height, short, spread
-from everyrank.report.table import PARTS, is_checked, label
+from everyrank.report.rows import is_checked, label
+from everyrank.report.table import PARTS
 
 __all__ = ["CHARTS", "beside", "curves", "memory", "resources", "scaling", "split", "throughput", "traffic"]
 

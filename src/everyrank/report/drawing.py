@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from everyrank.record import Interval, Record
-from everyrank.report.table import label
+from everyrank.report.rows import label
 
 __all__ = ["COLOURS", "TEXT", "bars", "colours_of", "draw", "legend_above", "legend_height", "short", "spread"]
 

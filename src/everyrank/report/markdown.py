@@ -10,10 +10,10 @@ __all__ = ["markdown"]
 
 
 def markdown(heading: str, table: Table, notes: Sequence[str] = ()) -> str:
-    """Heading, table and notes; what Markdown or HTML would take for markup is escaped."""
+    """Heading, table, its footnotes and notes; what Markdown or HTML would take for markup is escaped."""
     lines = [f"### {_escape(heading)}", ""]
     lines += [_row(table.header), _row(["---"] * len(table.header), escape=False), *map(_row, table.rows), ""]
-    lines += [line for note in notes for line in (_escape(note), "")]
+    lines += [line for note in (*table.footnotes, *notes) for line in (_escape(note), "")]
     return "\n".join(lines)
 
 

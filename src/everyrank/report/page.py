@@ -13,7 +13,9 @@ from everyrank.errors import CannotRunError
 from everyrank.record import Record
 from everyrank.report import charts
 from everyrank.report.beside import Sets, beside_notes, beside_table
-from everyrank.report.table import groups, notes, tables, title
+from everyrank.report.notes import answer, notes
+from everyrank.report.rows import groups, title
+from everyrank.report.table import tables
 
 __all__ = ["page", "require_libraries"]
 
@@ -52,6 +54,7 @@ def _section(records: Sequence[Record]) -> dict[str, Any]:
     drawings = [(name, heading, draw(records)) for name, heading, draw in charts.CHARTS]
     return {
         "title": title(records[0]),
+        "answer": answer(records),
         "tables": tables(records),
         "notes": notes(records),
         "command": source.get("command"),

@@ -6,24 +6,21 @@ A row whose parity did not pass has no number in any table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from everyrank.record import Breakdown, Interval, Parity, Record
+from everyrank.report.notes import why_slower
+from everyrank.report.rows import is_checked, label
 
 __all__ = [
     "PARTS",
     "Table",
     "bench_table",
     "cost_table",
-    "groups",
-    "is_checked",
-    "label",
-    "notes",
     "parity_text",
     "scaling_table",
     "split_table",
     "tables",
-    "title",
     "verify_table",
 ]
 
@@ -31,75 +28,53 @@ __all__ = [
 PARTS = ("data", "forward", "backward", "optimizer", "exposed_communication")
 
 
+_SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 @dataclass(frozen=True)
 class Table:
-    """Header and rows of equal length, all text."""
+    """Header and rows of equal length, all text. A cell that ends in a sign has its reason in a footnote: `¹ why`."""
 
     header: list[str]
     rows: list[list[str]]
+    footnotes: list[str] = field(default_factory=list[str])
+
+    def noted(self, cell: str, why: str) -> str:
+        """The cell with the sign of the footnote that says why; two cells with one reason share it."""
+        known = [note.partition(" ")[2] for note in self.footnotes]
+        number = known.index(why) + 1 if why in known else len(known) + 1
+        sign = str(number).translate(_SIGNS)
+        if number > len(known):
+            self.footnotes.append(f"{sign} {why}")
+        return f"{cell} {sign}"
 
 
-def groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Records of one call on one machine belong into one table; ratios across machines would mean nothing."""
-    found: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
-        source = record.provenance
-        batch = None if record.scaling is not None else source.get("global_batch")
-        place = str(source.get("command")), str(source.get("processor")), str(source.get("torch"))
-        key = (record.workload, record.device, *place, str(batch))
-        if record.scaling is not None:  # weak scaling changes the batch: it belongs to the one it is measured against
-            key = next((other for other in found if other[:-1] == key[:-1]), key)
-        found.setdefault(key, []).append(record)
-    return list(found.values())
-
-
-def is_checked(record: Record) -> bool:
-    """Whether its numbers may be shown."""
-    return record.parity.status == "equal"
-
-
-def parity_text(parity: Parity) -> str:
-    """`equal`, `DIFFERENT`, `refused: why` or `not verified here: why`."""
-    if parity.status == "not_verified":
-        return f"not verified here: {parity.reason}"
+def parity_text(parity: Parity, table: Table) -> str:
+    """`equal`, `DIFFERENT`, or `refused` or `not verified` with the reason in a footnote of the table."""
     if parity.status == "refused":
-        return f"refused: {parity.reason}"
+        return table.noted("refused", f"refused: {parity.reason}")
+    if parity.status == "not_verified":
+        return table.noted("not verified", f"not verified here: {parity.reason}")
     return parity.status if parity.status == "equal" else parity.status.upper()
-
-
-def title(record: Record) -> str:
-    """What stands over a table of Records of one workload."""
-    cores = record.provenance.get("cores")
-    parts = [record.workload, f"global batch {record.provenance.get('global_batch', '?')}", record.device]
-    parts += [f"{cores} cores"] if cores and record.device == "cpu" else []
-    parts += [f"torch {record.provenance.get('torch', '?')}"]
-    return " · ".join(parts)
-
-
-def label(record: Record) -> str:
-    """A layout with what tells its Records apart where it was measured on several numbers of ranks."""
-    if record.scaling is None:
-        return record.layout
-    return f"{record.layout} · {record.world_size} ranks, {record.scaling.kind}"
 
 
 def verify_table(records: Sequence[Record]) -> Table:
     """Layout, parity, the difference that decided, what it was held against, and over which updates."""
-    rows: list[list[str]] = []
+    table = Table(["layout", "ranks", "parity", "difference", "tolerance", "compared"], [])
     for record in records:
         parity = record.parity
         difference, tolerance = parity.max_relative_difference, parity.tolerance
-        rows.append(
+        table.rows.append(
             [
                 record.layout,
                 str(record.world_size),
-                parity_text(parity),
+                parity_text(parity, table),
                 f"{difference:.1e}" if difference is not None else "",
                 f"{tolerance:.0e}" if tolerance is not None else "",
                 parity.scope or "",
             ]
         )
-    return Table(["layout", "ranks", "parity", "difference", "tolerance", "compared"], rows)
+    return table
 
 
 def bench_table(records: Sequence[Record]) -> Table:
@@ -116,23 +91,23 @@ def bench_table(records: Sequence[Record]) -> Table:
         *metrics,
         "eval loss",
     ]
+    table = Table(header, [])
     checked = [record for record in records if is_checked(record)]
-    single = next((r.throughput_samples_per_second for r in checked if r.layout == "single"), None)
-    rows: list[list[str]] = []
+    single = next((record for record in checked if record.layout == "single"), None)
     for record in records:
-        row = [label(record), str(record.world_size), parity_text(record.parity)]
+        row = [label(record), str(record.world_size), parity_text(record.parity, table)]
         throughput, step = record.throughput_samples_per_second, record.step_seconds
         if is_checked(record) and throughput is not None and step is not None:
             row += [
                 _spread(throughput),
-                _times(record, throughput, single),
+                _times(record, single, table),
                 f"{step.median * 1e3:.2f}",
                 f"{record.epoch_seconds:.2f}" if record.epoch_seconds is not None else "",
                 *[f"{record.metrics[name]:.4f}" if name in record.metrics else "" for name in metrics],
                 f"{record.metrics['eval_loss']:.4f}" if "eval_loss" in record.metrics else "",
             ]
-        rows.append(row + [""] * (len(header) - len(row)))
-    return Table(header, rows)
+        table.rows.append(row + [""] * (len(header) - len(row)))
+    return table
 
 
 def split_table(records: Sequence[Record]) -> Table | None:
@@ -180,31 +155,46 @@ def _parts(breakdown: Breakdown | None) -> list[str]:
 
 def scaling_table(records: Sequence[Record]) -> Table | None:
     """Efficiency beside one rank: a row for each layout and number of ranks; None where nothing was scaled."""
-    found: dict[tuple[str, int], dict[str, Interval]] = {}
+    found: dict[tuple[str, int], dict[str, Record]] = {}
     for record in records:
         if record.scaling is not None and is_checked(record):
-            found.setdefault((record.layout, record.world_size), {})[record.scaling.kind] = record.scaling.efficiency
+            found.setdefault((record.layout, record.world_size), {})[record.scaling.kind] = record
     if not found:
         return None
-    rows = [
-        [layout, str(size), *(_efficiency(kinds.get(kind)) for kind in ("strong", "weak"))]
-        for (layout, size), kinds in found.items()
-    ]
-    return Table(["layout", "ranks", "strong: same global batch", "weak: same batch a rank"], rows)
+    table = Table(["layout", "ranks", "strong: same global batch", "weak: same batch a rank"], [])
+    for (layout, size), kinds in found.items():
+        one = next((record for record in records if record.layout == layout and record.scaling is None), None)
+        cells = [_efficiency(kinds.get(kind), one, table) for kind in ("strong", "weak")]
+        table.rows.append([layout, str(size), *cells])
+    return table
 
 
-def _times(record: Record, own: Interval, single: Interval | None) -> str:
+def _times(record: Record, single: Record | None, table: Table) -> str:
     """How many times as fast as single: over paired trials, or of the medians where there are none."""
-    if single is None or not single.median or record.scaling is not None:
+    own = record.throughput_samples_per_second
+    one = single.throughput_samples_per_second if single is not None else None
+    if single is None or own is None or one is None or not one.median or record.scaling is not None:
         return ""  # beside another launch, and perhaps another batch, it would mean nothing
     paired = record.ratio_to_single
-    if paired is None or paired.trials == 1:
-        return f"{own.median / single.median:.2f}"
-    return f"{paired.median:.2f} ({paired.low:.2f} to {paired.high:.2f})"
+    ratio = low = own.median / one.median
+    text = f"{ratio:.2f}"
+    if paired is not None and paired.trials > 1:
+        low, text = paired.low, f"{paired.median:.2f} ({paired.low:.2f} to {paired.high:.2f})"
+    # where each rank does its part of the same arithmetic, ranks are all there is to be faster by
+    is_other = any(word in record.layout for word in ("single", "dataparallel", "precision=", "compile"))
+    if low <= record.world_size or is_other:
+        return text
+    return table.noted(text, f"more than {record.world_size} ranks allow: {why_slower(single)}")
 
 
-def _efficiency(value: Interval | None) -> str:
-    return f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})" if value else ""
+def _efficiency(record: Record | None, one: Record | None, table: Table) -> str:
+    if record is None or record.scaling is None:
+        return ""
+    value = record.scaling.efficiency
+    text = f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
+    if not value.low > 1 or one is None:
+        return text
+    return table.noted(text, f"more than {record.world_size} ranks allow: {why_slower(one)}")
 
 
 def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
@@ -224,36 +214,3 @@ def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
 
 def _spread(value: Interval) -> str:
     return f"{value.median:,.0f} ({value.low:,.0f} to {value.high:,.0f})"
-
-
-def notes(records: Sequence[Record]) -> list[str]:
-    """What a reader must know to read the numbers."""
-    found: list[str] = []
-    timed = [record for record in records if record.throughput_samples_per_second is not None]
-    if timed:
-        found.append(str(timed[0].provenance.get("method", "")))
-        cores = timed[0].provenance.get("cores")
-        if timed[0].device == "cpu" and any(record.world_size > 1 for record in timed):
-            found.append(
-                f"All ranks share the {cores} cores of one machine: this checks layouts, it does not rank them."
-            )
-    if any(record.scaling is not None and is_checked(record) for record in records):
-        found.append(
-            "Efficiency is throughput / ranks / throughput of the same layout on one rank. Each number of ranks was a "
-            "launch of its own; the interval is the widest that both intervals allow."
-        )
-    for record in records:
-        if record.bubble is not None and is_checked(record):
-            found.append(
-                f"{record.layout}: of the time that micro-batches take, a rank waits {record.bubble.measured:.0%}; "
-                f"{record.bubble.theory:.0%} by the schedule alone."
-            )
-        if record.device == "cpu" and "devices=" in record.layout:
-            found.append(
-                f"{record.layout}: all parts of the model were on the CPU; not verified here: needs CUDA devices."
-            )
-        if record.parity.status == "different":
-            found.append(f"{record.layout} differs from single. First: {record.parity.first_divergence}.")
-            if record.parity.cause:
-                found.append(f"{record.layout}: likely cause: {record.parity.cause}.")
-    return [note for note in found if note]

@@ -27,10 +27,15 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
         shown.add_column(Text(name), justify="left" if index == 0 or name == "parity" else "right", overflow="fold")
     for row in table.rows:
         shown.add_row(
-            *[Text(_printable(cell), style=_STYLES.get(cell, "dim" if "not verified" in cell else "")) for cell in row]
+            *[
+                Text(
+                    _printable(cell), style=_STYLES.get(cell.partition(" ")[0], "dim" if "not verified" in cell else "")
+                )
+                for cell in row
+            ]
         )
     console.print(shown)
-    for note in notes:
+    for note in (*table.footnotes, *notes):
         console.print(Text(_printable(note), style="dim"))
 
 

@@ -192,13 +192,14 @@ def _open_log(subject: Subject, options: TrainOptions, begin: int) -> tuple[list
         **(workload.source.settings if workload.source else {}),
     }
     trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
-    return earlier, Log(options.out, earlier, ["eval_loss", *workload.metrics, *workload.derived], trackers)
+    shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
+    return earlier, Log(options.out, earlier, shown, trackers)
 
 
 def _about(subject: Subject, options: TrainOptions) -> About:
     """What a checkpoint of this training says of itself."""
     workload, data, _, layout, world, prepared = subject
-    names = [*workload.metrics, "eval_loss", *workload.derived]
+    names = [name for name in (*workload.metrics, "eval_loss", *workload.derived) if not name.startswith("_")]
     name, _, direction = (options.best_by or names[0]).partition(":")
     if name not in names or direction not in ("", "min", "max"):
         raise UsageError(

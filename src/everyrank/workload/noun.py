@@ -52,7 +52,8 @@ class Workload:
     Optional
         eval_data       () -> Dataset
         collate         list of samples -> (input, target); default: torch's
-        metrics         {"top1": (output, target) -> (sum, count)}: added up exactly over all ranks
+        metrics         {"top1": (output, target) -> (sum, count)}: added up exactly over all ranks; one whose name
+                        begins with an underscore ("_hits") feeds `derived` alone, and stands in no table, log or Record
         derived         {"perplexity": (means) -> number}: of the exact means of the evaluation, eval_loss among them
         predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
         schedule        (optimizer) -> LRScheduler, stepped once per update

@@ -13,7 +13,7 @@ A world of one has the same interface. Every wait here has a timeout that names 
 """
 
 from everyrank.world.meeting import from_rank_0, meet, on_each_rank, on_rank_0, tell
-from everyrank.world.noun import World, alone, choose_backend, choose_device, use_threads
+from everyrank.world.noun import World, alone, choose_backend, choose_device, choose_threads, use_threads
 from everyrank.world.opening import open_world
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "alone",
     "choose_backend",
     "choose_device",
+    "choose_threads",
     "from_rank_0",
     "meet",
     "on_each_rank",

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from everyrank.errors import CannotRunError, UsageError
-from everyrank.launch import num_cores
 
-__all__ = ["World", "alone", "choose_backend", "choose_device", "use_threads"]
+__all__ = ["World", "alone", "choose_backend", "choose_device", "choose_threads", "use_threads"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,14 @@ class World:
     local_rank, local_size  on this host
     device                  where this rank computes
     backend                 what carries its collectives: gloo or nccl
-    threads                 CPU threads of this rank: cores of the host // ranks on it
+    threads                 CPU threads of this rank
     loader_workers          data loader processes of this rank
     timeout_seconds         longest wait for another rank
     store                   where ranks leave each other small notes
     group                   all ranks; None in the world of one that `alone` makes inside a larger one
     hosts                   the name of each rank's host
-    choices                 what was chosen automatically, and why: backend, interface
+    choices                 what was chosen automatically, and why: backend, interface, threads
+    threads_alone           CPU threads of a rank that works alone on its host
     made                    groups of some of the ranks, made when first asked for; they end with the world, because
                             making one is a collective of all ranks and layouts are prepared again and again
     """
@@ -47,6 +47,7 @@ class World:
     group: dist.ProcessGroup | None
     hosts: tuple[str, ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict[str, str])
+    threads_alone: int = 1
     made: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False, compare=False)
 
 
@@ -71,11 +72,23 @@ def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: in
     return (asked, "asked for") if asked else ("nccl", "one CUDA device for each rank")
 
 
+def choose_threads(asked: int | None, cores: int, local_size: int) -> tuple[int, int, str]:
+    """CPU threads of a rank and of one that works alone on its host, and why."""
+    if asked is not None:
+        threads = min(asked, cores)
+        return threads, threads, f"{threads} in each process: asked for in the environment"
+    threads = max(1, cores // local_size)
+    cores_text = f"{cores} core{'s' * (cores != 1)}"
+    if local_size == 1:
+        return threads, threads, f"{threads}: as many as cores"
+    return threads, cores, f"{threads} of each rank: {cores_text} // {local_size} ranks; {cores} of a rank alone"
+
+
 def alone(world: World) -> World:
-    """The world of one in which rank 0 runs alone, with all the threads and devices of this host."""
+    """The world of one in which rank 0 runs alone, with all the devices of this host, and threads for all its cores."""
     # as many loader workers as all ranks of the host have together: no layout is fed faster than another
     workers = world.loader_workers * world.local_size if world.size > 1 else world.loader_workers
-    return replace(world, rank=0, size=1, threads=num_cores(), loader_workers=workers, group=None)
+    return replace(world, rank=0, size=1, threads=world.threads_alone, loader_workers=workers, group=None)
 
 
 def use_threads(threads: int) -> None:

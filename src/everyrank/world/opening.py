@@ -18,7 +18,7 @@ from everyrank.launch import Launch, RankFacts, num_cores
 from everyrank.launch.hosts import choose_interface, usable_interfaces
 from everyrank.world.company import Lookout, introduce, is_an_answer, met, way_to_others
 from everyrank.world.meeting import meet
-from everyrank.world.noun import World, choose_backend, choose_device, use_threads
+from everyrank.world.noun import World, choose_backend, choose_device, choose_threads, use_threads
 from everyrank.world.stores import Meeting, open_store
 
 __all__ = ["open_world"]
@@ -41,6 +41,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     device = torch.device("cuda", facts.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    threads, threads_alone, why_threads = choose_threads(facts.threads, num_cores(), facts.local_size)
     meeting = open_store(facts, launch)
     world = World(
         rank=facts.rank,
@@ -49,12 +50,13 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
         local_size=facts.local_size,
         device=device,
         backend=backend,
-        threads=max(1, num_cores() // facts.local_size),
+        threads=threads,
         loader_workers=launch.loader_workers,
         timeout_seconds=launch.timeout_seconds,
         # A store may outlive a world: another attempt, or another world of the same process, has other names in it.
         store=dist.PrefixStore(f"everyrank/{facts.attempt}/{next(_WORLDS_OPENED)}", meeting.store),
         group=None,
+        threads_alone=threads_alone,
     )
     use_threads(world.threads)
     gc.collect()
@@ -75,7 +77,7 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
                 timeout=datetime.timedelta(seconds=launch.timeout_seconds),
                 device_id=device if backend == "nccl" else None,
             )
-            choices = {"backend": f"{backend}: {why}", "interface": interface}
+            choices = {"backend": f"{backend}: {why}", "interface": interface, "threads": why_threads}
             yield replace(world, group=dist.group.WORLD, choices=choices)
             # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
             gc.unfreeze()

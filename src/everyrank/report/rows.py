@@ -1,0 +1,44 @@
+"""Which Records stand together, which of them have numbers, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everyrank.record import Record
+
+__all__ = ["groups", "is_checked", "label", "title"]
+
+
+def groups(records: Sequence[Record]) -> list[list[Record]]:
+    """Records of one call on one machine belong into one table; ratios across machines would mean nothing."""
+    found: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        source = record.provenance
+        batch = None if record.scaling is not None else source.get("global_batch")
+        place = str(source.get("command")), str(source.get("processor")), str(source.get("torch"))
+        key = (record.workload, record.device, *place, str(batch))
+        if record.scaling is not None:  # weak scaling changes the batch: it belongs to the one it is measured against
+            key = next((other for other in found if other[:-1] == key[:-1]), key)
+        found.setdefault(key, []).append(record)
+    return list(found.values())
+
+
+def is_checked(record: Record) -> bool:
+    """Whether its numbers may be shown."""
+    return record.parity.status == "equal"
+
+
+def title(record: Record) -> str:
+    """What stands over a table of Records of one workload."""
+    cores = record.provenance.get("cores")
+    parts = [record.workload, f"global batch {record.provenance.get('global_batch', '?')}", record.device]
+    parts += [f"{cores} cores"] if cores and record.device == "cpu" else []
+    parts += [f"torch {record.provenance.get('torch', '?')}"]
+    return " · ".join(parts)
+
+
+def label(record: Record) -> str:
+    """A layout with what tells its Records apart where it was measured on several numbers of ranks."""
+    if record.scaling is None:
+        return record.layout
+    return f"{record.layout} · {record.world_size} ranks, {record.scaling.kind}"
