@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from everyrank.checkpoint.contents import put_back, targets_for, tensors_of, values_of
@@ -170,12 +170,15 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True, non_blocking=True)
 
 
-@functools.cache
 def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
     """The same mesh on CPU: a part of a tensor would be moved to the device of its mesh."""
-    if mesh.device_type == "cpu":
-        return mesh
-    return init_device_mesh("cpu", tuple(mesh.mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+    return mesh if mesh.device_type == "cpu" else _twin_on_cpu(mesh)
+
+
+@functools.cache
+def _twin_on_cpu(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of the very same ranks, which may be a part of all; nothing is sent over it, so it needs no groups."""
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 
 
 def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: About) -> int:
