@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import importlib.util
 import json
 import os
@@ -24,7 +25,7 @@ import torch
 
 from everyrank.cli import main
 from everyrank.record import read_records
-from everyrank.runs import checkpoints_of, damage, find_checkpoint
+from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_about
 from forge import Forge
 from test_faults import Cli
 
@@ -701,9 +702,8 @@ def test_the_best_of_a_run_is_known_after_going_on(forge: Forge, tmp_path: Path)
     assert forge(tmp_path, *words, "--steps", "6").status == 0
     run = tmp_path / "run"
     newest = find_checkpoint(run)
-    about = json.loads((newest.path / "about.json").read_text())
-    about["metrics"]["top1"] = 2.0  # nothing can be better
-    (newest.path / "about.json").write_text(json.dumps(about))
+    metrics = newest.about.metrics | {"top1": 2.0}  # nothing can be better
+    write_about(newest.path, dataclasses.replace(newest.about, metrics=metrics))
     assert forge(tmp_path, *words, "--steps", "12", "--resume").status == 0
     assert [one.about.step for one in checkpoints_of(run)] == [6, 12]
     assert (run / "checkpoints" / "best").resolve() == newest.path

@@ -37,6 +37,7 @@ from everyrank.errors import UsageError, WorkloadError
 from everyrank.runs import (
     About,
     Checkpoint,
+    check_about,
     checkpoints_of,
     clear_unfinished,
     commit,
@@ -73,6 +74,12 @@ class Saver:
         self.last_saved: int | None = None
         check_values(values_of(prepared))  # rather now than after an epoch
         tensors_of(prepared, world)
+        try:
+            check_about(about)
+        except (TypeError, ValueError) as error:
+            raise WorkloadError(
+                f"what a checkpoint would say of this training cannot be read again: {error}"
+            ) from error
         if world.rank == 0:
             clear_unfinished(run)  # of a crash
 
@@ -231,7 +238,9 @@ def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
 
 
 def _setting(name: str, settings: dict[str, Any]) -> str:
-    return f"--set {name}={settings[name]}" if name in settings else f"no --set {name}"
+    """As it was typed, on one line; a checkpoint from elsewhere may hold anything."""
+    text = str(settings.get(name))
+    return f"--set {name}={text if text.isprintable() else repr(text)}" if name in settings else f"no --set {name}"
 
 
 def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:

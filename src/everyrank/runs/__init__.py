@@ -4,7 +4,7 @@
         log.jsonl, log.csv, events.jsonl, epochs.csv, record.json, ranks/
         checkpoints/
             step-00000046/          a whole checkpoint: it got this name when it was complete
-                about.json          what it is, and the size and CRC of every other file
+                about.json          what it is, the size and CRC of every other file, and its own CRC
                 training.pt         schedule, loss scale, groups of the optimizer
                 .metadata, *.distcp torch.distributed.checkpoint: tensors of model, optimizer and random generators
             step-00000069.tmp/      being written, or left by a crash; never read, removed by the next run
@@ -15,7 +15,7 @@ about.py    what a checkpoint says of itself, and whether its files are what was
 folder.py   which there are, and the names that only whole ones have
 """
 
-from everyrank.runs.about import About, Checkpoint, crc_of, damage, write_about
+from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, open_file, write_about
 from everyrank.runs.folder import (
     all_of,
     best_of,
@@ -39,6 +39,7 @@ __all__ = [
     "Checkpoint",
     "all_of",
     "best_of",
+    "check_about",
     "checkpoint_named",
     "checkpoints_of",
     "clear_unfinished",
@@ -50,6 +51,7 @@ __all__ = [
     "leave_behind",
     "mark_best",
     "new_folder",
+    "open_file",
     "prune",
     "refuse_damaged",
     "require_whole",

@@ -156,6 +156,8 @@ def _train(
         watch.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
     if begin:
         watch.line(f"going on after update {begin} of {end}, from {options.resume}")
+        if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
+            watch.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
     watch.begin(f"{workload.name} · {layout} · {ranks}", end, begin)
     startup_seconds = time.time() - options.started
     try:
