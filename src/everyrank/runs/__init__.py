@@ -2,6 +2,7 @@
 
     runs/digits-ddp-.../
         log.jsonl, log.csv, events.jsonl, epochs.csv, record.json, ranks/
+        everyrank.lock              while a run is under way: who holds the folder
         checkpoints/
             step-00000046/          a whole checkpoint: it got this name when it was complete
                 about.json          what it is, the size and CRC of every other file, and its own CRC
@@ -13,6 +14,7 @@
 
 about.py    what a checkpoint says of itself, and whether its files are what was saved
 folder.py   which there are, and the names that only whole ones have
+lock.py     one run at a time
 """
 
 from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, open_file, write_about
@@ -33,6 +35,7 @@ from everyrank.runs.folder import (
     require_whole,
     score_of,
 )
+from everyrank.runs.lock import hold
 
 __all__ = [
     "About",
@@ -47,6 +50,7 @@ __all__ = [
     "crc_of",
     "damage",
     "find_checkpoint",
+    "hold",
     "is_better",
     "leave_behind",
     "mark_best",
