@@ -742,3 +742,33 @@ def test_a_request_is_noted_and_a_second_sigterm_is_not() -> None:
             assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# --- (12) an output that cannot be written
+
+UNSEEN = """\
+import os
+import sys
+
+from everyrank.cli import main
+
+if sys.argv[1] == "pipe":
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+else:
+    os.dup2(os.open(sys.argv[1], os.O_WRONLY), 1)
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "its reader has gone")])
+def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path: Path, where: str, said: str) -> None:
+    """`train ... | head -1` and a full disk behind `> file`: the checkpoints are there, and the status is 0."""
+    (tmp_path / "unseen.py").write_text(UNSEEN)
+    words = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
+    done = forge(tmp_path, where, *words, script="unseen.py")
+    assert done.status == 0, done
+    assert done.err == f"standard output cannot be written ({said}); the training goes on\n"
+    assert [one.about.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
+    assert (tmp_path / "run" / "record.json").exists()

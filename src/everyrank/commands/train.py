@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from everyrank.commands.launching import launch_of
-from everyrank.commands.shared import add_common, check_writable, source_of
+from everyrank.commands.shared import add_common, check_writable, say, source_of
 from everyrank.errors import StoppedError, UsageError
 from everyrank.launch import slurm
 from everyrank.layout import parse_layout
@@ -117,11 +117,11 @@ def run(args: argparse.Namespace) -> int:
     if records:
         if out is not None:
             write_records(records, out / "record.json")
-            print(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
+            say(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
         if args.json is not None:
             write_records(records, args.json)
         if args.profile is not None and not args.evaluate:
-            print(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
+            say(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
     return 0
 
 
@@ -137,7 +137,7 @@ def _resumed(args: argparse.Namespace) -> Path | None:
         if (args.out / "checkpoints").is_dir() and any((args.out / "checkpoints").glob("step-*[0-9]")):
             find_checkpoint(args.out)  # says what is wrong with what is there
         if os.environ.get("RANK", "0") == "0":
-            print(f"nothing to go on from in {args.out}: beginning")
+            say(f"nothing to go on from in {args.out}: beginning")
         return None
     return find_checkpoint(args.out).path
 
