@@ -721,6 +721,19 @@ def test_where_all_are_damaged_nothing_is_offered(
         assert str(run_folder) in line
 
 
+@pytest.mark.parametrize(
+    ("place", "said"), [(".", "no whole checkpoint there"), ("./", "no whole checkpoint there"), ("", "is no folder")]
+)
+def test_the_folder_where_we_are_is_a_place_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, said: str
+) -> None:
+    """It is not the --resume without a place, which may begin anew."""
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, *DIGITS, "--out", tmp_path / "run", "--resume", place)
+    assert said in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_one_that_is_offered_is_whole(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint whose bytes differ, with its size as it was, is not offered."""
     cut_tensors(step(run_folder, 6))
