@@ -21,9 +21,9 @@ ORDER = [
     "record",
     "options",
     "progress",
-    "runs",
     "predictions",
     "launch",
+    "runs",
     "world",
     "collectives",
     "models",
@@ -51,7 +51,7 @@ ORDER = [
 ]
 INSIDE = {
     "workload": ["noun", "batch", "finding"],
-    "runs": ["about", "folder"],
+    "runs": ["about", "folder", "lock"],
     "launch": [
         "hosts",
         "facts",

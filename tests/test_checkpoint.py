@@ -42,6 +42,7 @@ from everyrank.data import all_updates, updates_per_epoch
 from everyrank.errors import UsageError
 from everyrank.loop import run_updates
 from everyrank.runs import About, Checkpoint, checkpoint_named, checkpoints_of, damage, find_checkpoint, is_better
+from everyrank.runs.about import with_sum
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import find_workload, load
 from everyrank.world import World
@@ -556,7 +557,7 @@ def look_at(run: Path) -> int:
 def test_fifty_kills_leave_no_folder_that_cannot_be_loaded(tmp_path: Path) -> None:
     """SIGKILL at random moments of saving, in the background too: what has its name is whole, and there is some."""
     words = f"import pathlib, test_checkpoint; test_checkpoint.kill_many(pathlib.Path({str(tmp_path)!r}), 17, 50)"
-    where = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", words], capture_output=True, text=True, timeout=120, check=False, env=where
     )
@@ -617,8 +618,10 @@ def one_line(stderr: str) -> str:
 
 
 def change_about(folder: Path, **changes: Any) -> None:
+    """As somebody would who changes it on purpose: its own sum is right again."""
     about = json.loads((folder / "about.json").read_text())
-    (folder / "about.json").write_text(json.dumps(about | changes))
+    del about["crc"]
+    (folder / "about.json").write_text(with_sum(about | changes))
 
 
 def sum_again(folder: Path, *names: str) -> None:
@@ -716,6 +719,19 @@ def test_where_all_are_damaged_nothing_is_offered(
         line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *place)
         assert "--resume" not in line
         assert str(run_folder) in line
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [(".", "no whole checkpoint there"), ("./", "no whole checkpoint there"), ("", "is no folder")]
+)
+def test_the_folder_where_we_are_is_a_place_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, said: str
+) -> None:
+    """It is not the --resume without a place, which may begin anew."""
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, *DIGITS, "--out", tmp_path / "run", "--resume", place)
+    assert said in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_one_that_is_offered_is_whole(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1189,3 +1205,30 @@ def test_a_split_model_goes_on_to_the_last_bit(ranks: Any, tmp_path: Path, layou
         for one, other in zip(row["whole"][0], row["again"][0], strict=True):
             assert torch.equal(one, other)
         same(row["whole"][1], row["again"][1])
+
+
+def saves_from_afar(world: World, layout: str, run: Path) -> bool:
+    """One checkpoint written at once, and one in the background as from a device that is not the CPU."""
+    going = Going(world, decoding("adamw"), in_float64(layout))
+    going.updates(0, 3)
+    going.saver(run / "at once").save(3, {})
+    on_cpu = everyrank.checkpoint.saver._on_cpu
+    everyrank.checkpoint.saver._on_cpu = everyrank.checkpoint.saver._twin_on_cpu
+    try:
+        saver = going.saver(run / "later", in_background=True)
+        saver.save(3, {})
+        saver.finish()
+    finally:
+        everyrank.checkpoint.saver._on_cpu = on_cpu
+    return any(isinstance(tensor, DTensor) for tensor in tensors_of(going.prepared, world).values())
+
+
+@pytest.mark.parametrize("layout", ["fsdp:tensor=2", "pipeline:shard=2"])
+def test_in_the_background_parts_of_a_mesh_stay_where_they_are(ranks: Any, tmp_path: Path, layout: str) -> None:
+    """A part of the mesh is not its first ranks: on a GPU the copies were put together wrongly."""
+    assert any(ranks(4, saves_from_afar, layout, tmp_path))
+    (tensors, values), (later, values_later) = (
+        everything_in(find_checkpoint(tmp_path / name)) for name in ("at once", "later")
+    )
+    same(tensors, later)
+    assert values == values_later

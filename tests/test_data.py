@@ -211,3 +211,24 @@ def test_a_collate_of_ones_own_sees_samples() -> None:
     found = fetched(dataset, 0, collate)
     assert [index for _, targets in found for index in targets] == epoch_order(10, 0, 0).tolist()
     assert torch.equal(found[0][0], dataset.tensors[0][found[0][1]] + 1)
+
+
+def test_updates_are_made_when_they_are_asked_for() -> None:
+    """A training of 10^15 updates has no list of them; a part of it is one as well."""
+    updates = all_updates(10**15, 7)
+    assert len(updates) == 10**15
+    assert updates[10**14] == Update(10**14, 10**14 // 7, 10**14 % 7)
+    later = updates[10**14 :]
+    assert (len(later), later[0], later[-1]) == (9 * 10**14, updates[10**14], updates[10**15 - 1])
+    assert list(itertools.islice(later, 3)) == list(updates[10**14 : 10**14 + 3])
+    assert list(updates[2:2]) == []
+    with pytest.raises(IndexError):
+        updates[10**15]
+
+
+def test_the_order_of_an_epoch_takes_four_bytes_a_sample() -> None:
+    """The permutation is that of the eight bytes that torch takes by itself."""
+    order = epoch_order(100_003, 5, 2)
+    assert order.element_size() == 4
+    wide = torch.randperm(100_003, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(order.to(torch.int64), wide)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import importlib.util
 import json
 import os
@@ -24,7 +25,7 @@ import torch
 
 from everyrank.cli import main
 from everyrank.record import read_records
-from everyrank.runs import checkpoints_of, damage, find_checkpoint
+from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_about
 from forge import Forge
 from test_faults import Cli
 
@@ -701,9 +702,8 @@ def test_the_best_of_a_run_is_known_after_going_on(forge: Forge, tmp_path: Path)
     assert forge(tmp_path, *words, "--steps", "6").status == 0
     run = tmp_path / "run"
     newest = find_checkpoint(run)
-    about = json.loads((newest.path / "about.json").read_text())
-    about["metrics"]["top1"] = 2.0  # nothing can be better
-    (newest.path / "about.json").write_text(json.dumps(about))
+    metrics = newest.about.metrics | {"top1": 2.0}  # nothing can be better
+    write_about(newest.path, dataclasses.replace(newest.about, metrics=metrics))
     assert forge(tmp_path, *words, "--steps", "12", "--resume").status == 0
     assert [one.about.step for one in checkpoints_of(run)] == [6, 12]
     assert (run / "checkpoints" / "best").resolve() == newest.path
@@ -742,3 +742,33 @@ def test_a_request_is_noted_and_a_second_sigterm_is_not() -> None:
             assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# --- (12) an output that cannot be written
+
+UNSEEN = """\
+import os
+import sys
+
+from everyrank.cli import main
+
+if sys.argv[1] == "pipe":
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+else:
+    os.dup2(os.open(sys.argv[1], os.O_WRONLY), 1)
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "its reader has gone")])
+def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path: Path, where: str, said: str) -> None:
+    """`train ... | head -1` and a full disk behind `> file`: the checkpoints are there, and the status is 0."""
+    (tmp_path / "unseen.py").write_text(UNSEEN)
+    words = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
+    done = forge(tmp_path, where, *words, script="unseen.py")
+    assert done.status == 0, done
+    assert done.err == f"standard output cannot be written ({said}); the training goes on\n"
+    assert [one.about.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
+    assert (tmp_path / "run" / "record.json").exists()

@@ -36,6 +36,7 @@ from everyrank.world import World
 
 __all__ = [
     "blame_workload",
+    "check_finite",
     "evaluate",
     "first_bad_tensor",
     "is_bad",
@@ -126,7 +127,7 @@ def run_updates(
     The generator is the loop: whoever takes its values decides what happens between two updates, and nothing does
     unless they say so. Raises `NotFiniteError` with the update and the first bad tensor, on every rank alike.
     """
-    updates = list(updates)
+    updates = updates if isinstance(updates, Sequence) else list(updates)
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, prepared.micro_batches, world, compute_dtype(layout), reverse
     )
@@ -137,18 +138,18 @@ def _run(
     workload: Workload,
     world: World,
     prepared: Prepared,
-    updates: list[Update],
+    updates: Sequence[Update],
     batches: Iterator[list[Batch]],
 ) -> Iterator[Tensor]:
-    for update in updates:
-        with blame_workload() if update is updates[0] else contextlib.nullcontext():
+    for place, update in enumerate(updates):
+        with blame_workload() if place == 0 else contextlib.nullcontext():
             micro_batches = next(batches)
             _seed_update(workload, update, prepared, world)
             try:
                 share = prepared.step(micro_batches)
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
-                where = _agreed(first_bad_tensor(workload, prepared, micro_batches), prepared)
+                where = _agreed(first_bad_tensor(workload, prepared, micro_batches, update.step), prepared)
                 raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
@@ -167,7 +168,7 @@ _THE_LOSS = "the loss itself; parameters, input and all outputs are finite"
 _NONE_AGAIN = "none now: the same forward pass, run again, is finite"
 
 
-def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[Batch]) -> str:
+def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[Batch], step: int) -> str:
     """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss.
 
     The forward pass runs again for it: nothing has been updated since, and no step has to keep its outputs in case.
@@ -193,7 +194,8 @@ def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[B
             hook.remove()
     for name, parameter in prepared.model.named_parameters():
         if is_bad(local_tensors([parameter])[0]):
-            return f"parameter {name}, made so by the update before; lower the learning rate or set clip_norm"
+            before = "the update before; lower the learning rate or set clip_norm" if step else "model() itself"
+            return f"parameter {name}, made so by {before}"
     if any(is_bad(batch.input) for batch in batches):
         return "the input itself"
     return next(iter(bad_outputs), _THE_LOSS if is_bad(losses) else _NONE_AGAIN)
@@ -204,6 +206,22 @@ def _agreed(found: str, prepared: Prepared) -> str:
     rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), prepared.mesh.world)
     texts = [bytes(row.tolist()).decode() for row in rows]
     return min(texts, key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS))  # the first that says most
+
+
+def check_finite(prepared: Prepared, done: int) -> None:
+    """Raise `NotFiniteError` on every rank where a parameter is not finite after `done` updates. A collective.
+
+    What the last update has spoilt, no loss shows any more.
+    """
+    parameters = prepared.model.named_parameters()
+    bad = next((name for name, parameter in parameters if is_bad(local_tensors([parameter])[0])), "")
+    rows = gather(torch.tensor(list(bad.encode()), dtype=torch.uint8), prepared.mesh.world)
+    found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
+    if found:
+        before = (
+            f"update {done - 1}: it made parameter {found} infinite or NaN; lower the learning rate or set clip_norm"
+        )
+        raise NotFiniteError(before if done else f"parameter {found} is infinite or NaN; model() itself made it so")
 
 
 def is_bad(value: Any) -> bool:

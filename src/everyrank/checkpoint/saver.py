@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from everyrank.checkpoint.contents import put_back, targets_for, tensors_of, values_of
@@ -37,6 +37,7 @@ from everyrank.errors import UsageError, WorkloadError
 from everyrank.runs import (
     About,
     Checkpoint,
+    check_about,
     checkpoints_of,
     clear_unfinished,
     commit,
@@ -73,6 +74,12 @@ class Saver:
         self.last_saved: int | None = None
         check_values(values_of(prepared))  # rather now than after an epoch
         tensors_of(prepared, world)
+        try:
+            check_about(about)
+        except (TypeError, ValueError) as error:
+            raise WorkloadError(
+                f"what a checkpoint would say of this training cannot be read again: {error}"
+            ) from error
         if world.rank == 0:
             clear_unfinished(run)  # of a crash
 
@@ -170,12 +177,15 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True, non_blocking=True)
 
 
-@functools.cache
 def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
     """The same mesh on CPU: a part of a tensor would be moved to the device of its mesh."""
-    if mesh.device_type == "cpu":
-        return mesh
-    return init_device_mesh("cpu", tuple(mesh.mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+    return mesh if mesh.device_type == "cpu" else _twin_on_cpu(mesh)
+
+
+@functools.cache
+def _twin_on_cpu(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of the very same ranks, which may be a part of all; nothing is sent over it, so it needs no groups."""
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 
 
 def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: About) -> int:
@@ -228,7 +238,9 @@ def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
 
 
 def _setting(name: str, settings: dict[str, Any]) -> str:
-    return f"--set {name}={settings[name]}" if name in settings else f"no --set {name}"
+    """As it was typed, on one line; a checkpoint from elsewhere may hold anything."""
+    text = str(settings.get(name))
+    return f"--set {name}={text if text.isprintable() else repr(text)}" if name in settings else f"no --set {name}"
 
 
 def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:

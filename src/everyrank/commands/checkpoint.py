@@ -14,6 +14,8 @@ from everyrank.runs import Checkpoint, all_of, damage, find_checkpoint
 
 __all__ = ["HELP", "add", "run"]
 
+_OLDER = "whole, as far as known: about.json of an older everyrank has no checksum of its own"
+
 HELP = "look into checkpoints, or take a model out of one"
 
 
@@ -67,7 +69,7 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
                 f"{about.layout} on {about.world_size}",
                 f"{one.num_bytes / 2**20:.2f}",
                 ", ".join(f"{name} {value:.4f}" for name, value in about.metrics.items()),
-                "whole" if found is None else f"DAMAGED: {found}",
+                f"DAMAGED: {found}" if found is not None else "whole" if about.schema > 1 else _OLDER,
             ]
         )
     whole = [one for _, one in there if one is not None]
@@ -80,4 +82,4 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
     header = ["checkpoint", "update", "epoch", "layout", "MiB", "metrics", "state"]
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
     print_table(title, Table(header, rows), [versions])
-    return CHECK_FAILED if any(row[-1] != "whole" for row in rows) else 0
+    return CHECK_FAILED if any(row[-1].startswith("DAMAGED") for row in rows) else 0

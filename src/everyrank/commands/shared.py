@@ -23,6 +23,7 @@ __all__ = [
     "check_writable",
     "close_output",
     "layouts_of",
+    "say",
     "show",
     "source_of",
     "status_of",
@@ -118,6 +119,14 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
             print(f"wrote {path}")
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+        close_output()
+
+
+def say(text: str) -> None:
+    """Print a line of what is done already; that it cannot be printed changes nothing of that."""
+    try:
+        print(text, flush=True)
+    except OSError:
         close_output()
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from everyrank.commands.launching import launch_of
-from everyrank.commands.shared import add_common, check_writable, source_of
+from everyrank.commands.shared import add_common, check_writable, say, source_of
 from everyrank.errors import StoppedError, UsageError
 from everyrank.launch import slurm
 from everyrank.layout import parse_layout
@@ -21,7 +21,7 @@ __all__ = ["HELP", "add", "run"]
 
 HELP = "train a workload under a layout"
 
-_NEWEST = Path()  # --resume without a place: the newest checkpoint in --out
+_NEWEST = object()  # --resume without a place: the newest checkpoint in --out; no path is equal to it
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume",
-        type=Path,
+        type=_place,
         nargs="?",
         const=_NEWEST,
         metavar="DIR",
@@ -63,6 +63,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tracker", nargs="+", action="extend", default=[], metavar="T", help="also log to tensorboard, wandb"
     )
     parser.add_argument("--profile", type=Path, metavar="F", help="write a trace of one step of all ranks (Perfetto)")
+
+
+def _place(text: str) -> Path:
+    """A folder; "" is what is left of a variable that is not set, and would be the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError('"" is no folder; give --resume DIR, or --resume alone with --out DIR')
+    return Path(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,11 +124,11 @@ def run(args: argparse.Namespace) -> int:
     if records:
         if out is not None:
             write_records(records, out / "record.json")
-            print(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
+            say(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
         if args.json is not None:
             write_records(records, args.json)
         if args.profile is not None and not args.evaluate:
-            print(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
+            say(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
     return 0
 
 
@@ -129,7 +136,7 @@ def _resumed(args: argparse.Namespace) -> Path | None:
     """The checkpoint to go on from; None where the training begins."""
     if args.resume is None:
         return None
-    if args.resume != _NEWEST:
+    if args.resume is not _NEWEST:
         return find_checkpoint(args.resume).path
     if args.out is None:
         raise UsageError("--resume: from where? give --resume DIR (a run or a checkpoint), or --out DIR of that run")
@@ -137,7 +144,7 @@ def _resumed(args: argparse.Namespace) -> Path | None:
         if (args.out / "checkpoints").is_dir() and any((args.out / "checkpoints").glob("step-*[0-9]")):
             find_checkpoint(args.out)  # says what is wrong with what is there
         if os.environ.get("RANK", "0") == "0":
-            print(f"nothing to go on from in {args.out}: beginning")
+            say(f"nothing to go on from in {args.out}: beginning")
         return None
     return find_checkpoint(args.out).path
 
@@ -152,7 +159,7 @@ def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Pat
     name = f"{Path(args.workload.partition(':')[0]).stem}-{strategy}-{stamp}-{os.getpid()}"
     out = args.out or Path("runs") / name
     # a run that died before its first checkpoint begins again; one that came to its end is not overwritten
-    begins_again = args.resume == _NEWEST and not checkpoints_of(out) and not (out / "record.json").exists()
+    begins_again = args.resume is _NEWEST and not checkpoints_of(out) and not (out / "record.json").exists()
     if (out / "log.jsonl").exists() and not begins_again:
         raise UsageError(f"--out {out}: it holds a run already; go on with --resume, or give another folder")
     return out

@@ -2,9 +2,10 @@
 
     runs/digits-ddp-.../
         log.jsonl, log.csv, events.jsonl, epochs.csv, record.json, ranks/
+        everyrank.lock              while a run is under way: who holds the folder
         checkpoints/
             step-00000046/          a whole checkpoint: it got this name when it was complete
-                about.json          what it is, and the size and CRC of every other file
+                about.json          what it is, the size and CRC of every other file, and its own CRC
                 training.pt         schedule, loss scale, groups of the optimizer
                 .metadata, *.distcp torch.distributed.checkpoint: tensors of model, optimizer and random generators
             step-00000069.tmp/      being written, or left by a crash; never read, removed by the next run
@@ -13,9 +14,10 @@
 
 about.py    what a checkpoint says of itself, and whether its files are what was saved
 folder.py   which there are, and the names that only whole ones have
+lock.py     one run at a time
 """
 
-from everyrank.runs.about import About, Checkpoint, crc_of, damage, write_about
+from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, open_file, write_about
 from everyrank.runs.folder import (
     all_of,
     best_of,
@@ -33,12 +35,14 @@ from everyrank.runs.folder import (
     require_whole,
     score_of,
 )
+from everyrank.runs.lock import hold
 
 __all__ = [
     "About",
     "Checkpoint",
     "all_of",
     "best_of",
+    "check_about",
     "checkpoint_named",
     "checkpoints_of",
     "clear_unfinished",
@@ -46,10 +50,12 @@ __all__ = [
     "crc_of",
     "damage",
     "find_checkpoint",
+    "hold",
     "is_better",
     "leave_behind",
     "mark_best",
     "new_folder",
+    "open_file",
     "prune",
     "refuse_damaged",
     "require_whole",

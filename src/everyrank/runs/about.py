@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import re
+import stat
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from everyrank.errors import UsageError
 
-__all__ = ["ABOUT", "About", "Checkpoint", "crc_of", "damage", "read_about", "write_about"]
+__all__ = [
+    "ABOUT",
+    "NAME",
+    "About",
+    "Checkpoint",
+    "check_about",
+    "crc_of",
+    "damage",
+    "open_file",
+    "read_about",
+    "with_sum",
+    "write_about",
+]
 
 ABOUT = "about.json"
+NAME = re.compile(r"step-([0-9]{1,18})(\.old)?")  # .old: whole, and about to be replaced by one of the same step
+_SUM = ',\n "crc": '
+_LONGEST = 1 << 26  # bytes of about.json: that of a thousand ranks has a hundred thousand
 _CHUNK = 1 << 20
 
 
@@ -31,6 +50,7 @@ class About:
     best_by        the metric that says which checkpoint is the best one
     aliases        name of a tied tensor -> the name under which it is kept
     files          name -> (bytes, CRC-32)
+    schema         2: the file ends with the CRC-32 of all of itself; 1: saved before there was one
     """
 
     step: int
@@ -50,7 +70,7 @@ class About:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    schema: int = 1
+    schema: int = 2
 
 
 @dataclass(frozen=True)
@@ -69,26 +89,67 @@ class Checkpoint:
 def write_about(folder: Path, about: About) -> None:
     """The last file of a checkpoint, on the disk when this returns."""
     with (folder / ABOUT).open("w", encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(about), file, indent=1)
+        file.write(with_sum(dataclasses.asdict(about)))
         file.flush()
         os.fsync(file.fileno())
 
 
+def with_sum(content: Mapping[str, Any]) -> str:
+    """JSON whose last line is the CRC-32 of all that stands before it."""
+    body = json.dumps(content, indent=1).removesuffix("\n}")
+    return body + _SUM + _end(body.encode()).decode()
+
+
+def _end(body: bytes) -> bytes:
+    return b"%d\n}" % zlib.crc32(body)
+
+
 def read_about(path: Path) -> Checkpoint:
-    """The checkpoint in this folder. Raises `UsageError` where about.json is missing, cut off or foreign."""
+    """The checkpoint in this folder. Raises `UsageError` where about.json is missing, changed or foreign."""
     try:
-        content: Any = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        with open_file(path / ABOUT) as file:
+            text = file.read(_LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise ValueError(f"it is longer than {_LONGEST:,} bytes")
+        content: Any = json.loads(text)
         names = {entry.name for entry in dataclasses.fields(About)}
         content["files"] = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
         about = About(**{name: value for name, value in content.items() if name in names})
-        _check_types(about)
+        check_about(about)
+        _check_sum(text, about.schema)
+        _check_name(path, about.step)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{path}: no checkpoint that can be read ({ABOUT}: {what})") from None
     return Checkpoint(path, about)
 
 
-def _check_types(about: About) -> None:
+def open_file(path: Path) -> IO[bytes]:
+    """Open what has to be a file: a pipe would wait for its writer, and a device may never end. Raises `OSError`."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return os.fdopen(number, "rb")
+
+
+def _check_sum(text: bytes, schema: int) -> None:
+    """Raise `ValueError` where one bit of the file is not what was saved."""
+    body, mark, end = text.rpartition(_SUM.encode())
+    if schema == 1 and not mark:
+        return
+    if end != _end(body):
+        raise ValueError("it is not what was saved (its CRC differs)")
+
+
+def _check_name(path: Path, step: int) -> None:
+    """Raise `ValueError` where a folder has the name of another checkpoint."""
+    match = NAME.fullmatch(path.name)
+    if match is not None and int(match[1]) != step:
+        raise ValueError(f"it says step {step}, the folder {int(match[1])}")
+
+
+def check_about(about: About) -> None:
     """Raise `TypeError` or `ValueError` for what `About` cannot hold: the file may be anybody's."""
     for entry in dataclasses.fields(About):
         value = getattr(about, entry.name)
@@ -100,8 +161,14 @@ def _check_types(about: About) -> None:
             raise ValueError(f"{name} is {getattr(about, name)}")
     if not all(isinstance(value, int | float) for value in about.metrics.values()):
         raise TypeError("a metric is no number")
-    if not all(isinstance(value, str) for value in about.aliases.values()):
-        raise TypeError("an alias is no name")
+    if not all(isinstance(value, str) for value in (*about.aliases.values(), *about.versions.values())):
+        raise TypeError("an alias or a version is no text")
+    # what is shown on a terminal must not be able to speak to it
+    texts = [about.workload, about.layout, about.best_by, about.time, about.data_checksum or ""]
+    texts += [text for pair in (about.aliases | about.versions).items() for text in pair]
+    for text in (*texts, *about.metrics, *about.files, *about.settings):
+        if not text.isprintable():
+            raise ValueError(f"{text!r} has control characters")
     for name in about.files:
         if Path(name).name != name:
             raise ValueError(f"a file named {name!r}")
@@ -125,7 +192,8 @@ def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = 
         size, crc = checkpoint.about.files[name]
         path = checkpoint.path / name
         try:
-            found = path.stat().st_size
+            with open_file(path) as file:
+                found = os.fstat(file.fileno()).st_size
             if found != size:
                 return f"{name} has {found:,} of its {size:,} bytes"
             if deep and crc_of(path) != crc:
@@ -138,7 +206,7 @@ def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = 
 def crc_of(path: Path) -> int:
     """CRC-32 of a file."""
     crc = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import NoReturn
 
 from everyrank.errors import UsageError
-from everyrank.runs.about import ABOUT, Checkpoint, damage, read_about
+from everyrank.runs.about import ABOUT, NAME, Checkpoint, damage, read_about
 
 __all__ = [
     "all_of",
@@ -33,7 +32,6 @@ __all__ = [
 ]
 
 _FOLDER = "checkpoints"
-_NAME = re.compile(r"step-(\d+)(\.old)?")  # .old: whole, and about to be replaced by one of the same step
 _UNFINISHED = ".tmp"
 _DAMAGED = ".damaged"
 _BEST = "best"
@@ -148,7 +146,7 @@ def checkpoints_of(run: Path) -> list[Checkpoint]:
 
 def _named_steps(run: Path) -> list[Path]:
     """Folders with the name of a whole checkpoint, oldest first, whatever is in them."""
-    there = {path: match for path in (run / _FOLDER).glob("step-*") if (match := _NAME.fullmatch(path.name))}
+    there = {path: match for path in (run / _FOLDER).glob("step-*") if (match := NAME.fullmatch(path.name))}
     finals = {match[1] for match in there.values() if not match[2]}
     kept = [path for path, match in there.items() if path.is_dir() and not (match[2] and match[1] in finals)]
     return sorted(kept, key=lambda path: int(there[path][1]))
@@ -169,7 +167,7 @@ def find_checkpoint(place: Path) -> Checkpoint:
         raise UsageError(f"{place}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
     if not place.exists():
         raise UsageError(f"{place}: nothing is there; give the folder of a run, or one of its checkpoints")
-    if _NAME.fullmatch(place.name) and place.parent.name == _FOLDER:
+    if NAME.fullmatch(place.name) and place.parent.name == _FOLDER:
         return checkpoint_named(place.resolve())
     if (place / ".metadata").is_file():
         raise UsageError(f"{place}: a checkpoint of another program (no {ABOUT}); only everyrank's own can go on")
@@ -191,7 +189,7 @@ def leave_behind(checkpoint: Checkpoint) -> None:
     """
     run = checkpoint.path.parent.parent
     for path in _named_steps(run):
-        match = _NAME.fullmatch(path.name)
+        match = NAME.fullmatch(path.name)
         if match is None or int(match[1]) <= checkpoint.about.step:
             continue
         try:

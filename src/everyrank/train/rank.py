@@ -23,7 +23,16 @@ from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.options import TrainOptions
 from everyrank.record import Record
-from everyrank.runs import About, best_of, checkpoint_named, checkpoints_of, find_checkpoint, leave_behind, score_of
+from everyrank.runs import (
+    About,
+    best_of,
+    checkpoint_named,
+    checkpoints_of,
+    find_checkpoint,
+    hold,
+    leave_behind,
+    score_of,
+)
 from everyrank.strategies import prepare
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.pace import Pace
@@ -59,6 +68,9 @@ def train_rank(
             stop = stack.enter_context(listen(*heard, same_seconds=_SAME_SECONDS))
         world = stack.enter_context(open_world(facts, launch))
         options = _agreed(options, world, facts.attempt)
+        out = options.out if not options.evaluate_only else None
+        if out is not None:
+            on_rank_0(world, "lock", lambda: stack.enter_context(hold(out)))
         if isinstance(what, Source):
             what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
         workload = load(what)
@@ -156,6 +168,8 @@ def _train(
         watch.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
     if begin:
         watch.line(f"going on after update {begin} of {end}, from {options.resume}")
+        if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
+            watch.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
     watch.begin(f"{workload.name} · {layout} · {ranks}", end, begin)
     startup_seconds = time.time() - options.started
     try:

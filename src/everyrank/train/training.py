@@ -94,12 +94,12 @@ class Training:
         Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none.
         """
         begin, end = self.pace.begin, self.pace.end
-        updates = list(all_updates(end, self.pace.per_epoch))[begin:]
+        updates = all_updates(end, self.pace.per_epoch)[begin:]
         if updates:
             self._updates(updates)
         return self._at_end(end)
 
-    def _updates(self, updates: list[Update]) -> None:
+    def _updates(self, updates: Sequence[Update]) -> None:
         workload, data, _, layout, world, prepared = self.subject
         shares = run_updates(workload, data, layout, world, prepared, updates)
         if self.options.profile is not None:
@@ -115,10 +115,10 @@ class Training:
                 waiting.append(_Done(update, share, rate))
                 rate = self._rate()
                 done = update.step + 1
-                if update is updates[0]:
+                if update.step == self.pace.begin:
                     float(share[0])  # on CUDA this waits until the first update is done
                     self.pace.first()
-                is_last = update is updates[-1]
+                is_last = done == self.pace.end
                 is_due = self._is_due(done)
                 if len(waiting) >= look_every or is_last or is_due:
                     is_asked, look_every = self._look(waiting)
