@@ -1,7 +1,8 @@
 """What runs inside each started process: take the job, call its function, hand back the result or the error.
 
-`python -m everyrank.launch.worker DIRECTORY [RANK LOCAL_RANK LOCAL_SIZE]`; without a place, it is in the environment.
-The directory was made by our own parent with access for this user alone, which is why its pickles are read.
+`python -P -m everyrank.launch.worker DIRECTORY [RANK LOCAL_RANK LOCAL_SIZE]`; without a place, it is in the
+environment. The directory was made by our own parent with access for this user alone, which is why its pickles are
+read.
 """
 
 from __future__ import annotations
