@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from everyrank.errors import printable
+
 __all__ = ["progress"]
 
 
@@ -24,7 +26,9 @@ def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
 
         def begin(name: str) -> None:
             nonlocal begun
-            bar.update(task, description=name, completed=begun, refresh=True)  # never by itself: parts may be timed
+            bar.update(
+                task, description=printable(name), completed=begun, refresh=True
+            )  # never by itself: parts may be timed
             begun += 1
 
         yield begin

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
+_MOST = 2**63  # a whole number of ours is below that
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,8 @@ def _build(kind: Any, value: Any) -> Any:
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
+    if kind is int and isinstance(value, int) and abs(value) >= _MOST:
+        raise ValueError(f"a number of {len(str(value))} digits is none of ours")
     if isinstance(kind, type) and isinstance(value, kind):
         return value
     raise ValueError(f"{value!r} is not {getattr(kind, '__name__', kind)}")

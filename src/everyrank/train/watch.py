@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from everyrank.errors import printable
+
 __all__ = ["Watch", "numbers"]
 
 
@@ -41,7 +43,7 @@ class Watch:
 
     def line(self, text: str) -> None:
         """A line that stays, above the bar."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
         """Take the bar away."""
