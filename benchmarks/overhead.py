@@ -78,7 +78,7 @@ def main() -> None:
         out = Path(folder) / "records.json"
         for name in args.workload:
             count = 1 if name == "one" else 2
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+            command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
             subprocess.run([*command, __file__, name, "--json", str(out), *flags], check=True, env=environment())
             records += read_records(out)
     if args.json:

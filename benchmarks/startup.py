@@ -28,7 +28,7 @@ from everyrank.launch import mpi
 from everyrank.measure.clock import interval
 from everyrank.record import write_records
 
-JOB = [*f"{sys.executable} -m everyrank train digits --layout ddp --steps 1 --save-every 0 --processes 2".split()]
+JOB = [*f"{sys.executable} -P -m everyrank train digits --layout ddp --steps 1 --save-every 0 --processes 2".split()]
 METHODS = ("default", "tcp", "file")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import RENDER, Launch, listen, run
+from everyrank.launch import RENDER, Launch, RankFacts, listen, run
 from forge import by_hand, free_port
 
 pytestmark = pytest.mark.skipif(
@@ -282,6 +282,55 @@ def test_ranks_do_not_outlive_their_parent(cli: Cli) -> None:
 
 def waits(_: object) -> None:
     time.sleep(60)
+
+
+def hangs(facts: RankFacts, how: str) -> None:
+    if facts.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else time.sleep(60)
+    time.sleep(0.5)
+    # as gloo says it
+    raise RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 9000ms for recv to complete")
+
+
+@pytest.mark.parametrize(
+    ("how", "state"), [("stopped", "a signal has stopped it (kill -CONT "), ("asleep", "it waits")]
+)
+def test_a_rank_that_hangs(how: str, state: str) -> None:
+    """Who waited says so first; the line names who did not come."""
+    with pytest.raises(RankFailedError) as caught:
+        run(Launch(processes=2, timeout_seconds=9), hangs, how)
+    line = str(caught.value)
+    assert line.startswith("rank 1 of 2 did not come within 9 s (--timeout), " + state)
+    assert "; rank 0 waited in test_faults.py:" in line
+
+
+def test_a_rank_that_fails_while_another_computes() -> None:
+    """An error that is no wait is the one to read, whatever the others do."""
+
+    def fails(facts: RankFacts) -> None:
+        if facts.rank == 1:
+            time.sleep(60)
+        raise RuntimeError("connection timed out")
+
+    with pytest.raises(RankFailedError, match=r"^rank 0 of 2 .*: connection timed out$"):
+        run(Launch(processes=2, timeout_seconds=9), fails)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_guard_that_is_stopped(dies: bool) -> None:
+    """Somebody stopped it, and its rank has ended: the parent lets it go on."""
+
+    def stops_its_guard(facts: RankFacts) -> int:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return facts.size
+
+    if dies:
+        with pytest.raises(RankFailedError, match=r"rank 0 .*SIGKILL"):
+            run(Launch(processes=1), stops_its_guard)
+    else:
+        assert run(Launch(processes=1), stops_its_guard) == {0: 1}
 
 
 def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ makes them again. Nothing here needs Slurm, MPI or Ray, and almost nothing start
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
@@ -33,7 +34,18 @@ from everyrank.commands import doctor as doctor_command
 from everyrank.commands.launching import add_launching, launch_of, speaks
 from everyrank.doctor import launching as doctor
 from everyrank.errors import CannotRunError, RankFailedError, UsageError, WorkloadError
-from everyrank.launch import RENDER, Launch, RankFacts, environments, facts_from_environment, hosts, mpi, node, torchrun
+from everyrank.launch import (
+    RENDER,
+    Launch,
+    RankFacts,
+    environments,
+    facts_from_environment,
+    hosts,
+    mpi,
+    node,
+    run,
+    torchrun,
+)
 from everyrank.launch import ray as ray_launcher
 from everyrank.launch.environments import first_host, tasks_per_node
 from everyrank.launch.hosts import LOOPBACK, check_reachable, choose_interface, local_address_towards, split_endpoint
@@ -157,6 +169,39 @@ def busy() -> Iterator[int]:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         yield listening.getsockname()[1]
+
+
+# --- what is imported
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`trap(*names)`: somebody has left modules of such names in the current folder; `trap()`: those imported since."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*names: str) -> list[str]:
+        for name in names:
+            mark = tmp_path / f"{name}.imported"
+            (tmp_path / f"{name}.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\n")
+        return sorted(path.name for path in tmp_path.glob("*.imported"))
+
+    return call
+
+
+def test_a_rank_imports_nothing_from_the_current_folder(trap: Any) -> None:
+    """In /tmp that would be somebody else's code."""
+    trap("json", "psutil", "random")
+    with contextlib.suppress(RankFailedError):
+        run(Launch(processes=1, timeout_seconds=60), lambda facts: facts.size)
+    assert trap() == []
+
+
+def test_the_command_line_imports_nothing_more_from_the_current_folder(trap: Any) -> None:
+    """`python -m everyrank`, and what torchrun makes of `-m everyrank`: what comes after the package itself."""
+    trap("rich", "torch")
+    command = [sys.executable, "-m", "everyrank", "doctor", "--timeout", "-1"]
+    subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert trap() == []
 
 
 # --- what would run
@@ -347,7 +392,7 @@ def test_odd_names_come_through_a_batch_script(
     (tmp_path / "job.sbatch").write_text(text)
     subprocess.run(["bash", "-n", "job.sbatch"], cwd=tmp_path, check=True)
     said = subprocess.run(["bash", "job.sbatch"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert said.stdout.split("\0")[:-1] == [str(folder), "from the prologue", "-m", "everyrank", *words]
+    assert said.stdout.split("\0")[:-1] == [str(folder), "from the prologue", "-P", "-m", "everyrank", *words]
     assert said.stderr == ""
     assert not list(tmp_path.rglob("pwned"))
 
@@ -793,8 +838,9 @@ def test_a_node_task_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         node.main()
     [command] = called
     words = ["--nnodes=2", "--node-rank=1", "--master-addr=n01", "--master-port=1234", "--nproc-per-node=4"]
-    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert command[3:] == [*words, "-m", "everyrank.launch.worker", "a folder"]
+    python = [sys.executable, "-P", "-m"]
+    assert command[:4] == [*python, "torch.distributed.run"]
+    assert command[4:] == [*words, "--no-python", *python, "everyrank.launch.worker", "a folder"]
 
 
 @pytest.mark.parametrize(("codes", "status"), [([0, 0, 0], 0), ([0, 3, None], 3), ([None, -9, None], 137)])

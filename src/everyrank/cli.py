@@ -1,25 +1,30 @@
 """The command line. What each command does is in `commands/`.
 
 Exit status: 0 all held; 1 a check failed; 2 the call or the workload is wrong; 3 what was asked for by name cannot run
-here; 4 the run failed; 130 and 143 for Ctrl-C and SIGTERM. The last line on the screen is the one to read.
+here; 4 the run failed, or something that nobody has foreseen; 130 and 143 for Ctrl-C and SIGTERM. The last line on the
+screen is the one to read, and never a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import signal
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from everyrank import __version__
 from everyrank.commands import COMMANDS
 from everyrank.commands.launching import instead, speaks
 from everyrank.commands.shared import close_output
-from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError
+from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError, describe, printable, shortened
 from everyrank.launch import facts_from_environment
 from everyrank.layout import STRATEGIES
 from everyrank.workload import BUILT_IN
@@ -32,6 +37,7 @@ _SPEAK_SECONDS = 1.0  # for the rank that says what is wrong for all
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
+    _replace_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
@@ -41,29 +47,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = _instead(parsed) if hasattr(parsed, "workload") and hasattr(parsed, "launcher") else None
         status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
-        if error.log is not None:
-            print(f"full traceback: {error.log}", file=sys.stderr)
-        print(f"everyrank: {error}", file=sys.stderr)
-        status = error.exit_status
+        status = _say(str(error), error.log, error.exit_status)
     except KeyboardInterrupt:
-        print("everyrank: interrupted; all ranks are ended", file=sys.stderr)
-        status = INTERRUPTED
+        status = _say("interrupted; all ranks are ended", None, INTERRUPTED)
     except _TerminatedError:
-        print("everyrank: terminated; all ranks are ended", file=sys.stderr)
-        status = TERMINATED
+        status = _say("terminated; all ranks are ended", None, TERMINATED)
     except BrokenPipeError:
         close_output()  # `everyrank new ddp_torchrun | head`
         status = 0
     except OSError as error:  # a disk that is full, a folder that was taken away
-        print(f"everyrank: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        status = EveryrankError.exit_status
+        status = _say(f"{error.filename or 'a file'}: {error.strerror or error}", None, EveryrankError.exit_status)
+    except Exception as error:  # status 1, with which Python ends, would say that a check has failed
+        status = _say(describe(error), _written(error), EveryrankError.exit_status)
     if _is_a_rank():
         # Threads that wait for other ranks must not keep this one alive, and one of gloo's that lets go of a tensor
         # while Python says goodbye aborts the process.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a workload may have put anything there
+                stream.flush()
         os._exit(status)
     return status
+
+
+def _replace_closed() -> None:
+    """Who started us may have closed a stream (`>&-`): what is opened next would be taken for it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _say(line: str, log: Path | None, status: int) -> int:
+    """The last line on the screen, and before it where its frames are; gives the status."""
+    if log is not None:
+        print(f"full traceback: {printable(str(log))}", file=sys.stderr)
+    print(f"everyrank: {printable(shortened(line))}", file=sys.stderr)
+    return status
+
+
+def _written(error: BaseException) -> Path | None:
+    """The file with the frames of an error that nobody has foreseen; None where none can be written."""
+    with contextlib.suppress(OSError):
+        log = Path(tempfile.mkdtemp(prefix="everyrank-logs-")) / "error.log"
+        log.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="replace")
+        return log
+    return None
 
 
 def _instead(parsed: argparse.Namespace) -> int | None:
@@ -81,7 +112,7 @@ def _is_a_rank() -> bool:
     """Whether somebody else's launcher started this process as a rank."""
     try:
         return facts_from_environment(os.environ) is not None
-    except UsageError:
+    except (UsageError, OSError):
         return False
 
 

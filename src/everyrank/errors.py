@@ -36,12 +36,15 @@ __all__ = [
     "describe",
     "is_own",
     "kind_named",
+    "printable",
+    "shortened",
     "signal_text",
 ]
 
 CHECK_FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
+_LONGEST = 1000  # characters of a message: a terminal full; the whole is in the log
 
 
 class EveryrankError(Exception):
@@ -126,10 +129,10 @@ def describe(error: BaseException) -> str:
         return str(error)
     if "Original Traceback" in str(error):
         return _describe_text(str(error))  # torch's data loader sends the traceback of its worker as text
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = shortened(next((line.strip() for line in str(error).splitlines() if line.strip()), ""))
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {shortened(str(error.msg))}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename)]
     if not own and not frames:
@@ -143,7 +146,7 @@ def _describe_text(text: str) -> str:
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
     what = [line for line in text.splitlines() if re.match(r"\w[\w.]*(:|$)", line)][-1]
     own = [frame for frame in frames if is_own(frame[0])] or frames
-    return f"{Path(own[-1][0]).name}:{own[-1][1]} in {own[-1][2]}: {what}"
+    return f"{Path(own[-1][0]).name}:{own[-1][1]} in {own[-1][2]}: {shortened(what)}"
 
 
 def is_own(filename: str) -> bool:
@@ -153,6 +156,18 @@ def is_own(filename: str) -> bool:
     return not (
         path.is_relative_to(Path(__file__).parent) or filename.startswith("<") or inside.intersection(path.parts)
     )
+
+
+def shortened(text: str) -> str:
+    """A message that fits a screen: of one that is longer the beginning and the end, and how long it was."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} ... ({len(text):,} characters) ... {text[-_LONGEST // 4 :]}"
+
+
+def printable(text: str) -> str:
+    """Without control characters: what comes from elsewhere must not steer the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def signal_text(number: int) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from everyrank.errors import printable
+
 __all__ = ["progress", "row_known", "said_once"]
 
 
@@ -27,7 +29,9 @@ def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
 
         def begin(name: str) -> None:
             nonlocal begun
-            bar.update(task, description=name, completed=begun, refresh=True)  # never by itself: parts may be timed
+            bar.update(
+                task, description=printable(name), completed=begun, refresh=True
+            )  # never by itself: parts may be timed
             begun += 1
 
         yield begin
@@ -36,7 +40,7 @@ def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
 def row_known(line: str) -> None:
     """Say what is known of a row as soon as it is: a line that stays, with or without a terminal, above a bar."""
     try:
-        print("".join(letter if letter.isprintable() else " " for letter in line), flush=True)
+        print(printable(line), flush=True)
     except OSError:  # whoever read our output has gone; the work goes on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
+_MOST = 2**63  # a whole number that is larger was never counted, and cannot be shown
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,8 @@ def _build(kind: Any, value: Any) -> Any:
         if unknown:
             raise ValueError(f"unknown field {min(unknown)!r}")
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
+    if kind is int and isinstance(value, int) and abs(value) >= _MOST:
+        raise ValueError(f"a number of {len(str(value))} digits is larger than anything that is counted")
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind):

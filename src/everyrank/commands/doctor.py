@@ -9,7 +9,7 @@ from pathlib import Path
 
 from everyrank.commands.launching import add_launching, launch_of
 from everyrank.commands.shared import check_writable, close_output
-from everyrank.errors import CHECK_FAILED, UsageError
+from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch
 
 __all__ = ["HELP", "add", "run"]
@@ -52,5 +52,5 @@ def run(args: argparse.Namespace) -> int:
     except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
         close_output()
     for problem in examination.problems:
-        print(f"everyrank: {problem.line}", file=sys.stderr)
+        print(f"everyrank: {printable(problem.line)}", file=sys.stderr)
     return CHECK_FAILED if examination.problems else 0

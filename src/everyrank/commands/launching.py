@@ -228,7 +228,7 @@ def instead(args: argparse.Namespace) -> int | None:
     folder = Path.cwd()
     name = f"everyrank-{Path(args.workload.partition(':')[0]).stem}"
     batch = slurm.Batch(_options(args.sbatch), args.prologue, args.requeue)
-    command = [sys.executable, "-m", "everyrank", *(word for word in args.words if word != "--dry-run")]
+    command = [sys.executable, "-P", "-m", "everyrank", *(word for word in args.words if word != "--dry-run")]
     text = slurm.script(launch, batch, command, folder, name)
     if args.dry_run:
         print(f"{text}\n# in the allocation:\n{_rendered(launch)}")

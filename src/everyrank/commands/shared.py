@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.commands.launching import add_launching
-from everyrank.errors import CHECK_FAILED, CannotRunError, UnfitError, UsageError
+from everyrank.errors import CHECK_FAILED, CannotRunError, UnfitError, UsageError, printable
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, write_records
 from everyrank.workload import LR_RULES, Source, parse_settings
@@ -116,7 +116,7 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
         for parts in shown:
             print_table(*parts)
         for path in written:
-            print(f"wrote {path}")
+            print(f"wrote {printable(str(path))}")
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
         close_output()
@@ -139,15 +139,16 @@ def status_of(records: list[Record], args: argparse.Namespace) -> int:
     """1 when a layout differs; of those asked for by name, 2 when one was refused, 3 when one cannot run; else 0."""
     for record in records:
         if record.parity.status == "different":
-            print(f"everyrank: {record.layout} is not the same training as single", file=sys.stderr)
+            print(f"everyrank: {printable(record.layout)} is not the same training as single", file=sys.stderr)
             return CHECK_FAILED
     for record in records:
         if record.parity.status == "refused":
-            print(f"everyrank: {record.layout}: {record.parity.reason}", file=sys.stderr)
+            print(f"everyrank: {printable(f'{record.layout}: {record.parity.reason}')}", file=sys.stderr)
             return UnfitError.exit_status
     for record in records:
         if record.parity.status == "not_verified" and args.layout:
-            print(f"everyrank: {record.layout}: not verified here: {record.parity.reason}", file=sys.stderr)
+            line = f"{record.layout}: not verified here: {record.parity.reason}"
+            print(f"everyrank: {printable(line)}", file=sys.stderr)
             return CannotRunError.exit_status
     return 0
 

@@ -10,6 +10,7 @@
     node.py           one task on each node, which starts the ranks there
     guard.py          what stands over each rank, and writes down how it ended
     ranks.py          start, watch, end; the root cause when a rank fails
+    silence.py        ranks that say nothing
     processes.py      function in, results by rank out
     worker.py         what runs inside each started process
     ray_driver.py     asks a Ray cluster for a place for each rank

@@ -138,7 +138,10 @@ def _facts(
 def _private_file() -> Path:
     """A file named after what started the ranks of this host, in a folder of this user alone."""
     folder = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:  # a file by that name, or a place that cannot be written
+        raise UsageError(f"{folder}: {error.strerror}; set TMPDIR to a folder of your own") from error
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         raise UsageError(f"{folder}: it is somebody else's; set TMPDIR to a folder of your own")
     own = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]

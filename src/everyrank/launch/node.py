@@ -1,6 +1,6 @@
 """One task on each node, which starts the ranks there.
 
-`python -m everyrank.launch.node spawn|torchrun COUNT DIRECTORY`
+`python -P -m everyrank.launch.node spawn|torchrun COUNT DIRECTORY`
 
 rank = node x COUNT + local rank. Slurm says which node this is.
 """
@@ -16,7 +16,7 @@ from types import FrameType
 
 from everyrank.launch.environments import facts_from_environment
 from everyrank.launch.hosts import split_endpoint
-from everyrank.launch.spawn import WORKER
+from everyrank.launch.spawn import PYTHON, WORKER
 
 __all__ = ["main"]
 
@@ -32,8 +32,8 @@ def main() -> int:
             host, port = split_endpoint(facts.rendezvous.removeprefix("tcp://"), "torchrun")
             words = [f"--nnodes={facts.size}", f"--node-rank={facts.rank}"]
             words += [f"--master-addr={host}", f"--master-port={port}"]
-        words += [f"--nproc-per-node={count}", "-m", "everyrank.launch.worker", directory]
-        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        words += [f"--nproc-per-node={count}", "--no-python", *WORKER, directory]
+        command = [*PYTHON, "-m", "torch.distributed.run", *words]
         os.execv(command[0], command)  # noqa: S606
     first = facts.rank * count
     started = [

@@ -19,7 +19,15 @@ from typing import Any
 
 import cloudpickle
 
-from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, StoppedError, UsageError, describe
+from everyrank.errors import (
+    CannotRunError,
+    EveryrankError,
+    RankFailedError,
+    StoppedError,
+    UsageError,
+    describe,
+    printable,
+)
 from everyrank.launch import mpi, ray, slurm
 from everyrank.launch.environments import facts_from_environment, threads_asked
 from everyrank.launch.facts import RankFacts
@@ -121,7 +129,11 @@ def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[
     """Call it in this rank, which somebody else started; an error of its own gets a label and a log."""
 
     def fail(error: BaseException) -> None:
-        print(f"everyrank: rank {facts.rank} of {facts.size} on {host_name()}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"everyrank: rank {facts.rank} of {facts.size} on {host_name()}: {printable(str(error))}",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(getattr(error, "exit_status", EveryrankError.exit_status))
 
     try:

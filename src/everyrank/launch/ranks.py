@@ -18,6 +18,7 @@ from everyrank.errors import EveryrankError, RankFailedError, StoppedError, Usag
 from everyrank.launch import mpi, ray, slurm, spawn, torchrun
 from everyrank.launch.hosts import host_name
 from everyrank.launch.job import Launch
+from everyrank.launch.silence import is_a_wait, of_silent, wake_guards
 from everyrank.launch.stop import Stop
 
 __all__ = ["RENDER", "Ranks"]
@@ -127,6 +128,7 @@ class Ranks:
         self.beat_at = time.monotonic()
         with contextlib.suppress(OSError):  # of storage elsewhere
             (self.directory / "alive").touch()
+        wake_guards(self.directory)
 
     def results(self) -> dict[int, Any]:
         """What the function returned in each rank that reports here."""
@@ -167,7 +169,7 @@ class Ranks:
                 raise self._died(row)
         errors = self._errors()
         if errors:
-            raise self._error(errors)
+            raise self._hanging(errors) or self._error(errors)
         if dead:
             raise self._died(dead[0])
         raise RankFailedError(
@@ -184,6 +186,19 @@ class Ranks:
         else:
             what = f"exited with status {code} before its work was done"
         return RankFailedError(f"{self._who(row)}: {what}", self._log(row["rank"]))
+
+    def _hanging(self, errors: list[dict[str, Any]]) -> RankFailedError | None:
+        """Whom the first error was a wait for; None where it was none, or all have said something."""
+        first = errors[0]
+        silent = [rank for rank in self.expected if rank not in {row["rank"] for row in errors}]
+        if not is_a_wait(first["message"]) or not silent or self.count < self.launch.processes:
+            return None
+        found = of_silent(self.directory, silent)
+        who, states = _ranks_text(list(found)), "; ".join(dict.fromkeys(found.values()))
+        return RankFailedError(
+            f"{who} of {self.launch.processes} did not come within {self.launch.timeout_seconds:g} s (--timeout), "
+            f"{states}; rank {first['rank']} waited in {first['message']}"
+        )
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
         # ranks that stopped because their launcher asked them to, when another had failed

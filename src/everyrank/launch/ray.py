@@ -6,11 +6,11 @@ The driver is a process of its own (ray_driver.py), so that this module, like al
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 from everyrank.errors import CannotRunError
 from everyrank.launch.job import Launch
+from everyrank.launch.spawn import PYTHON
 
 __all__ = ["render", "require"]
 
@@ -18,7 +18,7 @@ __all__ = ["render", "require"]
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv: the driver, which asks the cluster for a place for each rank."""
     devices = {"cuda": "gpu", "cpu": "cpu"}.get(launch.device or "", "any")
-    command = [sys.executable, "-m", "everyrank.launch.ray_driver", str(directory), str(launch.processes), devices]
+    command = [*PYTHON, "-m", "everyrank.launch.ray_driver", str(directory), str(launch.processes), devices]
     return [[*command, launch.address or "local"]]
 
 

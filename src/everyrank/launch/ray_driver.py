@@ -1,8 +1,8 @@
 """Ask a Ray cluster for a place for each rank: one actor a rank, which starts it as a process of its own there.
 
-`python -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu|any ADDRESS|local`; any: GPUs where there are enough. The
-actors carry bytes between the job's folder here and one like it on their host, so no storage has to be shared: the job
-there, results and errors back.
+`python -P -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu|any ADDRESS|local`; any: GPUs where there are
+enough. The actors carry bytes between the job's folder here and one like it on their host, so no storage has to
+be shared: the job there, results and errors back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from everyrank.launch.job import Job
+from everyrank.launch.spawn import WORKER
 
 __all__ = ["main"]
 
@@ -62,7 +63,7 @@ class Place:
         (self.folder / "job.pickle").write_bytes(pickle.dumps(own))
         words = [str(self.folder), str(rank), str(local_rank), str(local_size)]
         with (self.folder / "screen").open("wb") as screen:  # of rank 0; the others write to their logs
-            command = [sys.executable, "-m", "everyrank.launch.worker", *words]
+            command = [*WORKER, *words]
             # a rank picks its device by its local rank, so it sees those of all ranks of the node
             environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": devices} if devices else {})}
             self.process = subprocess.Popen(

@@ -9,14 +9,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.job import Launch
-from everyrank.launch.spawn import WORKER
+from everyrank.launch.spawn import PYTHON, WORKER
 
 __all__ = ["Batch", "check_allocation", "render", "requeue", "script", "submit"]
 
@@ -44,7 +43,7 @@ def render(launch: Launch, directory: Path) -> list[list[str]]:
     # the ranks of a node share its cores, and divide them themselves; no MPI is spoken
     command += ["--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *launch.arguments]
     if launch.per_node:
-        node = [sys.executable, "-m", "everyrank.launch.node", launch.per_node, str(launch.processes_per_node)]
+        node = [*PYTHON, "-m", "everyrank.launch.node", launch.per_node, str(launch.processes_per_node)]
         return [[*command, *node, str(directory)]]
     return [[*command, *WORKER, str(directory)]]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from everyrank.launch.job import Launch
 
-__all__ = ["WORKER", "render"]
+__all__ = ["PYTHON", "WORKER", "render"]
 
-WORKER = (sys.executable, "-m", "everyrank.launch.worker")
+PYTHON = (sys.executable, "-P")  # without the current folder, in which others may have left a json.py
+WORKER = (*PYTHON, "-m", "everyrank.launch.worker")
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from everyrank.launch.hosts import addresses_of, local_address_towards, split_endpoint
 from everyrank.launch.job import Launch
+from everyrank.launch.spawn import PYTHON, WORKER
 
 __all__ = ["render"]
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv for this host."""
-    command = [sys.executable, "-m", "torch.distributed.run", *_meeting(launch)]
+    command = [*PYTHON, "-m", "torch.distributed.run", *_meeting(launch)]
     command += [f"--nproc-per-node={launch.processes_per_node}"]
     command += [f"--max-restarts={launch.restarts}"] if launch.restarts else []
-    return [[*command, *launch.arguments, "-m", "everyrank.launch.worker", str(directory)]]
+    # a program of our own choosing: torchrun would start its Python without -P
+    return [[*command, *launch.arguments, "--no-python", *WORKER, str(directory)]]
 
 
 def _meeting(launch: Launch) -> list[str]:

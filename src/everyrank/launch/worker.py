@@ -1,7 +1,8 @@
 """What runs inside each started process: take the job, call its function, hand back the result or the error.
 
-`python -m everyrank.launch.worker DIRECTORY [RANK LOCAL_RANK LOCAL_SIZE]`; without a place, it is in the environment.
-The directory was made by our own parent with access for this user alone, which is why its pickles are read.
+`python -P -m everyrank.launch.worker DIRECTORY [RANK LOCAL_RANK LOCAL_SIZE]`; without a place, it is in the
+environment. The directory was made by our own parent with access for this user alone, which is why its pickles are
+read.
 """
 
 from __future__ import annotations
@@ -75,8 +76,7 @@ def main() -> int:
     else:
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (removes multiprocessing's temporary folders)
         status = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(status)
 
 
@@ -104,14 +104,19 @@ def _open_log(facts: RankFacts, log: Path) -> None:
         file.write(f"# rank {facts.rank} of {facts.size} on {host_name()}, process {os.getpid()}\n")
     if facts.rank == 0:
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:  # a folder that other hosts do not share
         file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a workload may have put anything there, or nothing
+            stream.flush()
 
 
 def report_error(error: BaseException, facts: RankFacts, directory: Path, logs: Path) -> None:

@@ -80,7 +80,7 @@ def sampling(started: float, active: bool) -> Generator[Sampler]:
     if not active:
         yield Sampler(started)
         return
-    command = [sys.executable, "-m", "everyrank.measure.resources"]
+    command = [sys.executable, "-P", "-m", "everyrank.measure.resources"]
     with tempfile.TemporaryFile() as file:  # it has no name: nothing is left however this process ends
         # it ends when this pipe closes, however this process ends
         process = subprocess.Popen(  # noqa: S603

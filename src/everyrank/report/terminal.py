@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from everyrank.doctor.findings import Finding
+from everyrank.errors import printable
 from everyrank.report.table import Table
 
 __all__ = ["print_findings", "print_table"]
@@ -22,21 +23,23 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    shown = RichTable(title=Text(_printable(heading)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    shown = RichTable(title=Text(printable(heading)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for index, name in enumerate(table.header):
-        shown.add_column(Text(name), justify="left" if index == 0 or name == "parity" else "right", overflow="fold")
+        shown.add_column(
+            Text(printable(name)), justify="left" if index == 0 or name == "parity" else "right", overflow="fold"
+        )
     for row in table.rows:
         shown.add_row(
             *[
                 Text(
-                    _printable(cell), style=_STYLES.get(cell.partition(" ")[0], "dim" if "not verified" in cell else "")
+                    printable(cell), style=_STYLES.get(cell.partition(" ")[0], "dim" if "not verified" in cell else "")
                 )
                 for cell in row
             ]
         )
     console.print(shown)
     for note in (*table.footnotes, *notes):
-        console.print(Text(_printable(note), style="dim"))
+        console.print(Text(printable(note), style="dim"))
 
 
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", "bold red"), "absent": ("·", "dim")}
@@ -51,14 +54,9 @@ def print_findings(sections: Mapping[str, Sequence[Finding]]) -> None:
         shown = RichTable(title=Text(name), title_justify="left", title_style="bold", box=None, show_header=False)
         for finding in findings:
             sign, style = _SIGNS[finding.status]
-            text = Text(_printable(finding.text), style="dim" if finding.status == "absent" else "")
+            text = Text(printable(finding.text), style="dim" if finding.status == "absent" else "")
             if finding.fix:
-                text.append(f"; {_printable(finding.fix)}", style=style)
-            shown.add_row(Text(sign, style=style), Text(_printable(finding.what)), text)
+                text.append(f"; {printable(finding.fix)}", style=style)
+            shown.add_row(Text(sign, style=style), Text(printable(finding.what)), text)
         console.print(shown)
         console.print()
-
-
-def _printable(text: str) -> str:
-    """Without control characters: a file from elsewhere must not steer the terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -13,6 +13,8 @@ from collections.abc import Generator, Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from everyrank.errors import printable
+
 __all__ = ["Watch", "numbers"]
 
 
@@ -50,7 +52,7 @@ class Watch:
     def line(self, text: str) -> None:
         """A line that stays, above the bar."""
         with self._shown():
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
         """Take the bar away."""

@@ -198,6 +198,10 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"--set {word}: write key=value, for example --set lr=0.05")
         try:
             settings[key] = ast.literal_eval(text)
+        except (RecursionError, MemoryError):
+            raise UsageError(
+                f"--set {key}: {len(text):,} characters with more in each other than Python reads; give a plain value"
+            ) from None
         except (ValueError, SyntaxError):
             settings[key] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
     return settings
