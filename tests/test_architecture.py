@@ -78,6 +78,7 @@ INSIDE = {
     "parallel": [
         "phases",
         "mesh",
+        "rows",
         "batch_norm",
         "construct",
         "heads",

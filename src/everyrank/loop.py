@@ -223,7 +223,7 @@ def evaluate(
         for batch in batches_for_evaluation(workload, dataset, prepared.reads, world, compute_dtype(layout)):
             output = prepared.predict(batch)
             if prepared.speaks:
-                shares += evaluate_batch(workload, output, batch)
+                shares += evaluate_batch(workload, output, batch, prepared.mesh)
     prepared.model.train()
     total = sum_over_ranks(shares, prepared.mesh.world)
     names = ["loss", *workload.metrics]

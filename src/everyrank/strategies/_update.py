@@ -7,6 +7,7 @@ gradients are multiplied by global_batch / count, and by the number of ranks whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -21,10 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everyrank.data import Batch
-from everyrank.errors import NotFiniteError, WorkloadError
+from everyrank.errors import NotFiniteError, UnfitError, WorkloadError
 from everyrank.layout import Layout
-from everyrank.parallel.mesh import local_tensors
+from everyrank.parallel.mesh import Mesh, local_tensors
 from everyrank.parallel.phases import enter_phase
+from everyrank.parallel.rows import taking_loss
 from everyrank.workload import Workload
 
 __all__ = [
@@ -96,9 +98,15 @@ def passes(batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
         yield index == len(batches) - 1, batch
 
 
-def loss_of(workload: Workload, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum, count) of one forward pass: the sum with its graph, and both detached as float64, shape (2,)."""
-    total, count = _pair(workload.loss(output, batch.target), "loss")
+def loss_of(
+    workload: Workload, output: Any, batch: Batch, mesh: Mesh, later: list[UnfitError] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(sum, count) of one forward pass: the sum with its graph, and both detached as float64, shape (2,).
+
+    `later` is for ranks that take the loss while others wait for its gradient: see `parallel.rows.taking_loss`.
+    """
+    with taking_loss(batch, mesh, workload.order, later):
+        total, count = _pair(workload.loss(output, batch.target), "loss")
     if isinstance(total, DTensor):  # of split logits; every rank has the whole sum
         total = total.full_tensor()
     if not isinstance(total, Tensor) or total.dim() != 0:
@@ -205,14 +213,19 @@ def _advance(schedule: LRScheduler | None) -> None:
 
 
 @torch.no_grad()
-def evaluate_batch(workload: Workload, output: Any, batch: Batch) -> Tensor:
-    """The rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2)."""
+def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | None = None) -> Tensor:
+    """The rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2).
+
+    Without a `mesh` a function over the whole batch gets the rank's own part: then no other rank is waited for.
+    """
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
-    if batch.size:
-        functions = [("loss", workload.loss), *workload.metrics.items()]
+    functions = [("loss", workload.loss), *workload.metrics.items()]
+    with taking_loss(batch, mesh) if mesh is not None else contextlib.nullcontext():
         for row, (name, function) in enumerate(functions):
+            # of a borrowed sample too, for the ranks that gather its batch
             total, count = _pair(function(output, batch.target), name)
-            shares[row, 0], shares[row, 1] = float(total), float(count)
+            if batch.size:
+                shares[row, 0], shares[row, 1] = float(total), float(count)
     return shares
 
 
