@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.collectives import gather, sum_over_ranks
-from everyrank.data import all_updates, samples_before, updates_per_epoch
+from everyrank.data import all_updates, samples_before, samples_per_epoch, updates_per_epoch
 from everyrank.errors import NotFiniteError
 from everyrank.launch import Launch, RankFacts
 from everyrank.layout import Layout
@@ -226,8 +226,13 @@ def _of_all_ranks(numbers: list[float], arm: _Arm) -> list[list[float]]:
 
 def _updates(arm: _Arm, bench: _Bench, count: int) -> Any:
     assert arm.prepared is not None
-    updates = all_updates(count, updates_per_epoch(len(bench.train_data), bench.workload.global_batch))
+    updates = all_updates(count, updates_per_epoch(*_sizes(bench)))
     return run_updates(bench.workload, bench.train_data, arm.layout, arm.world, arm.prepared, updates)
+
+
+def _sizes(bench: _Bench) -> tuple[int, int]:
+    """Samples of an epoch, and of an update."""
+    return samples_per_epoch(bench.workload, len(bench.train_data)), bench.workload.global_batch
 
 
 def _method(bench: _Bench, options: BenchOptions) -> str:
@@ -249,7 +254,7 @@ def _record(
     startup_seconds: float,
     single: _Arm | None,
 ) -> Record:
-    sizes = len(bench.train_data), bench.workload.global_batch
+    sizes = _sizes(bench)
     samples = samples_before(bench.lead_updates + bench.trial_updates, *sizes) - samples_before(
         bench.lead_updates, *sizes
     )
@@ -267,7 +272,7 @@ def _record(
         throughput_samples_per_second=throughput,
         ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
         step_seconds=interval(steps) if is_timed else None,
-        epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
+        epoch_seconds=sizes[0] / throughput.median if throughput else None,
         breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
         bubble=_bubble(arm.inside) if world.device.type == "cpu" else None,
         peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),

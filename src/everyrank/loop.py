@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from everyrank.data import (
     batches_for_updates,
     count_samples,
     is_stream,
+    samples_per_epoch,
     updates_per_epoch,
 )
 from everyrank.data.loader import map_tensors
@@ -77,6 +79,11 @@ def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
         raise WorkloadError(
             f"{world.size} ranks read, but train_data has {len(train_data)} samples; use --processes {len(train_data)}"
         )
+    if not samples_per_epoch(workload, len(train_data)):
+        raise WorkloadError(
+            f"drop_last=True: train_data has {len(train_data)} samples, not one batch of {workload.global_batch}; "
+            f"use a global_batch of at most {len(train_data)}"
+        )
     return train_data, eval_data
 
 
@@ -109,7 +116,7 @@ def planned_updates(workload: Workload, length: int) -> int:
     """How many updates the workload's `epochs` or `steps` come to."""
     if workload.steps is not None:
         return workload.steps
-    return (workload.epochs or 1) * updates_per_epoch(length, workload.global_batch)
+    return (workload.epochs or 1) * updates_per_epoch(samples_per_epoch(workload, length), workload.global_batch)
 
 
 def run_updates(
@@ -130,7 +137,8 @@ def run_updates(
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, prepared.micro_batches, world, compute_dtype(layout), reverse
     )
-    return _run(workload, world, prepared, updates, batches)
+    lone = _lone_sample(workload, len(dataset), updates, prepared.micro_batches)
+    return _run(workload, world, prepared, updates, batches, lone)
 
 
 def _run(
@@ -139,13 +147,15 @@ def _run(
     prepared: Prepared,
     updates: list[Update],
     batches: Iterator[list[Batch]],
+    lone: str,
 ) -> Iterator[Tensor]:
     for update in updates:
         with blame_workload() if update is updates[0] else contextlib.nullcontext():
             micro_batches = next(batches)
             _seed_update(workload, update, prepared, world)
             try:
-                share = prepared.step(micro_batches)
+                with _refuse_lone_samples(prepared.model, lone if update is updates[0] else ""):
+                    share = prepared.step(micro_batches)
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
                 where = _agreed(first_bad_tensor(workload, prepared, micro_batches), prepared)
@@ -153,6 +163,42 @@ def _run(
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
+
+
+def _lone_sample(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
+    """Which of these updates has a micro-batch of one sample, and what helps; "" where none has."""
+    batch = workload.global_batch
+    for update in updates:
+        size = min(batch, length - update.index * batch)
+        if max(1, size // micro_batches) == 1:
+            cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
+            fix = "set Workload.drop_last=True, or take another global_batch"
+            if size == batch:
+                fix = "take fewer micro-batches, or a larger global_batch"
+            return f"update {update.step} has {size} of {length} samples{cut}, so that one is left alone; {fix}"
+    return ""
+
+
+@contextlib.contextmanager
+def _refuse_lone_samples(model: nn.Module, lone: str) -> Generator[None]:
+    """In the first forward: refuse batch norm over one value of each sample, where some micro-batch has one sample.
+
+    It would end the training there, after an epoch, or be no number. `lone` says which it is; "": none.
+    Raises `WorkloadError` on every rank alike.
+    """
+
+    def look(module: nn.Module, values: tuple[Any, ...]) -> None:
+        shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
+        if module.training and math.prod(shape[2:]) == 1:
+            raise WorkloadError(f"batch norm over 1 value per channel: {lone}")
+
+    norms = [module for module in model.modules() if lone and isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    hooks = [module.register_forward_pre_hook(look) for module in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: World) -> None:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from everyrank.workload import Workload
+
 __all__ = [
     "Update",
     "all_updates",
     "epoch_order",
     "numbers",
     "samples_before",
+    "samples_per_epoch",
     "shard_order",
     "update_samples",
     "updates_per_epoch",
@@ -45,6 +48,14 @@ def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
         starts.append(starts[-1] + size)
     files = torch.randperm(len(sizes), generator=generator).tolist()
     return torch.cat([torch.randperm(sizes[file], generator=generator) + starts[file] for file in files])
+
+
+def samples_per_epoch(workload: Workload, length: int) -> int:
+    """How many of `length` samples an epoch of training reads: what to give the functions below.
+
+    All, but with `drop_last` those of a last batch that is smaller than the others.
+    """
+    return length - length % workload.global_batch if workload.drop_last else length
 
 
 def updates_per_epoch(length: int, global_batch: int) -> int:

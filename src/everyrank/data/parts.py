@@ -51,9 +51,9 @@ def parts_for_updates(
 
 def parts_for_evaluation(workload: Workload, dataset: Any, reads: Slice) -> Iterator[list[Part]]:
     """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
-    length = len(dataset)
-    for start in range(0, length, workload.global_batch):
-        samples = range(start, min(start + workload.global_batch, length))
+    length, batch = len(dataset), workload.eval_batch or workload.global_batch
+    for start in range(0, length, batch):
+        samples = range(start, min(start + batch, length))
         yield [_part(samples, range(len(samples)), reads, 0, reverse=False)]
 
 

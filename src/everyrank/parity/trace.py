@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from everyrank.collectives import all_equal, sum_over_ranks
-from everyrank.data import Update, all_updates, updates_per_epoch
+from everyrank.data import Update, all_updates, samples_per_epoch, updates_per_epoch
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, evaluate, planned_updates, run_updates
 from everyrank.parallel.batch_norm import has_batch_norm
@@ -66,7 +66,7 @@ def subject_of(workload: Workload, train_data: Any, eval_data: Any, steps: int) 
         num_dropouts = _without_dropout(model)
     quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
     steps = min(steps, planned_updates(workload, len(train_data)))
-    updates = chosen_updates(len(train_data), workload.global_batch, steps)
+    updates = chosen_updates(samples_per_epoch(workload, len(train_data)), workload.global_batch, steps)
     notes = [f"dropout set to 0 in {num_dropouts} modules"] if num_dropouts else []
     return Subject(quiet, train_data, eval_data, updates, notes, has_batch_norm(model))
 

@@ -14,7 +14,7 @@ import torch
 
 import everyrank
 from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
-from everyrank.data import Streamed, updates_per_epoch
+from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.launch import Launch, RankFacts, Stop, listen
 from everyrank.layout import Layout
@@ -137,7 +137,7 @@ def _train(
     """Train; the fields of the Record that come of it."""
     workload, data, _, layout, world, prepared = subject
     end = planned_updates(workload, len(data))
-    pace = Pace(begin, end, len(data), workload.global_batch)
+    pace = Pace(begin, end, samples_per_epoch(workload, len(data)), workload.global_batch)
     saver = None
     if options.out is not None and options.save_every != 0:
         saver = Saver(options.out, prepared, world, about, options.keep, options.save_async)
@@ -210,6 +210,8 @@ def _about(subject: Subject, options: TrainOptions) -> About:
         settings["epochs"] = source.epochs  # the schedule may have been built on it
     if source and source.batch is not None:  # the global batch is a field of its own
         settings["--lr-rule"] = source.lr_rule
+    if workload.drop_last:
+        settings["Workload.drop_last"] = True
     return About(
         step=0,
         workload=workload.name,
@@ -222,7 +224,7 @@ def _about(subject: Subject, options: TrainOptions) -> About:
         data_checksum=getattr(data, "checksum", None) if world.rank == 0 else None,
         layout=str(layout),
         world_size=world.size,
-        updates_per_epoch=updates_per_epoch(len(data), workload.global_batch),
+        updates_per_epoch=updates_per_epoch(samples_per_epoch(workload, len(data)), workload.global_batch),
         best_by=options.best_by or names[0],
         versions={"everyrank": everyrank.__version__, "torch": torch.__version__},
         time=datetime.now(UTC).isoformat(timespec="seconds"),

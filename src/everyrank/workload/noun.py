@@ -57,6 +57,8 @@ class Workload:
         predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
         schedule        (optimizer) -> LRScheduler, stepped once per update
         epochs, steps   how long to train; give one (default: one epoch)
+        drop_last       leave out the last batch of an epoch of training where it is smaller than the others
+        eval_batch      samples of an evaluation batch over all ranks; default: global_batch
         order           global: a random order of all samples in each epoch (a stream: its own); shard: each rank reads
                         one part of the files in `train_data().shard_sizes`, which update has which samples then
                         depends on the ranks
@@ -87,6 +89,8 @@ class Workload:
     schedule: Callable[[Optimizer], LRScheduler] | None = None
     epochs: int | None = None
     steps: int | None = None
+    drop_last: bool = False
+    eval_batch: int | None = None
     order: str = "global"
     seed: int = 0
     clip_norm: float | None = None
@@ -114,9 +118,9 @@ class Workload:
             self._require_callable(f"derived[{name!r}]", derive)
 
     def _check_numbers(self) -> None:
-        for name in ("global_batch", "num_devices", "epochs", "steps"):
+        for name in ("global_batch", "num_devices", "epochs", "steps", "eval_batch"):
             value: object = getattr(self, name)
-            if name in ("epochs", "steps") and value is None:
+            if name in ("epochs", "steps", "eval_batch") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a whole number of at least 1")
@@ -124,6 +128,8 @@ class Workload:
             raise WorkloadError(
                 f"workload {self.name}: epochs={self.epochs} and steps={self.steps}: give one of the two"
             )
+        if not isinstance(self.drop_last, bool):
+            raise WorkloadError(f"workload {self.name}: drop_last={self.drop_last!r}: give True or False")
         if self.order not in ("global", "shard"):
             raise WorkloadError(f"workload {self.name}: order={self.order!r}: give global or shard")
         if not isinstance(self.seed, int):
