@@ -33,7 +33,7 @@ class Forge:
     """Runs the command line, or a script, on ranks whose real start would take seconds."""
 
     def __init__(self) -> None:
-        where = {"PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        where = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", "import forge; forge.serve()"],
             stdin=subprocess.PIPE,
