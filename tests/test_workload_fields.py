@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zoo
-from everyrank import Layout, Workload
+from everyrank import Layout, Workload, parse_layout
 from everyrank.audit import audit
+from everyrank.checkpoint.saver import _check_same_training
 from everyrank.data import all_updates, samples_per_epoch
-from everyrank.errors import WorkloadError
+from everyrank.data.parts import order_of
+from everyrank.errors import UsageError, WorkloadError
 from everyrank.loop import open_data, planned_updates, run_updates
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity import subject_of, trace
+from everyrank.parity import check_layout, subject_of, trace
+from everyrank.runs import About, Checkpoint
 from everyrank.strategies import prepare
 from everyrank.world import World
 
@@ -41,14 +45,19 @@ def dropped(world: World) -> tuple[int, list[str], str]:
 
 
 def test_drop_last_of_less_than_a_batch_is_refused(ranks: Any) -> None:
-    with pytest.raises(
-        AssertionError, match=r"drop_last=True: train_data has 5 samples, not one batch of 7; use a glo"
-    ):
-        ranks(2, refused, {"drop_last": True, "train_data": lambda: zoo.Points(5)})
+    changes = {"drop_last": True, "train_data": lambda: zoo.Points(5)}
+    for [text] in ranks(2, refusals, [changes]):
+        assert text.startswith("drop_last=True: train_data has 5 samples, not one batch of 7; use a global_batch of")
 
 
-def refused(world: World, changes: dict[str, Any]) -> None:
-    open_data(zoo.workload("frozen", **changes), world)
+def refusals(world: World, cases: list[dict[str, Any]]) -> list[str]:
+    """Why the data of these workloads is refused."""
+    found: list[str] = []
+    for changes in cases:
+        with pytest.raises(WorkloadError) as caught:
+            open_data(zoo.workload("frozen", **changes), world)
+        found.append(str(caught.value))
+    return found
 
 
 def test_eval_batch_is_that_of_evaluation_alone(ranks: Any) -> None:
@@ -96,3 +105,86 @@ def losses(workload: Workload, layout: str, world: World) -> list[torch.Tensor]:
     prepared = prepare(workload, Layout(layout), world)
     updates = all_updates(planned_updates(workload, 22), 4 - workload.drop_last)
     return list(run_updates(workload, zoo.Points(22), Layout(layout), world, prepared, updates))
+
+
+def by_weight() -> list[float]:
+    """Sample 0 not at all, the others the more often the later they stand."""
+    return [float(number) for number in range(23)]
+
+
+def test_weights_are_drawn_once_for_all_ranks(ranks: Any) -> None:
+    """What torch's WeightedRandomSampler draws, ragged batches and all; the audit knows that samples repeat."""
+    sampler = torch.utils.data.WeightedRandomSampler(by_weight(), 23, generator=torch.Generator().manual_seed(1))
+    orders = ranks(2, drawn)
+    assert orders[0] == orders[1]
+    assert orders[0][0] == list(sampler)
+    assert 0 not in orders[0][0]
+    assert orders[0][1] == []
+    assert "23 samples, drawn with weights, each read as often as drawn but 2 of a last batch" in orders[0][2]
+
+
+def drawn(world: World) -> tuple[list[int], list[str], str]:
+    """The order of epoch 1, and what the audit says."""
+    workload = zoo.workload("frozen", weights=by_weight, drop_last=True)
+    open_data(workload, world)
+    mesh = open_mesh(Layout("ddp"), world)
+    order = order_of(workload, zoo.Points(23), 1)
+    return [int(sample) for sample in order], *audit(workload, zoo.Points(23), None, Layout("ddp"), mesh)
+
+
+def test_weights_are_the_same_training_under_every_layout(ranks: Any) -> None:
+    for statuses in ranks(3, weighted):
+        assert statuses == ["equal"] * 3
+
+
+def weighted(world: World) -> list[str]:
+    workload = zoo.workload("tied", weights=by_weight, drop_last=True, eval_batch=5)
+    subject = subject_of(workload, *open_data(workload, world), steps=6)
+    layouts = [parse_layout(text) for text in ("ddp", "zero1:accumulate=2", "fsdp")]
+    return [check_layout(subject, layout, world, f"weighted/{layout}")[0].status for layout in layouts]
+
+
+def _not_the_same() -> list[float]:
+    import os
+
+    return [1.0 + os.getpid() % 1000] + [1.0] * 22
+
+
+WRONG_WEIGHTS: list[tuple[dict[str, Any], str]] = [
+    ({"weights": lambda: [1.0] * 22}, "weights: shape (22,) for 23 training samples; give one for each"),
+    ({"weights": lambda: [0.0] * 23}, "weights: give finite numbers of at least 0, not all of them 0"),
+    ({"weights": lambda: [1.0] * 22 + [float("nan")]}, "weights: give finite numbers of at least 0"),
+    ({"weights": _not_the_same}, "weights: not the same on all ranks; make them of the data alone"),
+    ({"weights": by_weight, "train_data": lambda: iter_points()}, "weights: train_data is a stream"),
+]
+
+
+def test_weights_that_cannot_be_drawn_are_refused(ranks: Any) -> None:
+    for texts in ranks(2, refusals, [changes for changes, _ in WRONG_WEIGHTS]):
+        assert len(texts) == len(WRONG_WEIGHTS)
+        for text, (_, words) in zip(texts, WRONG_WEIGHTS, strict=True):
+            assert text.startswith(words)
+
+
+def iter_points() -> Any:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            points = zoo.Points(23)
+            return (points[index] for index in range(23))
+
+    return Stream()
+
+
+def test_weights_in_shard_order_are_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"weights draw from all samples; use order='global'"):
+        zoo.workload("frozen", weights=by_weight, order="shard")
+
+
+def test_a_resumed_run_shares_what_decides_its_batches() -> None:
+    """drop_last and weights are in what a checkpoint says of itself, and the refusal says which field it is."""
+    about = About(1, "w", {}, 0, 7, None, 23, None, "ddp", 2, 3, "eval_loss", {}, "")
+    saved = Checkpoint(Path("c"), dataclasses.replace(about, settings={"Workload.drop_last": True}))
+    with pytest.raises(
+        UsageError, match=r"trained with Workload\.drop_last=True, this is no Workload\.drop_last: another"
+    ):
+        _check_same_training(saved, about)

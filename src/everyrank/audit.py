@@ -25,7 +25,8 @@ from everyrank.data import (
     samples_per_epoch,
     updates_per_epoch,
 )
-from everyrank.data.parts import Keys
+from everyrank.data.order import numbers as epoch_numbers
+from everyrank.data.parts import Keys, order_of
 from everyrank.data.seeds import seed_sample
 from everyrank.data.stream import Forward
 from everyrank.layout import Layout
@@ -61,8 +62,12 @@ def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, m
     for epoch, numbers in enumerate(own):
         order = _over_ranks(numbers, mesh)
         orders.append(order)
-        problems += complaints(order, _expected(workload, train_data, epoch), f"epoch {epoch}", left_out)
-    text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, each read once"
+        expected = _expected(workload, train_data, epoch)
+        if workload.weights is not None:  # samples repeat: each is to be read as often as it was drawn
+            expected = epoch_numbers(order_of(workload, train_data, epoch))
+        problems += complaints(order, expected, f"epoch {epoch}", left_out)
+    how = "each read once" if workload.weights is None else "drawn with weights, each read as often as drawn"
+    text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how}"
     text += f" but {left_out} of a last batch (drop_last)" * (left_out > 0)
     if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
         is_stream = isinstance(train_data, Streamed)

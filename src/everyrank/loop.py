@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from everyrank.collectives import gather, sum_over_ranks
+from everyrank.collectives import all_equal, gather, sum_over_ranks
 from everyrank.data import (
     Batch,
     Streamed,
@@ -22,13 +21,16 @@ from everyrank.data import (
     batches_for_updates,
     count_samples,
     is_stream,
+    lone_sample,
     samples_per_epoch,
     updates_per_epoch,
 )
 from everyrank.data.loader import map_tensors
+from everyrank.data.parts import weights_of
 from everyrank.data.seeds import mix
 from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, describe
 from everyrank.layout import Layout
+from everyrank.parallel.batch_norm import refuse_lone_samples
 from everyrank.parallel.build import compute_dtype
 from everyrank.parallel.construct import seed_everything
 from everyrank.parallel.mesh import local_tensors
@@ -79,12 +81,26 @@ def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
         raise WorkloadError(
             f"{world.size} ranks read, but train_data has {len(train_data)} samples; use --processes {len(train_data)}"
         )
+    if workload.weights is not None:
+        _check_weights(workload.weights, train_data, world)
     if not samples_per_epoch(workload, len(train_data)):
         raise WorkloadError(
             f"drop_last=True: train_data has {len(train_data)} samples, not one batch of {workload.global_batch}; "
             f"use a global_batch of at most {len(train_data)}"
         )
     return train_data, eval_data
+
+
+def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: World) -> None:
+    """Ranks with other weights would draw other samples, each by itself, in silence."""
+    if isinstance(data, Streamed):
+        raise WorkloadError(
+            "weights: train_data is a stream, which comes in its own order; give a dataset with a length"
+        )
+    with blame_workload():
+        found = weights_of(weights, len(data))
+    if not all_equal([found], world):
+        raise WorkloadError("weights: not the same on all ranks; make them of the data alone")
 
 
 def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
@@ -137,7 +153,7 @@ def run_updates(
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, prepared.micro_batches, world, compute_dtype(layout), reverse
     )
-    lone = _lone_sample(workload, len(dataset), updates, prepared.micro_batches)
+    lone = lone_sample(workload, len(dataset), updates, prepared.micro_batches)
     return _run(workload, world, prepared, updates, batches, lone)
 
 
@@ -154,7 +170,7 @@ def _run(
             micro_batches = next(batches)
             _seed_update(workload, update, prepared, world)
             try:
-                with _refuse_lone_samples(prepared.model, lone if update is updates[0] else ""):
+                with refuse_lone_samples(prepared.model, lone if update is updates[0] else ""):
                     share = prepared.step(micro_batches)
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
@@ -163,42 +179,6 @@ def _run(
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
-
-
-def _lone_sample(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
-    """Which of these updates has a micro-batch of one sample, and what helps; "" where none has."""
-    batch = workload.global_batch
-    for update in updates:
-        size = min(batch, length - update.index * batch)
-        if max(1, size // micro_batches) == 1:
-            cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
-            fix = "set Workload.drop_last=True, or take another global_batch"
-            if size == batch:
-                fix = "take fewer micro-batches, or a larger global_batch"
-            return f"update {update.step} has {size} of {length} samples{cut}, so that one is left alone; {fix}"
-    return ""
-
-
-@contextlib.contextmanager
-def _refuse_lone_samples(model: nn.Module, lone: str) -> Generator[None]:
-    """In the first forward: refuse batch norm over one value of each sample, where some micro-batch has one sample.
-
-    It would end the training there, after an epoch, or be no number. `lone` says which it is; "": none.
-    Raises `WorkloadError` on every rank alike.
-    """
-
-    def look(module: nn.Module, values: tuple[Any, ...]) -> None:
-        shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
-        if module.training and math.prod(shape[2:]) == 1:
-            raise WorkloadError(f"batch norm over 1 value per channel: {lone}")
-
-    norms = [module for module in model.modules() if lone and isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
-    hooks = [module.register_forward_pre_hook(look) for module in norms]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: World) -> None:

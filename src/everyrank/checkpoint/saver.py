@@ -229,7 +229,7 @@ def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
 
 def _setting(name: str, settings: dict[str, Any]) -> str:
     if name.startswith("Workload."):  # a field of it
-        return f"{name}={settings.get(name)}"
+        return f"{name}={settings[name]}" if name in settings else f"no {name}"
     return f"--set {name}={settings[name]}" if name in settings else f"no --set {name}"
 
 

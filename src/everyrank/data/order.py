@@ -13,7 +13,9 @@ from everyrank.workload import Workload
 __all__ = [
     "Update",
     "all_updates",
+    "drawn_order",
     "epoch_order",
+    "lone_sample",
     "numbers",
     "samples_before",
     "samples_per_epoch",
@@ -37,6 +39,13 @@ def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
     return torch.randperm(length, generator=generator)
+
+
+def drawn_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
+    """The samples of one epoch drawn with replacement, (length,): what torch's WeightedRandomSampler draws."""
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
 
 
 def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
@@ -82,3 +91,17 @@ def samples_before(step: int, length: int, global_batch: int) -> int:
     """How many samples the updates before `step` have read; the last batch of an epoch may be smaller."""
     epochs, index = divmod(step, updates_per_epoch(length, global_batch))
     return epochs * length + min(index * global_batch, length)
+
+
+def lone_sample(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
+    """Which of these updates has a micro-batch of one sample, and what helps; "" where none has."""
+    batch = workload.global_batch
+    for update in updates:
+        size = min(batch, length - update.index * batch)
+        if max(1, size // micro_batches) == 1:
+            cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
+            fix = "set Workload.drop_last=True, or take another global_batch"
+            if size == batch:
+                fix = "take fewer micro-batches, or a larger global_batch"
+            return f"update {update.step} has {size} of {length} samples{cut}, so that one is left alone; {fix}"
+    return ""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import time
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import everyrank
 from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
 from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
+from everyrank.data.parts import weights_of
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.launch import Launch, RankFacts, Stop, listen
 from everyrank.layout import Layout
@@ -212,6 +214,8 @@ def _about(subject: Subject, options: TrainOptions) -> About:
         settings["--lr-rule"] = source.lr_rule
     if workload.drop_last:
         settings["Workload.drop_last"] = True
+    if workload.weights is not None:
+        settings["Workload.weights"] = zlib.crc32(weights_of(workload.weights, len(data)).numpy().tobytes())
     return About(
         step=0,
         workload=workload.name,

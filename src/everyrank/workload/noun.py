@@ -62,6 +62,9 @@ class Workload:
         order           global: a random order of all samples in each epoch (a stream: its own); shard: each rank reads
                         one part of the files in `train_data().shard_sizes`, which update has which samples then
                         depends on the ranks
+        weights         () -> a number for each training sample: an epoch draws as many samples as there are, with
+                        replacement, each as often as its weight says (torch's WeightedRandomSampler), the same on all
+                        ranks
         seed            of initial weights, sample order, augmentation and dropout
         clip_norm       largest global norm of the gradients
         blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
@@ -92,6 +95,7 @@ class Workload:
     drop_last: bool = False
     eval_batch: int | None = None
     order: str = "global"
+    weights: Callable[[], Sequence[float]] | None = None
     seed: int = 0
     clip_norm: float | None = None
     blocks: str | None = None
@@ -106,7 +110,7 @@ class Workload:
             raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
         for name in ("model", "train_data", "loss", "optimizer"):
             self._require_callable(name, getattr(self, name))
-        for name in ("eval_data", "collate", "schedule", "predict"):
+        for name in ("eval_data", "collate", "schedule", "predict", "weights"):
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
         self._check_numbers()
@@ -132,6 +136,8 @@ class Workload:
             raise WorkloadError(f"workload {self.name}: drop_last={self.drop_last!r}: give True or False")
         if self.order not in ("global", "shard"):
             raise WorkloadError(f"workload {self.name}: order={self.order!r}: give global or shard")
+        if self.order == "shard" and self.weights is not None:
+            raise WorkloadError(f"workload {self.name}: weights draw from all samples; use order='global'")
         if not isinstance(self.seed, int):
             raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
