@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from everyrank.parity import check_layout, subject_of, trace
 from everyrank.runs import About, Checkpoint
 from everyrank.strategies import prepare
 from everyrank.world import World
+from forge import Forge
 
 
 def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:
@@ -188,3 +190,64 @@ def test_a_resumed_run_shares_what_decides_its_batches() -> None:
         UsageError, match=r"trained with Workload\.drop_last=True, this is no Workload\.drop_last: another"
     ):
         _check_same_training(saved, about)
+
+
+PLATEAU = """
+import torch
+import zoo
+from everyrank import Workload
+
+def workload(optimizer="sgd", evaluated=True):
+    optimizers = {
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.4),
+        "lbfgs": lambda model: torch.optim.LBFGS(model.parameters()),
+        "two": lambda model: [torch.optim.SGD([p], lr=0.1) for p in model.parameters()],
+    }
+    return Workload(
+        name="plateau", model=zoo.TiedModel, train_data=lambda: zoo.Sentences(23),
+        eval_data=(lambda: zoo.Sentences(13)) if evaluated else None, loss=zoo.masked_loss, blocks="blocks",
+        optimizer=optimizers[optimizer], global_batch=7, epochs=6, drop_last=True,
+        schedule=lambda made: torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0, factor=0.5))
+"""
+
+
+def trained(forge: Forge, folder: Path, layout: str, *words: str, size: int = 2) -> list[dict[str, Any]]:
+    """What was logged of each update."""
+    (folder / "plateau.py").write_text(PLATEAU)
+    more = ["--out", layout, "--evaluate-every", "0", "--keep", "9", *words]
+    done = forge(folder, "train", "plateau.py", "--layout", f"{layout}:precision=float64", *more, size=size)
+    assert done.status == 0, done.err
+    rows = [json.loads(line) for line in (folder / layout / "log.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def test_a_plateau_is_found_alike_under_every_layout(forge: Forge, tmp_path: Path) -> None:
+    """On the exact loss of the evaluation, once an epoch, however often is evaluated; kept in checkpoints."""
+    single = trained(forge, tmp_path, "single", size=1)
+    rates = [row["lr"] for row in single]
+    assert len(rates) == 18
+    assert all(len(set(rates[first : first + 3])) == 1 for first in range(0, 18, 3))
+    assert len(set(rates)) > 1
+    for layout in ("ddp", "fsdp"):
+        found = trained(forge, tmp_path, layout)
+        assert [row["lr"] for row in found] == rates
+        assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in single], rel=1e-10)
+    after_3 = tmp_path / "ddp" / "checkpoints" / "step-00000009"
+    found = trained(forge, tmp_path, "zero1", "--resume", str(after_3))
+    assert [row["lr"] for row in found] == rates
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluated=False"], "ReduceLROnPlateau follows the loss of the evaluation; give eval_data, or a schedule"),
+        (["optimizer=lbfgs"], "LBFGS computes the loss several times in a step, which an update here cannot; use an"),
+        (["optimizer=two"], "returned list, not a torch.optim.Optimizer; a workload has one: make groups of param"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(forge: Forge, tmp_path: Path, words: str, said: str) -> None:
+    (tmp_path / "plateau.py").write_text(PLATEAU)
+    done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", "--set", *words, size=2)
+    assert done.status == 2
+    assert said in done.err
+    assert "Traceback" not in done.err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from everyrank.data import Batch
 from everyrank.errors import NotFiniteError, UnfitError, WorkloadError
@@ -72,16 +73,29 @@ def make_scale(layout: Layout) -> LossScale | None:
 
 
 def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-    """The person's optimizer over `model`, and the schedule that steps once per update."""
+    """The person's optimizer over `model`, and the schedule that steps once per update, or on a plateau."""
     optimizer: object = workload.optimizer(model)
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer")
+        fix = "; a workload has one: make groups of parameters in it" if isinstance(optimizer, tuple | list) else ""
+        raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer{fix}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"workload {workload.name}: {kind} computes the loss several times in a step, which an update here cannot; "
+            "use an optimizer that steps on the gradients it finds (SGD, AdamW)"
+        )
     for group in optimizer.param_groups:
         # torch's kernels for many tensors at once take tensors of one kind; one by one is the same arithmetic
         if len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1:
             group.update({key: False for key in ("foreach", "fused") if key in group})
-    return optimizer, workload.schedule(optimizer) if workload.schedule else None
+    schedule = workload.schedule(optimizer) if workload.schedule else None
+    if isinstance(schedule, ReduceLROnPlateau) and workload.eval_data is None:
+        raise WorkloadError(
+            f"workload {workload.name}: ReduceLROnPlateau follows the loss of the evaluation; give eval_data, or a "
+            "schedule that counts updates"
+        )
+    return optimizer, schedule
 
 
 def begin(parameters: Sequence[nn.Parameter]) -> None:
@@ -208,7 +222,7 @@ def check_total(total: float, count: float) -> None:
 
 
 def _advance(schedule: LRScheduler | None) -> None:
-    if schedule is not None:
+    if schedule is not None and not isinstance(schedule, ReduceLROnPlateau):  # that one waits for an evaluation
         schedule.step()
 
 

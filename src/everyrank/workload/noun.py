@@ -55,7 +55,8 @@ class Workload:
         metrics         {"top1": (output, target) -> (sum, count)}: added up exactly over all ranks
         derived         {"perplexity": (means) -> number}: of the exact means of the evaluation, eval_loss among them
         predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
-        schedule        (optimizer) -> LRScheduler, stepped once per update
+        schedule        (optimizer) -> LRScheduler, stepped once per update; a ReduceLROnPlateau once per epoch, on the
+                        loss of eval_data
         epochs, steps   how long to train; give one (default: one epoch)
         drop_last       leave out the last batch of an epoch of training where it is smaller than the others
         eval_batch      samples of an evaluation batch over all ranks; default: global_batch
