@@ -79,6 +79,7 @@ INSIDE = {
     "parallel": [
         "phases",
         "mesh",
+        "rows",
         "batch_norm",
         "construct",
         "heads",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import everyrank
 from everyrank import Workload
 from everyrank.models import DECODER_PLAN, Decoder, DecoderShape
 
@@ -171,6 +172,54 @@ class Augmented(Points):
         return value + noise, target
 
 
+class Views(Points):
+    """Two views of a point, (2, 5); the target is not looked at."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        value, target = super().__getitem__(index)
+        return torch.stack([value, value + 0.1 * torch.roll(value, 1)]), target
+
+
+class ViewModel(nn.Module):
+    """(B, 2, 5) -> (B, 2, 4); its blocks can be sharded, split and cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.embedding(values.flatten(0, 1))
+        for block in self.blocks:
+            values = block(values)
+        values = self.head(values)
+        return torch.stack([values[0::2], values[1::2]], dim=1)
+
+
+def contrast(own: Tensor, everyone: Tensor, first: int) -> tuple[Tensor, int]:
+    """NT-Xent: each view (b, 2, d) is to find the other one of its sample among all views (B, 2, d) of the batch."""
+    index = first + torch.arange(len(own))
+    total = own.new_zeros(())
+    for view in (0, 1):
+        logits = own[:, view] @ torch.cat([everyone[:, 1 - view], everyone[:, view]]).T / 0.5
+        logits = logits.scatter(1, (len(everyone) + index)[:, None], float("-inf"))  # not itself
+        total = total + F.cross_entropy(logits, index, reduction="sum")
+    return total, 2 * len(own)
+
+
+def contrastive(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """A loss over the whole batch."""
+    own = F.normalize(output, dim=-1)
+    return contrast(own, everyrank.gather(own), everyrank.first_row())
+
+
+def contrastive_in_parts(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """What people write: each rank contrasts what it has."""
+    own = F.normalize(output, dim=-1)
+    return contrast(own, own, 0)
+
+
 def half_top(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """A metric: how many outputs are on the right side."""
     return ((output > 0) == (target > 0)).sum(), target.numel()
@@ -212,6 +261,15 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
         "frozen": {"model": FrozenModel, "blocks": "layers", "clip_norm": 1.0},
         "unused": {"model": UnusedModel, "blocks": "layers"},
         "norm": {"model": NormModel, "blocks": "blocks"},
+        "contrastive": {
+            "model": ViewModel,
+            "train_data": lambda: Views(23),
+            "eval_data": lambda: Views(13),
+            "loss": contrastive,
+            "metrics": {"again": contrastive},
+            "blocks": "blocks",
+            "tensor_plan": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"},
+        },
         "augmented": {"model": FrozenModel, "train_data": lambda: Augmented(23)},
     }
     return Workload(**{**common, **own[name], **changes})

@@ -8,11 +8,19 @@ A `Workload` fixes the mathematics, a `Layout` fixes where it runs, a `Launch` h
 tells all of one run. Nothing here imports torch before it is needed.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from everyrank.errors import EveryrankError
 from everyrank.launch import Launch
 from everyrank.layout import Layout, parse_layout
 from everyrank.record import Record, read_records, write_records
 from everyrank.workload import Workload, find_workload
+
+if TYPE_CHECKING:
+    from everyrank.parallel.rows import first_row, gather
 
 __version__ = "0.1.0"
 
@@ -24,6 +32,8 @@ __all__ = [
     "Workload",
     "bench",
     "find_workload",
+    "first_row",
+    "gather",
     "parse_layout",
     "read_records",
     "run",
@@ -32,3 +42,10 @@ __all__ = [
 ]
 
 from everyrank.session import bench, run, verify
+
+
+def __getattr__(name: str) -> Any:
+    """What a loss calls, and what needs torch: `gather` and `first_row`."""
+    if name in ("first_row", "gather"):
+        return getattr(importlib.import_module("everyrank.parallel.rows"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from everyrank.data import samples_before
+from everyrank.data import samples_before, samples_per_epoch
 from everyrank.launch import RankFacts
 from everyrank.layout import Layout
 from everyrank.measure.clock import interval
@@ -61,6 +61,11 @@ class Bench:
     lead_updates: int  # of a trial, before the clock starts
     trial_updates: int
     split_updates: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Samples of an epoch, and of an update."""
+        return samples_per_epoch(self.workload, len(self.train_data)), self.workload.global_batch
 
 
 @dataclass
@@ -126,7 +131,7 @@ def _method(bench: Bench, options: BenchOptions) -> str:
 
 def _record(arm: Arm, bench: Bench, facts: RankFacts, startup_seconds: float, single: Arm | None) -> Record:
     world = arm.world
-    sizes = len(bench.train_data), bench.workload.global_batch
+    sizes = bench.sizes
     samples = samples_before(bench.lead_updates + bench.trial_updates, *sizes) - samples_before(
         bench.lead_updates, *sizes
     )
@@ -144,7 +149,7 @@ def _record(arm: Arm, bench: Bench, facts: RankFacts, startup_seconds: float, si
         throughput_samples_per_second=throughput,
         ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
         step_seconds=interval(steps) if is_timed else None,
-        epoch_seconds=len(bench.train_data) / throughput.median if throughput else None,
+        epoch_seconds=sizes[0] / throughput.median if throughput else None,
         breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
         bubble=_bubble(arm.inside) if world.device.type == "cpu" else None,
         peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),

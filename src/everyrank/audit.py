@@ -22,9 +22,11 @@ from everyrank.data import (
     all_updates,
     batches_for_evaluation,
     batches_for_updates,
+    samples_per_epoch,
     updates_per_epoch,
 )
-from everyrank.data.parts import Keys
+from everyrank.data.order import numbers as epoch_numbers
+from everyrank.data.parts import Keys, order_of
 from everyrank.data.seeds import seed_sample
 from everyrank.data.stream import Forward
 from everyrank.layout import Layout
@@ -44,7 +46,9 @@ def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, m
     world, reads = mesh.world, mesh.reads
     counted = dataclasses.replace(workload, collate=_numbers)
     problems = _differences(workload, train_data, world)
-    per_epoch = updates_per_epoch(len(train_data), workload.global_batch)
+    samples = samples_per_epoch(workload, len(train_data))
+    left_out = len(train_data) - samples
+    per_epoch = updates_per_epoch(samples, workload.global_batch)
     updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
     batches = batches_for_updates(
         counted, _numbered(train_data), updates, reads, layout.accumulate, world, torch.float64
@@ -58,8 +62,13 @@ def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, m
     for epoch, numbers in enumerate(own):
         order = _over_ranks(numbers, mesh)
         orders.append(order)
-        problems += complaints(order, _expected(workload, train_data, epoch), f"epoch {epoch}")
-    text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, each read once"
+        expected = _expected(workload, train_data, epoch)
+        if workload.weights is not None:  # samples repeat: each is to be read as often as it was drawn
+            expected = epoch_numbers(order_of(workload, train_data, epoch))
+        problems += complaints(order, expected, f"epoch {epoch}", left_out)
+    how = "each read once" if workload.weights is None else "drawn with weights, each read as often as drawn"
+    text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how}"
+    text += f" but {left_out} of a last batch (drop_last)" * (left_out > 0)
     if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
         is_stream = isinstance(train_data, Streamed)
         keeps_order = is_stream and getattr(train_data.dataset, "keeps_order", False)
@@ -111,8 +120,11 @@ def _expected(workload: Workload, data: Any, epoch: int) -> list[int]:
         return [number for index in range(len(data)) for number in read.__getitems__(Keys(epoch, [index]))]
 
 
-def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str) -> list[str]:
-    """What is wrong with having read `numbers` where each of `expected` (or of that many) was to be read once."""
+def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str, left_out: int = 0) -> list[str]:
+    """What is wrong with having read `numbers` where each of `expected` (or of that many) was to be read once.
+
+    So many of them may be `left_out`.
+    """
     wanted = Counter(range(expected) if isinstance(expected, int) else expected)
     length = sum(wanted.values())
     times = Counter(numbers)
@@ -123,7 +135,7 @@ def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str)
     repeated = [place[number] for number, count in times.items() if 0 < wanted[number] < count]
     foreign = [number for number in times if number not in wanted]
     found: list[str] = []
-    if missing:
+    if len(missing) > left_out:
         found.append(f"{what}: {len(missing)} of {length} samples were never read, the first is {min(missing)}")
     if repeated:
         found.append(

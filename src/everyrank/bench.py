@@ -198,5 +198,5 @@ def _of_all_ranks(numbers: list[float], arm: Arm) -> list[list[float]]:
 
 def _updates(arm: Arm, bench: Bench, count: int) -> Any:
     assert arm.prepared is not None
-    updates = all_updates(count, updates_per_epoch(len(bench.train_data), bench.workload.global_batch))
+    updates = all_updates(count, updates_per_epoch(*bench.sizes))
     return run_updates(bench.workload, bench.train_data, arm.layout, arm.world, arm.prepared, updates)

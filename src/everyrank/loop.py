@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from everyrank.collectives import gather, sum_over_ranks
+from everyrank.collectives import all_equal, gather, sum_over_ranks
 from everyrank.data import (
     Batch,
     Streamed,
@@ -21,12 +21,16 @@ from everyrank.data import (
     batches_for_updates,
     count_samples,
     is_stream,
+    lone_sample,
+    samples_per_epoch,
     updates_per_epoch,
 )
 from everyrank.data.loader import map_tensors
+from everyrank.data.parts import weights_of
 from everyrank.data.seeds import mix
 from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, describe
 from everyrank.layout import Layout
+from everyrank.parallel.batch_norm import refuse_lone_samples
 from everyrank.parallel.build import compute_dtype
 from everyrank.parallel.construct import seed_everything
 from everyrank.parallel.mesh import local_tensors
@@ -78,7 +82,26 @@ def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
         raise WorkloadError(
             f"{world.size} ranks read, but train_data has {len(train_data)} samples; use --processes {len(train_data)}"
         )
+    if workload.weights is not None:
+        _check_weights(workload.weights, train_data, world)
+    if not samples_per_epoch(workload, len(train_data)):
+        raise WorkloadError(
+            f"drop_last=True: train_data has {len(train_data)} samples, not one batch of {workload.global_batch}; "
+            f"use a global_batch of at most {len(train_data)}"
+        )
     return train_data, eval_data
+
+
+def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: World) -> None:
+    """Ranks with other weights would draw other samples, each by itself, in silence."""
+    if isinstance(data, Streamed):
+        raise WorkloadError(
+            "weights: train_data is a stream, which comes in its own order; give a dataset with a length"
+        )
+    with blame_workload():
+        found = weights_of(weights, len(data))
+    if not all_equal([found], world):
+        raise WorkloadError("weights: not the same on all ranks; make them of the data alone")
 
 
 def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
@@ -110,7 +133,7 @@ def planned_updates(workload: Workload, length: int) -> int:
     """How many updates the workload's `epochs` or `steps` come to."""
     if workload.steps is not None:
         return workload.steps
-    return (workload.epochs or 1) * updates_per_epoch(length, workload.global_batch)
+    return (workload.epochs or 1) * updates_per_epoch(samples_per_epoch(workload, length), workload.global_batch)
 
 
 def run_updates(
@@ -131,7 +154,8 @@ def run_updates(
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, prepared.micro_batches, world, compute_dtype(layout), reverse
     )
-    return _run(workload, world, prepared, updates, batches)
+    lone = lone_sample(workload, len(dataset), updates, prepared.micro_batches)
+    return _run(workload, world, prepared, updates, batches, lone)
 
 
 def _run(
@@ -140,13 +164,15 @@ def _run(
     prepared: Prepared,
     updates: Sequence[Update],
     batches: Iterator[list[Batch]],
+    lone: str,
 ) -> Iterator[Tensor]:
     for place, update in enumerate(updates):
         with blame_workload() if place == 0 else contextlib.nullcontext():
             micro_batches = next(batches)
             _seed_update(workload, update, prepared, world)
             try:
-                share = prepared.step(micro_batches)
+                with refuse_lone_samples(prepared.model, lone if update is updates[0] else ""):
+                    share = prepared.step(micro_batches)
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
                 where = _agreed(first_bad_tensor(workload, prepared, micro_batches, update.step), prepared)
@@ -241,7 +267,7 @@ def evaluate(
         for batch in batches_for_evaluation(workload, dataset, prepared.reads, world, compute_dtype(layout)):
             output = prepared.predict(batch)
             if prepared.speaks:
-                shares += evaluate_batch(workload, output, batch)
+                shares += evaluate_batch(workload, output, batch, prepared.mesh)
     prepared.model.train()
     total = sum_over_ranks(shares, prepared.mesh.world)
     names = ["loss", *workload.metrics]

@@ -47,7 +47,9 @@ def predict_rank(
         with contextlib.ExitStack() as stack:
             write = stack.enter_context(open_predictions(options.out, len(data))) if world.rank == 0 else _nothing
             begin = stack.enter_context(
-                progress(-(-len(data) // workload.global_batch), options.show and world.rank == 0)
+                progress(
+                    -(-len(data) // (workload.eval_batch or workload.global_batch)), options.show and world.rank == 0
+                )
             )
             name = f"predict {workload.name} · {layout}"
             _predict(workload, data, layout, world, prepared, write, lambda: begin(name))

@@ -36,8 +36,9 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
     "tensor": "tensor",
     "fsdp_tensor": "tensor",
     "context": "context",
+    "contrastive": "contrastive",
 }
-LONG = {"imagenet_ddp": 210, "context": 210, "pipeline": 170}  # lines; the others have 150 at most
+LONG = {"contrastive": 160, "imagenet_ddp": 210, "context": 210, "pipeline": 170}  # lines; the others have 150 at most
 NAMES = [name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE}]  # it reads images: see the end
 
 # The layout that is the same training. Recipes are float64 throughout, except the one that shows low precision.
@@ -110,6 +111,7 @@ MUTATIONS = {
     ),
     "pipeline": ("loss / len(batch)  #", "loss / len(own) / MICRO_BATCHES  #"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
+    "contrastive": ("        dist.all_reduce(grad)\n", ""),  # what the other ranks' losses say of a row is lost
     "context": (
         "= places(rank, world_size)",
         "= torch.arange(LENGTH).chunk(world_size)[rank]",
@@ -118,6 +120,8 @@ MUTATIONS = {
 
 # What else goes wrong where more is written by hand.
 MORE_MUTATIONS = [
+    ("contrastive", "sum(sizes[:rank])", "0"),  # every rank takes the first rows for its own
+    ("contrastive", "zip(rows, sizes", "zip(rows[::-1], sizes"),  # rows of others where the own ones are counted
     ("tensor", "        dist.all_reduce(squares)\n", "        pass\n"),  # every rank scales by a norm of its own
     ("tensor", "else world_size) for", "else 1) for"),  # what is whole counts as often as there are ranks
     ("fsdp_tensor", "* pieces / dist.get_world_size()", ""),
@@ -143,6 +147,7 @@ OTHER_STARTS = [
     ("pipeline", 4, ("", "")),
     ("pipeline", 3, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50")),  # of the last batch, of 30, some are empty
     ("pipeline", 4, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 2")),  # fewer than stages
+    ("contrastive", 3, ("", "")),
     ("context", 3, ("", "")),
     ("context", 4, ("", "")),
     ("model_parallel_two_devices", 2, ("", "")),

@@ -240,7 +240,10 @@ def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
 def _setting(name: str, settings: dict[str, Any]) -> str:
     """As it was typed, on one line; a checkpoint from elsewhere may hold anything."""
     text = str(settings.get(name))
-    return f"--set {name}={text if text.isprintable() else repr(text)}" if name in settings else f"no --set {name}"
+    text = text if text.isprintable() else repr(text)
+    if name.startswith("Workload."):  # a field of it
+        return f"{name}={text}" if name in settings else f"no {name}"
+    return f"--set {name}={text}" if name in settings else f"no --set {name}"
 
 
 def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:

@@ -9,7 +9,7 @@ loader.py    read them: data loader workers, pinned memory
 """
 
 from everyrank.data.loader import Batch, batches_for_evaluation, batches_for_updates
-from everyrank.data.order import Update, all_updates, samples_before, updates_per_epoch
+from everyrank.data.order import Update, all_updates, lone_sample, samples_before, samples_per_epoch, updates_per_epoch
 from everyrank.data.slicing import Slice, cut, micro_batches
 from everyrank.data.stream import Streamed, count_samples, is_stream
 
@@ -24,7 +24,9 @@ __all__ = [
     "count_samples",
     "cut",
     "is_stream",
+    "lone_sample",
     "micro_batches",
     "samples_before",
+    "samples_per_epoch",
     "updates_per_epoch",
 ]

@@ -35,6 +35,7 @@ class Batch:
     size            real samples; 0: `input` holds one borrowed sample of weight zero, because zero-length tensors
                     break user code
     start, total    where this part stands in the global batch, and the size of that
+    parts           micro-batches that the global batch is cut into before it is cut over ranks
     """
 
     input: Any
@@ -42,6 +43,7 @@ class Batch:
     size: int
     start: int
     total: int
+    parts: int = 1
 
 
 def batches_for_updates(
@@ -152,6 +154,7 @@ def _batches(
                     part.size,
                     part.start,
                     part.total,
+                    len(asked[0]),
                 )
             )
             if len(batches) == len(asked[0]):

@@ -9,12 +9,17 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from everyrank.workload import Workload
+
 __all__ = [
     "Update",
     "all_updates",
+    "drawn_order",
     "epoch_order",
+    "lone_sample",
     "numbers",
     "samples_before",
+    "samples_per_epoch",
     "shard_order",
     "update_samples",
     "updates_per_epoch",
@@ -40,6 +45,13 @@ def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(length, generator=generator, dtype=torch.int32 if length < 1 << 31 else torch.int64)
 
 
+def drawn_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
+    """The samples of one epoch drawn with replacement, (length,): what torch's WeightedRandomSampler draws."""
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
+
+
 def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
     """All samples, file after file: the files in an order of this epoch, the samples of each in theirs; (length,)."""
     generator = torch.Generator()
@@ -49,6 +61,14 @@ def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
         starts.append(starts[-1] + size)
     files = torch.randperm(len(sizes), generator=generator).tolist()
     return torch.cat([torch.randperm(sizes[file], generator=generator) + starts[file] for file in files])
+
+
+def samples_per_epoch(workload: Workload, length: int) -> int:
+    """How many of `length` samples an epoch of training reads: what to give the functions below.
+
+    All, but with `drop_last` those of a last batch that is smaller than the others.
+    """
+    return length - length % workload.global_batch if workload.drop_last else length
 
 
 def updates_per_epoch(length: int, global_batch: int) -> int:
@@ -98,3 +118,17 @@ def samples_before(step: int, length: int, global_batch: int) -> int:
     """How many samples the updates before `step` have read; the last batch of an epoch may be smaller."""
     epochs, index = divmod(step, updates_per_epoch(length, global_batch))
     return epochs * length + min(index * global_batch, length)
+
+
+def lone_sample(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
+    """Which of these updates has a micro-batch of one sample, and what helps; "" where none has."""
+    batch = workload.global_batch
+    for update in updates:
+        size = min(batch, length - update.index * batch)
+        if max(1, size // micro_batches) == 1:
+            cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
+            fix = "set Workload.drop_last=True, or take another global_batch"
+            if size == batch:
+                fix = "take fewer micro-batches, or a larger global_batch"
+            return f"update {update.step} has {size} of {length} samples{cut}, so that one is left alone; {fix}"
+    return ""

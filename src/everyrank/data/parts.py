@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from everyrank.data.order import Update, epoch_order, numbers, shard_order, update_samples
+from everyrank.data.order import Update, drawn_order, epoch_order, numbers, shard_order, update_samples
 from everyrank.data.slicing import Slice, cut, micro_batches
 from everyrank.data.stream import Streamed
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
 
-__all__ = ["Keys", "Part", "parts_for_evaluation", "parts_for_updates"]
+__all__ = ["Keys", "Part", "order_of", "parts_for_evaluation", "parts_for_updates", "weights_of"]
 
 
 class Keys(NamedTuple):
@@ -43,7 +45,7 @@ def parts_for_updates(
     epoch = -1
     for update in updates:
         if update.epoch != epoch:
-            order, epoch = _order(dataset, workload.seed, update.epoch), update.epoch
+            order, epoch = order_of(workload, dataset, update.epoch), update.epoch
         samples = update_samples(order, workload.global_batch, update.index)
         micro = micro_batches(len(samples), accumulate)
         yield [_part(samples, positions, reads, update.epoch, reverse) for positions in micro]
@@ -51,15 +53,33 @@ def parts_for_updates(
 
 def parts_for_evaluation(workload: Workload, dataset: Any, reads: Slice) -> Iterator[list[Part]]:
     """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
-    length = len(dataset)
-    for start in range(0, length, workload.global_batch):
-        samples = range(start, min(start + workload.global_batch, length))
+    length, batch = len(dataset), workload.eval_batch or workload.global_batch
+    for start in range(0, length, batch):
+        samples = range(start, min(start + batch, length))
         yield [_part(samples, range(len(samples)), reads, 0, reverse=False)]
 
 
-def _order(dataset: Any, seed: int, epoch: int) -> Tensor | range:
-    """A stream comes in the order it has."""
-    return range(len(dataset)) if isinstance(dataset, Streamed) else epoch_order(len(dataset), seed, epoch)
+def order_of(workload: Workload, dataset: Any, epoch: int) -> Tensor | range:
+    """The samples of an epoch under order="global". A stream comes in the order it has."""
+    if workload.weights is not None:
+        return drawn_order(weights_of(workload.weights, len(dataset)), workload.seed, epoch)
+    return range(len(dataset)) if isinstance(dataset, Streamed) else epoch_order(len(dataset), workload.seed, epoch)
+
+
+_MOST_WEIGHTS = 1 << 24  # that torch.multinomial takes
+
+
+@functools.lru_cache(maxsize=4)
+def weights_of(weights: Callable[[], Sequence[float]], length: int) -> Tensor:
+    """The weight of each training sample, float64, (length,); asked for once. Raises `WorkloadError`."""
+    found = torch.as_tensor(weights(), dtype=torch.float64).cpu()
+    if found.shape != (length,):
+        raise WorkloadError(f"weights: shape {tuple(found.shape)} for {length} training samples; give one for each")
+    if not bool(((found >= 0) & found.isfinite()).all()) or not float(found.sum()) > 0:
+        raise WorkloadError("weights: give finite numbers of at least 0, not all of them 0")
+    if length > _MOST_WEIGHTS:
+        raise WorkloadError(f"weights: {length:,} samples; torch draws from at most {_MOST_WEIGHTS:,}")
+    return found
 
 
 def _part(samples: Sequence[int], positions: range, reads: Slice, epoch: int, reverse: bool) -> Part:

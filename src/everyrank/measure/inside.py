@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from everyrank.data import all_updates, updates_per_epoch
+from everyrank.data import all_updates, samples_per_epoch, updates_per_epoch
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, planned_updates, run_updates
 from everyrank.measure.memory import peak_memory
@@ -50,7 +50,8 @@ class Inside:
 def look_inside(workload: Workload, dataset: Any, layout: Layout, world: World) -> Inside:
     """Run a few updates of `layout` under the instruments. A collective."""
     planned = planned_updates(workload, len(dataset))  # a schedule may refuse to go beyond
-    updates = all_updates(planned, updates_per_epoch(len(dataset), workload.global_batch))
+    samples = samples_per_epoch(workload, len(dataset))
+    updates = all_updates(planned, updates_per_epoch(samples, workload.global_batch))
     with without_rehearsal(), peak_memory(world.device) as memory:
         with blame_workload():
             prepared = prepare(workload, layout, world)

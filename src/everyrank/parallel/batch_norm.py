@@ -9,6 +9,7 @@ Source: Ioffe and Szegedy 2015; the pairwise combination of variances is Chan, G
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from everyrank.errors import WorkloadError
 from everyrank.world import World
 
-__all__ = ["ForwardState", "find_batch_norms", "has_batch_norm", "synchronise_batch_norm"]
+__all__ = ["ForwardState", "find_batch_norms", "has_batch_norm", "refuse_lone_samples", "synchronise_batch_norm"]
 
 
 @dataclass
@@ -87,6 +88,28 @@ def synchronise_batch_norm(model: nn.Module, state: ForwardState, world: World) 
             )
         module.__class__ = _SynchronisedBatchNorm
         module.everyrank = (state, world)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def refuse_lone_samples(model: nn.Module, lone: str) -> Generator[None]:
+    """In the first forward: refuse batch norm over one value of each sample, where some micro-batch has one sample.
+
+    It would end the training there, after an epoch, or be no number. `lone` says which it is; "": none.
+    Raises `WorkloadError` on every rank alike.
+    """
+
+    def look(module: nn.Module, values: tuple[Any, ...]) -> None:
+        shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
+        if module.training and math.prod(shape[2:]) == 1:
+            raise WorkloadError(f"batch norm over 1 value per channel: {lone}")
+
+    norms = [module for module in model.modules() if lone and isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    hooks = [module.register_forward_pre_hook(look) for module in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]

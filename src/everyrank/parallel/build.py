@@ -66,11 +66,13 @@ class Built:
         """The rank's share of (sum, count): ranks that split a matrix compute the same loss; one counts."""
         return pair if self.mesh.is_first("tensor") else torch.zeros_like(pair)
 
-    def once(self, look: Callable[[], None]) -> None:
-        """Before the first update alone: look whether the model is what was taken for granted."""
-        if not self.forward.is_looked_at:
-            self.forward.is_looked_at = True
-            look()
+    def once(self, look: Callable[[], None]) -> bool:
+        """Before the first update alone: look whether the model is what was taken for granted; whether it was that."""
+        if self.forward.is_looked_at:
+            return False
+        self.forward.is_looked_at = True
+        look()
+        return True
 
     def finish(self) -> None:
         """After the last backward of an update: complete the gradients of what tensor ranks have parts of."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from everyrank.data import Streamed, Update, all_updates, updates_per_epoch
+from everyrank.data import Streamed, Update, all_updates, samples_per_epoch, updates_per_epoch
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, planned_updates
 from everyrank.parallel.batch_norm import has_batch_norm
@@ -61,7 +61,8 @@ class Subject:
     def planned(self, precision: str) -> Segments:
         """The updates to begin with."""
         steps = self.steps if precision == "float64" else min(self.steps, _LOW_STEPS)
-        return [chosen_updates(len(self.train_data), self.workload.global_batch, steps)]
+        length = samples_per_epoch(self.workload, len(self.train_data))
+        return [chosen_updates(length, self.workload.global_batch, steps)]
 
 
 def subject_of(
@@ -83,7 +84,7 @@ def subject_of(
     if is_quick:
         notes.append(f"quick: left out are the layout's own precision, and updates after {min(steps, QUICK_STEPS)}")
         steps = min(steps, QUICK_STEPS)
-    ends = _ends(eval_data, workload.global_batch)
+    ends = _ends(eval_data, workload.eval_batch or workload.global_batch)
     if isinstance(ends, _Ends):
         notes.append(f"evaluated: {len(ends)} of {len(eval_data)} samples, the first and the last")
     return Subject(

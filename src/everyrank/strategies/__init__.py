@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from everyrank.data import Batch, Slice
 from everyrank.layout import STRATEGIES, Layout
@@ -58,6 +58,16 @@ class Prepared:
     def reads(self) -> Slice:
         """The part of each micro-batch that this rank reads."""
         return self.mesh.reads
+
+    @property
+    def listens(self) -> bool:
+        """Whether the schedule follows evaluations, at the end of each epoch, instead of counting updates."""
+        return isinstance(self.schedule, ReduceLROnPlateau)
+
+    def hear(self, eval_loss: float | None) -> None:
+        """The loss of such an evaluation: exact, and so the same number on every rank and under every layout."""
+        if isinstance(self.schedule, ReduceLROnPlateau) and eval_loss is not None:
+            self.schedule.step(eval_loss)
 
     @property
     def speaks(self) -> bool:

@@ -7,7 +7,9 @@ gradients are multiplied by global_batch / count, and by the number of ranks whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from everyrank.data import Batch
-from everyrank.errors import NotFiniteError, WorkloadError
+from everyrank.errors import NotFiniteError, UnfitError, WorkloadError
 from everyrank.layout import Layout
-from everyrank.parallel.mesh import local_tensors
+from everyrank.parallel.mesh import Mesh, local_tensors
 from everyrank.parallel.phases import enter_phase
+from everyrank.parallel.rows import taking_loss
 from everyrank.workload import Workload
 
 __all__ = [
@@ -70,16 +73,29 @@ def make_scale(layout: Layout) -> LossScale | None:
 
 
 def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-    """The person's optimizer over `model`, and the schedule that steps once per update."""
+    """The person's optimizer over `model`, and the schedule that steps once per update, or on a plateau."""
     optimizer: object = workload.optimizer(model)
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer")
+        fix = "; a workload has one: make groups of parameters in it" if isinstance(optimizer, tuple | list) else ""
+        raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer{fix}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"workload {workload.name}: {kind} computes the loss several times in a step, which an update here cannot; "
+            "use an optimizer that steps on the gradients it finds (SGD, AdamW)"
+        )
     for group in optimizer.param_groups:
         # torch's kernels for many tensors at once take tensors of one kind; one by one is the same arithmetic
         if len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1:
             group.update({key: False for key in ("foreach", "fused") if key in group})
-    return optimizer, workload.schedule(optimizer) if workload.schedule else None
+    schedule = workload.schedule(optimizer) if workload.schedule else None
+    if isinstance(schedule, ReduceLROnPlateau) and workload.eval_data is None:
+        raise WorkloadError(
+            f"workload {workload.name}: ReduceLROnPlateau follows the loss of the evaluation; give eval_data, or a "
+            "schedule that counts updates"
+        )
+    return optimizer, schedule
 
 
 def begin(parameters: Sequence[nn.Parameter]) -> None:
@@ -96,9 +112,15 @@ def passes(batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
         yield index == len(batches) - 1, batch
 
 
-def loss_of(workload: Workload, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum, count) of one forward pass: the sum with its graph, and both detached as float64, shape (2,)."""
-    total, count = _pair(workload.loss(output, batch.target), "loss")
+def loss_of(
+    workload: Workload, output: Any, batch: Batch, mesh: Mesh, later: list[UnfitError] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(sum, count) of one forward pass: the sum with its graph, and both detached as float64, shape (2,).
+
+    `later` is for ranks that take the loss while others wait for its gradient: see `parallel.rows.taking_loss`.
+    """
+    with taking_loss(batch, mesh, workload.order, later):
+        total, count = _pair(workload.loss(output, batch.target), "loss")
     if isinstance(total, DTensor):  # of split logits; every rank has the whole sum
         total = total.full_tensor()
     if not isinstance(total, Tensor) or total.dim() != 0:
@@ -200,19 +222,24 @@ def check_total(total: float, count: float) -> None:
 
 
 def _advance(schedule: LRScheduler | None) -> None:
-    if schedule is not None:
+    if schedule is not None and not isinstance(schedule, ReduceLROnPlateau):  # that one waits for an evaluation
         schedule.step()
 
 
 @torch.no_grad()
-def evaluate_batch(workload: Workload, output: Any, batch: Batch) -> Tensor:
-    """The rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2)."""
+def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | None = None) -> Tensor:
+    """The rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2).
+
+    Without a `mesh` a function over the whole batch gets the rank's own part: then no other rank is waited for.
+    """
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
-    if batch.size:
-        functions = [("loss", workload.loss), *workload.metrics.items()]
+    functions = [("loss", workload.loss), *workload.metrics.items()]
+    with taking_loss(batch, mesh) if mesh is not None else contextlib.nullcontext():
         for row, (name, function) in enumerate(functions):
+            # of a borrowed sample too, for the ranks that gather its batch
             total, count = _pair(function(output, batch.target), name)
-            shares[row, 0], shares[row, 1] = float(total), float(count)
+            if batch.size:
+                shares[row, 0], shares[row, 1] = float(total), float(count)
     return shares
 
 

@@ -67,7 +67,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             with built.passing(batch) as part, contextlib.nullcontext() if is_last else ddp.no_sync():
                 with autocast(layout, world):
                     output, carrier = ddp(part.input)
-                    loss, share = loss_of(workload, output, part)
+                    loss, share = loss_of(workload, output, part, mesh)
                 backward(workload, scale, loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
         check_all_used(names, layout)

@@ -77,7 +77,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         for is_last, batch in passes(batches):
             reduce_over_replicas(model, is_last)
             with built.passing(batch) as part:
-                loss, share = loss_of(workload, call(model, part.input), part)
+                loss, share = loss_of(workload, call(model, part.input), part, mesh)
                 own += built.share(share)
                 if is_last:
                     # The count travels while the last backward computes.

@@ -30,11 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.data import Batch
+from everyrank.errors import UnfitError
 from everyrank.layout import Layout
 from everyrank.parallel.build import autocast, build, call
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.norm import counted, sum_squares
 from everyrank.parallel.pipe import Pipe
+from everyrank.parallel.rows import raise_together
 from everyrank.parallel.shard import is_sharded, shard_each
 from everyrank.parallel.stage import cut_stages
 from everyrank.parallel.state import gathered_state
@@ -63,15 +65,17 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     squares = functools.partial(sum_squares, counted(parameters, mesh, set(own)), mesh)
     outside = [parameter for parameter in parameters if parameter not in set(own)]
     pipe = Pipe(mesh, stages, layout)
+    refused: list[UnfitError] = []  # by the stage that takes the loss, while the others wait for its gradient
     built.forward.contexts.append(pipe.deferring)
     built.forward.again.append(pipe.deferring)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         begin(parameters)
-        built.once(lambda: rehearse(batches[0]))
+        is_first = built.once(lambda: rehearse(batches[0]))
         share = torch.zeros(2, dtype=torch.float64, device=world.device)
         for first in range(0, len(batches), pipe.in_flight):
             share += flow(batches[first : first + pipe.in_flight])
+        raise_together(refused, world, is_first)
         built.finish()
         flags = torch.tensor([parameter.grad is not None for parameter in outside], device=world.device)
         total = torch.cat([share, flags.double()])
@@ -95,7 +99,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             with built.passing(batches[micro]) as part, autocast(layout, world):
                 output, is_end = stages.run(stage, received, lambda: call(model, part.input))
                 if is_end:
-                    output, share = loss_of(workload, output, part)
+                    output, share = loss_of(workload, output, part, mesh, refused)
                     shares.append(built.share(share))
             return output
 

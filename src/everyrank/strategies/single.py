@@ -49,7 +49,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         shares: list[Tensor] = []
         for _, batch in passes(batches):
             with autocast(layout, world):
-                loss, share = loss_of(workload, call(model, batch.input), batch)
+                loss, share = loss_of(workload, call(model, batch.input), batch, mesh)
             backward(workload, scale, loss)
             shares.append(share)
         total = sum(shares[1:], shares[0])

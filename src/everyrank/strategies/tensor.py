@@ -73,7 +73,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         for _, batch in passes(batches):
             with built.passing(batch):
                 with autocast(layout, world):
-                    loss, share = loss_of(workload, call(model, batch.input), batch)
+                    loss, share = loss_of(workload, call(model, batch.input), batch, mesh)
                 backward(workload, scale, loss)
             shares.append(share)
         built.finish()

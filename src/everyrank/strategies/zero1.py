@@ -65,7 +65,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             with built.passing(batch), contextlib.nullcontext() if is_last else ddp.no_sync():
                 with autocast(layout, world):
                     output, carrier = ddp(batch.input)
-                    loss, share = loss_of(workload, output, batch)
+                    loss, share = loss_of(workload, output, batch, mesh)
                 backward(workload, scale, loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
         check_all_used(names, layout)

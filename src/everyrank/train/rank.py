@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import time
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 import everyrank
 from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
-from everyrank.data import Streamed, updates_per_epoch
+from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
+from everyrank.data.parts import weights_of
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.launch import Launch, RankFacts, Stop, listen
 from everyrank.layout import Layout
@@ -149,7 +151,7 @@ def _train(
     """Train; the fields of the Record that come of it."""
     workload, data, _, layout, world, prepared = subject
     end = planned_updates(workload, len(data))
-    pace = Pace(begin, end, len(data), workload.global_batch)
+    pace = Pace(begin, end, samples_per_epoch(workload, len(data)), workload.global_batch)
     saver = None
     if options.out is not None and options.save_every != 0:
         saver = Saver(options.out, prepared, world, about, options.keep, options.save_async)
@@ -225,6 +227,10 @@ def _about(subject: Subject, options: TrainOptions) -> About:
         settings["epochs"] = source.epochs  # the schedule may have been built on it
     if source and source.batch is not None:  # the global batch is a field of its own
         settings["--lr-rule"] = source.lr_rule
+    if workload.drop_last:
+        settings["Workload.drop_last"] = True
+    if workload.weights is not None:
+        settings["Workload.weights"] = zlib.crc32(weights_of(workload.weights, len(data)).numpy().tobytes())
     return About(
         step=0,
         workload=workload.name,
@@ -237,7 +243,7 @@ def _about(subject: Subject, options: TrainOptions) -> About:
         data_checksum=getattr(data, "checksum", None) if world.rank == 0 else None,
         layout=str(layout),
         world_size=world.size,
-        updates_per_epoch=updates_per_epoch(len(data), workload.global_batch),
+        updates_per_epoch=updates_per_epoch(samples_per_epoch(workload, len(data)), workload.global_batch),
         best_by=options.best_by or names[0],
         versions={"everyrank": everyrank.__version__, "torch": torch.__version__},
         time=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -127,6 +127,7 @@ class Training:
                     if is_due and not is_last:
                         with self.pace.pause():
                             self._between(done)
+                        rate = self._rate()  # a plateau may have been found
                         self.looked_at = time.perf_counter()
                     if is_asked and not is_last:
                         self._stopped(done)
@@ -187,6 +188,8 @@ class Training:
 
     def _evaluates_at(self, done: int) -> bool:
         every = self.pace.per_epoch if self.options.evaluate_every is None else self.options.evaluate_every
+        if self.subject.prepared.listens and done % self.pace.per_epoch == 0:
+            return True
         return self.subject.eval_data is not None and every > 0 and done % every == 0
 
     def _saves_at(self, done: int) -> bool:
@@ -223,6 +226,7 @@ class Training:
         self.in_epoch = [0.0, 0.0]
         seconds = self.pace.epoch()
         now = self.metrics if self.evaluated_at == done else {}
+        self.subject.prepared.hear(now.get("eval_loss"))
         if self.log is not None:
             row = {"step": done, "epoch": epoch, "epoch_seconds": seconds, "mean_loss": mean, "evaluation": now}
             self.log.event({**row, "time": time.time()})

@@ -56,11 +56,17 @@ class Workload:
                         begins with an underscore ("_hits") feeds `derived` alone, and stands in no table, log or Record
         derived         {"perplexity": (means) -> number}: of the exact means of the evaluation, eval_loss among them
         predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
-        schedule        (optimizer) -> LRScheduler, stepped once per update
+        schedule        (optimizer) -> LRScheduler, stepped once per update; a ReduceLROnPlateau once per epoch, on the
+                        loss of eval_data
         epochs, steps   how long to train; give one (default: one epoch)
+        drop_last       leave out the last batch of an epoch of training where it is smaller than the others
+        eval_batch      samples of an evaluation batch over all ranks; default: global_batch
         order           global: a random order of all samples in each epoch (a stream: its own); shard: each rank reads
                         one part of the files in `train_data().shard_sizes`, which update has which samples then
                         depends on the ranks
+        weights         () -> a number for each training sample: an epoch draws as many samples as there are, with
+                        replacement, each as often as its weight says (torch's WeightedRandomSampler), the same on all
+                        ranks
         seed            of initial weights, sample order, augmentation and dropout
         clip_norm       largest global norm of the gradients
         blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
@@ -88,7 +94,10 @@ class Workload:
     schedule: Callable[[Optimizer], LRScheduler] | None = None
     epochs: int | None = None
     steps: int | None = None
+    drop_last: bool = False
+    eval_batch: int | None = None
     order: str = "global"
+    weights: Callable[[], Sequence[float]] | None = None
     seed: int = 0
     clip_norm: float | None = None
     blocks: str | None = None
@@ -103,7 +112,7 @@ class Workload:
             raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
         for name in ("model", "train_data", "loss", "optimizer"):
             self._require_callable(name, getattr(self, name))
-        for name in ("eval_data", "collate", "schedule", "predict"):
+        for name in ("eval_data", "collate", "schedule", "predict", "weights"):
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
         self._check_numbers()
@@ -115,9 +124,9 @@ class Workload:
             self._require_callable(f"derived[{name!r}]", derive)
 
     def _check_numbers(self) -> None:
-        for name in ("global_batch", "num_devices", "epochs", "steps"):
+        for name in ("global_batch", "num_devices", "epochs", "steps", "eval_batch"):
             value: object = getattr(self, name)
-            if name in ("epochs", "steps") and value is None:
+            if name in ("epochs", "steps", "eval_batch") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a whole number of at least 1")
@@ -125,8 +134,12 @@ class Workload:
             raise WorkloadError(
                 f"workload {self.name}: epochs={self.epochs} and steps={self.steps}: give one of the two"
             )
+        if not isinstance(self.drop_last, bool):
+            raise WorkloadError(f"workload {self.name}: drop_last={self.drop_last!r}: give True or False")
         if self.order not in ("global", "shard"):
             raise WorkloadError(f"workload {self.name}: order={self.order!r}: give global or shard")
+        if self.order == "shard" and self.weights is not None:
+            raise WorkloadError(f"workload {self.name}: weights draw from all samples; use order='global'")
         if not isinstance(self.seed, int):
             raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):

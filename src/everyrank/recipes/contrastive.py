@@ -1,0 +1,154 @@
+"""A contrastive loss (SimCLR's NT-Xent) over the batch of all ranks: each image against every other one, also theirs.
+
+Run: torchrun --standalone --nproc-per-node 2 contrastive.py
+
+`python contrastive.py` trains the same network in one process: the losses are the same.
+
+What to change for your own training:
+- load(), two_views() and build() are your data, your augmentation and your network.
+- BATCH is the batch of all ranks. A loss over what one rank has is another loss, with fewer negatives.
+- Gather rows of one shape, one for each sample, in the order of the batch: labels and masks are counted in it.
+- Gradients have to come back through the gather: dist.all_gather gives none, and every rank's must be added up.
+- Two small passes of half a batch (accumulation) are another loss, too; recompute activations to save memory.
+"""
+
+import csv
+import gzip
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+EPOCHS = 2
+BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
+SEED = 0
+DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
+TEMPERATURE = 0.5
+
+
+def load(device, held_out):
+    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
+    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
+    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+
+
+def two_views(images, epoch):
+    """Each image twice, moved by up to one pixel and with noise: (N, 1, 8, 8) -> (N, 2, 1, 8, 8).
+
+    Of all images at once, so that what is drawn depends on the epoch and the image alone, not on the ranks.
+    """
+    generator = torch.Generator().manual_seed(SEED + epoch)
+    moves = torch.randint(-1, 2, (2, 2), generator=generator).tolist()
+    views = torch.stack([torch.roll(images, move, (2, 3)) for move in moves], dim=1)
+    return views + 0.1 * torch.randn(views.shape, generator=generator, dtype=DTYPE).to(images.device)
+
+
+def build():
+    """A small convolutional network, (N, 1, 8, 8) -> (N, 16), with the same weights in every process."""
+
+    def block(before, after, stride):
+        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
+        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
+
+    torch.manual_seed(SEED)
+    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 16))
+
+
+class Gather(torch.autograd.Function):
+    """The rows of this rank -> the rows of all ranks, in their order; backward adds up what all ranks say of a row."""
+
+    @staticmethod
+    def forward(ctx, own, sizes, rank):
+        ctx.sizes, ctx.rank = sizes, rank
+        padded = own.new_zeros(max(sizes), *own.shape[1:])  # slices may differ by one row, and all_gather's may not
+        padded[: len(own)] = own
+        rows = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(rows, padded)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad)
+        return grad.split(ctx.sizes)[ctx.rank], None, None
+
+
+def contrast(own, everyone, first):
+    """Each of this rank's views (b, 2, d) is to find the other one of its image among all views (B, 2, d): a sum."""
+    index = first + torch.arange(len(own), device=own.device)
+    total = own.new_zeros(())
+    for view in (0, 1):
+        logits = own[:, view] @ torch.cat([everyone[:, 1 - view], everyone[:, view]]).T / TEMPERATURE
+        logits = logits.scatter(1, (len(everyone) + index)[:, None], float("-inf"))  # not itself
+        total = total + F.cross_entropy(logits, index, reduction="sum")
+    return total
+
+
+@torch.no_grad()
+def evaluate(model, device):
+    """The fraction of held-out images whose nearest image of the training set is the same digit; every rank's own."""
+    images, labels = load(device, held_out=False)
+    others, wanted = load(device, held_out=True)
+    keys, queries = F.normalize(model(images), dim=1), F.normalize(model(others), dim=1)
+    return (labels[(queries @ keys.T).argmax(1)] == wanted).double().mean().item()
+
+
+def main():
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    model = ddp = build().to(device, DTYPE)
+    if world_size > 1:
+        if cuda:
+            torch.cuda.set_device(device)
+        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+        ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
+    images, _ = load(device, held_out=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+
+    for epoch in range(EPOCHS):
+        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
+        batches = order.to(device).split(BATCH)
+        views = two_views(images, epoch)
+        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
+        for index, batch in enumerate(batches):
+            slices = batch.tensor_split(world_size)
+            sizes = [len(part) for part in slices]
+            own = F.normalize(ddp(views[slices[rank]].flatten(0, 1)), dim=1).unflatten(0, (-1, 2))
+            everyone = Gather.apply(own, sizes, rank) if world_size > 1 else own
+            loss = contrast(own, everyone, sum(sizes[:rank]))
+            optimizer.zero_grad()
+            # DDP averages over ranks. Times world_size that is a sum, which the number of terms divides.
+            (loss * world_size / (2 * len(batch))).backward()
+            optimizer.step()
+            sums[index] = loss.detach()
+
+        if world_size > 1:
+            dist.all_reduce(sums)  # here, once an epoch: in the loop it would hold up every update
+        if rank == 0:
+            for index, total in enumerate(sums.tolist()):
+                print(f"update {epoch * len(batches) + index} loss {total / (2 * len(batches[index]))}")
+
+    top1 = evaluate(model, device)
+    if rank == 0:
+        print(f"top1 {top1}")
+    if world_size > 1:
+        del ddp  # before its process group
+        time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""What a workload can say about its batches, its samples and its schedule: alike under every layout, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from everyrank import Layout, Workload, parse_layout
+from everyrank.audit import audit
+from everyrank.checkpoint.saver import _check_same_training
+from everyrank.data import all_updates, samples_per_epoch
+from everyrank.data.parts import order_of
+from everyrank.errors import UsageError, WorkloadError
+from everyrank.loop import open_data, planned_updates, run_updates
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parity import check_layout, subject_of, trace
+from everyrank.runs import About, Checkpoint
+from everyrank.strategies import prepare
+from everyrank.world import World
+from forge import Forge
+
+
+def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:
+    """Whoever counts updates or samples counts alike: 23 samples in batches of 7 are three updates, and 21 samples."""
+    workload = zoo.workload("frozen", drop_last=True)
+    assert samples_per_epoch(workload, 23) == 21
+    assert samples_per_epoch(zoo.workload("frozen"), 23) == 23
+    assert planned_updates(workload, 23) == 6
+    for read, problems, text in ranks(2, dropped):
+        assert read == 21
+        assert problems == []
+        assert "each read once but 2 of a last batch (drop_last)" in text
+
+
+def dropped(world: World) -> tuple[int, list[str], str]:
+    workload = zoo.workload("frozen", drop_last=True)
+    mesh = open_mesh(Layout("ddp"), world)
+    subject = subject_of(workload, *open_data(workload, world), steps=20)
+    counts = trace(subject, Layout("ddp"), world).counts
+    return int(sum(counts[:3])), *audit(workload, zoo.Points(23), None, Layout("ddp"), mesh)
+
+
+def test_drop_last_of_less_than_a_batch_is_refused(ranks: Any) -> None:
+    changes = {"drop_last": True, "train_data": lambda: zoo.Points(5)}
+    for [text] in ranks(2, refusals, [changes]):
+        assert text.startswith("drop_last=True: train_data has 5 samples, not one batch of 7; use a global_batch of")
+
+
+def refusals(world: World, cases: list[dict[str, Any]]) -> list[str]:
+    """Why the data of these workloads is refused."""
+    found: list[str] = []
+    for changes in cases:
+        with pytest.raises(WorkloadError) as caught:
+            open_data(zoo.workload("frozen", **changes), world)
+        found.append(str(caught.value))
+    return found
+
+
+def test_eval_batch_is_that_of_evaluation_alone(ranks: Any) -> None:
+    """13 samples one by one: the same exact sums, and training goes on in batches of 7."""
+    [(sizes, found)] = ranks(1, evaluations)
+    assert sizes == [7, 6, *[1] * 13]
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def evaluations(world: World) -> tuple[list[int], list[Any]]:
+    sizes: list[int] = []
+
+    def counted(output: torch.Tensor, target: torch.Tensor) -> Any:
+        sizes.append(len(target))
+        return zoo.squared(output, target)
+
+    found: list[Any] = []
+    for eval_batch in (None, 1):
+        workload = zoo.workload("frozen", eval_batch=eval_batch, steps=1, epochs=None, metrics={"own": counted})
+        subject = subject_of(workload, *open_data(workload, world), steps=1)
+        found.append(trace(subject, Layout("single", precision="float64"), world).evaluation["loss"])
+    return sizes, found
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "single"])
+def test_a_lone_sample_under_batch_norm_is_refused_before_the_first_update(ranks: Any, layout: str) -> None:
+    """641 samples in batches of 64 ended after an epoch; here 22 in batches of 7. Nothing is refused with drop_last."""
+    for text, done in ranks(2, lone, layout):
+        assert text == (
+            "update 0: batch norm over 1 value per channel: update 3 has 1 of 22 samples, so that one is left alone; "
+            "set Workload.drop_last=True, or take another global_batch"
+        )
+        assert done == 3
+
+
+def lone(world: World, layout: str) -> tuple[str, int]:
+    workload = zoo.workload("norm", train_data=lambda: zoo.Points(22), epochs=1)
+    with pytest.raises(WorkloadError) as caught:
+        losses(workload, layout, world)
+    return str(caught.value), len(losses(dataclasses.replace(workload, drop_last=True), layout, world))
+
+
+def losses(workload: Workload, layout: str, world: World) -> list[torch.Tensor]:
+    """What this rank's updates came to."""
+    prepared = prepare(workload, Layout(layout), world)
+    updates = all_updates(planned_updates(workload, 22), 4 - workload.drop_last)
+    return list(run_updates(workload, zoo.Points(22), Layout(layout), world, prepared, updates))
+
+
+def by_weight() -> list[float]:
+    """Sample 0 not at all, the others the more often the later they stand."""
+    return [float(number) for number in range(23)]
+
+
+def test_weights_are_drawn_once_for_all_ranks(ranks: Any) -> None:
+    """What torch's WeightedRandomSampler draws, ragged batches and all; the audit knows that samples repeat."""
+    sampler = torch.utils.data.WeightedRandomSampler(by_weight(), 23, generator=torch.Generator().manual_seed(1))
+    orders = ranks(2, drawn)
+    assert orders[0] == orders[1]
+    assert orders[0][0] == list(sampler)
+    assert 0 not in orders[0][0]
+    assert orders[0][1] == []
+    assert "23 samples, drawn with weights, each read as often as drawn but 2 of a last batch" in orders[0][2]
+
+
+def drawn(world: World) -> tuple[list[int], list[str], str]:
+    """The order of epoch 1, and what the audit says."""
+    workload = zoo.workload("frozen", weights=by_weight, drop_last=True)
+    open_data(workload, world)
+    mesh = open_mesh(Layout("ddp"), world)
+    order = order_of(workload, zoo.Points(23), 1)
+    return [int(sample) for sample in order], *audit(workload, zoo.Points(23), None, Layout("ddp"), mesh)
+
+
+def test_weights_are_the_same_training_under_every_layout(ranks: Any) -> None:
+    for statuses in ranks(3, weighted):
+        assert statuses == ["equal"] * 3
+
+
+def weighted(world: World) -> list[str]:
+    workload = zoo.workload("tied", weights=by_weight, drop_last=True, eval_batch=5)
+    subject = subject_of(workload, *open_data(workload, world), steps=6)
+    layouts = [parse_layout(text) for text in ("ddp", "zero1:accumulate=2", "fsdp")]
+    return [check_layout(subject, layout, world, f"weighted/{layout}")[0].status for layout in layouts]
+
+
+def _not_the_same() -> list[float]:
+    import os
+
+    return [1.0 + os.getpid() % 1000] + [1.0] * 22
+
+
+WRONG_WEIGHTS: list[tuple[dict[str, Any], str]] = [
+    ({"weights": lambda: [1.0] * 22}, "weights: shape (22,) for 23 training samples; give one for each"),
+    ({"weights": lambda: [0.0] * 23}, "weights: give finite numbers of at least 0, not all of them 0"),
+    ({"weights": lambda: [1.0] * 22 + [float("nan")]}, "weights: give finite numbers of at least 0"),
+    ({"weights": _not_the_same}, "weights: not the same on all ranks; make them of the data alone"),
+    ({"weights": by_weight, "train_data": lambda: iter_points()}, "weights: train_data is a stream"),
+]
+
+
+def test_weights_that_cannot_be_drawn_are_refused(ranks: Any) -> None:
+    for texts in ranks(2, refusals, [changes for changes, _ in WRONG_WEIGHTS]):
+        assert len(texts) == len(WRONG_WEIGHTS)
+        for text, (_, words) in zip(texts, WRONG_WEIGHTS, strict=True):
+            assert text.startswith(words)
+
+
+def iter_points() -> Any:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            points = zoo.Points(23)
+            return (points[index] for index in range(23))
+
+    return Stream()
+
+
+def test_weights_in_shard_order_are_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"weights draw from all samples; use order='global'"):
+        zoo.workload("frozen", weights=by_weight, order="shard")
+
+
+def test_a_resumed_run_shares_what_decides_its_batches() -> None:
+    """drop_last and weights are in what a checkpoint says of itself, and the refusal says which field it is."""
+    about = About(1, "w", {}, 0, 7, None, 23, None, "ddp", 2, 3, "eval_loss", {}, "")
+    saved = Checkpoint(Path("c"), dataclasses.replace(about, settings={"Workload.drop_last": True}))
+    with pytest.raises(
+        UsageError, match=r"trained with Workload\.drop_last=True, this is no Workload\.drop_last: another"
+    ):
+        _check_same_training(saved, about)
+
+
+PLATEAU = """
+import torch
+import zoo
+from everyrank import Workload
+
+def workload(optimizer="sgd", evaluated=True):
+    optimizers = {
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.4),
+        "lbfgs": lambda model: torch.optim.LBFGS(model.parameters()),
+        "two": lambda model: [torch.optim.SGD([p], lr=0.1) for p in model.parameters()],
+    }
+    return Workload(
+        name="plateau", model=zoo.TiedModel, train_data=lambda: zoo.Sentences(23),
+        eval_data=(lambda: zoo.Sentences(13)) if evaluated else None, loss=zoo.masked_loss, blocks="blocks",
+        optimizer=optimizers[optimizer], global_batch=7, epochs=6, drop_last=True,
+        schedule=lambda made: torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0, factor=0.5))
+"""
+
+
+def trained(forge: Forge, folder: Path, layout: str, *words: str, size: int = 2) -> list[dict[str, Any]]:
+    """What was logged of each update."""
+    (folder / "plateau.py").write_text(PLATEAU)
+    more = ["--out", layout, "--evaluate-every", "0", "--keep", "9", *words]
+    done = forge(folder, "train", "plateau.py", "--layout", f"{layout}:precision=float64", *more, size=size)
+    assert done.status == 0, done.err
+    rows = [json.loads(line) for line in (folder / layout / "log.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def test_a_plateau_is_found_alike_under_every_layout(forge: Forge, tmp_path: Path) -> None:
+    """On the exact loss of the evaluation, once an epoch, however often is evaluated; kept in checkpoints."""
+    single = trained(forge, tmp_path, "single", size=1)
+    rates = [row["lr"] for row in single]
+    assert len(rates) == 18
+    assert all(len(set(rates[first : first + 3])) == 1 for first in range(0, 18, 3))
+    assert len(set(rates)) > 1
+    for layout in ("ddp", "fsdp"):
+        found = trained(forge, tmp_path, layout)
+        assert [row["lr"] for row in found] == rates
+        assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in single], rel=1e-10)
+    after_3 = tmp_path / "ddp" / "checkpoints" / "step-00000009"
+    found = trained(forge, tmp_path, "zero1", "--resume", str(after_3))
+    assert [row["lr"] for row in found] == rates
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluated=False"], "ReduceLROnPlateau follows the loss of the evaluation; give eval_data, or a schedule"),
+        (["optimizer=lbfgs"], "LBFGS computes the loss several times in a step, which an update here cannot; use an"),
+        (["optimizer=two"], "returned list, not a torch.optim.Optimizer; a workload has one: make groups of param"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(forge: Forge, tmp_path: Path, words: str, said: str) -> None:
+    (tmp_path / "plateau.py").write_text(PLATEAU)
+    done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", "--set", *words, size=2)
+    assert done.status == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
