@@ -13,7 +13,7 @@ from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import Subject, check_layout, subject_of
-from everyrank.progress import progress
+from everyrank.progress import progress, row_known, said_once
 from everyrank.record import Parity, Record
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, alone, on_rank_0, open_world
@@ -41,7 +41,8 @@ def verify_rank(
             workload, train_data, eval_data, options.steps, is_quick=options.quick, is_cached=not options.fresh
         )
         records: list[Record] = []
-        with progress(len(layouts), options.show and world.rank == 0) as begin:
+        is_shown = options.show and world.rank == 0
+        with progress(len(layouts), is_shown) as begin, said_once(world.rank == 0):
             for index, layout in enumerate(layouts):
                 begin(f"verify {workload.name} · {layout}")
                 is_by_rank = workload.order == "shard" and layout.axis is not None and world.size > 1
@@ -64,7 +65,16 @@ def verify_rank(
                         provenance=provenance(workload, train_data, world, options.command),
                     )
                 )
+                if is_shown and len(layouts) > 1:  # a call that is stopped has said what it knew
+                    row_known(_line(records[-1]))
         return records if world.rank == 0 else None
+
+
+def _line(record: Record) -> str:
+    """What is known of a row."""
+    parity = record.parity
+    why = parity.reason or parity.first_divergence or parity.scope
+    return f"{record.layout}: {parity.status.replace('_', ' ')}" + (f" ({why})" if why else "")
 
 
 def _audited(parity: Parity, subject: Subject, layout: Layout, world: World, key: str) -> Parity:

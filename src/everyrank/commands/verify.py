@@ -49,7 +49,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if not records:
         return 0
-    audited = [record for record in records if args.samples and record.parity.checks]
+    compared = [record for record in records if record.parity.status in ("equal", "different")]
+    lines = [f"{record.layout}: {record.parity.checks[-1]}" for record in compared if args.samples]
+    if args.quick:
+        lines += dict.fromkeys(
+            text for record in compared for text in record.parity.checks if text.startswith("quick:")
+        )
     args.html = args.markdown = None
-    show({"": records}, args, [f"{record.layout}: {record.parity.checks[-1]}" for record in audited])
+    show({"": records}, args, lines)
     return status_of(records, args)
