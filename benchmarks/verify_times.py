@@ -3,8 +3,8 @@
     git worktree add /tmp/before 251ee89
     python benchmarks/verify_times.py --before /tmp/before --json benchmarks/records/verify-cpu.json
 
-Three arms: the other checkout, this one with nothing kept from earlier calls, and this one when the runs of `single` are
-kept. The seconds are those of the whole command, from the shell and back; ratios are of the same turn.
+Three arms: the other checkout, this one with nothing kept from earlier calls, and this one when the runs of `single`
+are kept. The seconds are those of the whole command, from the shell and back; ratios are of the same turn.
 """
 
 from __future__ import annotations

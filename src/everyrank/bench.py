@@ -73,7 +73,7 @@ def bench_rank(
         workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
-        subject = subject_of(workload, train_data, eval_data, options.verify_steps)
+        subject = subject_of(workload, train_data, eval_data, options.verify_steps, is_cached=True)
         with sampling(options.started, active=is_first) as sampler:
             results = Results(bench, facts, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
