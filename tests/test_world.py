@@ -154,6 +154,15 @@ def test_threads_are_chosen_by_one_function_that_says_why() -> None:
     assert choose_threads(64, 8, 2)[:2] == (8, 8)  # torch takes no more than there are
 
 
+def test_a_container_that_may_use_fewer_cores_than_it_sees_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread for each core of the host would be held up by its quota."""
+    monkeypatch.setattr("everyrank.launch.facts.cgroup_quota", lambda folder: None)
+    seen = num_cores()
+    for quota, cores in ((0.5, 1), (1.5, 1), (seen, seen), (seen + 7.5, seen)):
+        monkeypatch.setattr("everyrank.launch.facts.cgroup_quota", lambda folder, quota=quota: quota)
+        assert num_cores() == cores
+
+
 def test_what_the_person_asks_for_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks' own environment says may be ours."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
