@@ -138,7 +138,7 @@ def test_nothing_is_shown_where_nothing_is_known(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == ""
 
 
-def test_scaling_that_is_stopped_keeps_the_smaller_sizes(benched: Any) -> None:
+def test_scaling_that_is_stopped_keeps_the_smaller_sizes(benched: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """And the efficiency of what the larger one had come to."""
     done = [record for record in benched[1] if record.layout == "ddp"]
     two = [dataclasses.replace(record, world_size=2) for record in done]
@@ -155,6 +155,7 @@ def test_scaling_that_is_stopped_keeps_the_smaller_sizes(benched: Any) -> None:
         session.bench_scaling(zoo.workload("frozen"), [parse_layout("ddp")], Launch(), [1, 2], kept=kept)
     assert [record.world_size for record in kept] == [1, 2]
     assert kept[1].scaling is not None
+    assert capsys.readouterr().out == "1 rank:\n2 ranks, strong scaling:\n"  # to tell the lines of one from the other
 
 
 def test_what_a_rank_keeps_outlives_it() -> None:

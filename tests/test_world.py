@@ -147,11 +147,20 @@ def test_the_one_thread_of_torchrun_is_not_the_persons(before: str, threads: str
 
 
 def test_threads_are_chosen_by_one_function_that_says_why() -> None:
-    assert choose_threads(None, 8, 2) == (4, 8, "4 of each rank: 8 cores // 2 ranks; 8 of a rank alone")
+    assert choose_threads(None, 8, 2) == (4, 8, "4 for each rank: 8 cores // 2 ranks; 8 for one that works alone")
     assert choose_threads(None, 1, 2)[:2] == (1, 1)
     assert choose_threads(None, 8, 1) == (8, 8, "8: as many as cores")
     assert choose_threads(1, 8, 2) == (1, 1, "1 in each process: asked for in the environment")
     assert choose_threads(64, 8, 2)[:2] == (8, 8)  # torch takes no more than there are
+
+
+def test_a_container_that_may_use_fewer_cores_than_it_sees_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread for each core of the host would be held up by its quota."""
+    monkeypatch.setattr("everyrank.launch.facts.cgroup_quota", lambda folder: None)
+    seen = num_cores()
+    for quota, cores in ((0.5, 1), (1.5, 1), (seen, seen), (seen + 7.5, seen)):
+        monkeypatch.setattr("everyrank.launch.facts.cgroup_quota", lambda folder, quota=quota: quota)
+        assert num_cores() == cores
 
 
 def test_what_the_person_asks_for_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from everyrank.launch import run as run_ranks
 from everyrank.layout import Layout
 from everyrank.options import BenchOptions, PredictOptions, TrainOptions, VerifyOptions
 from everyrank.predictions import check_suffix
+from everyrank.progress import row_known
 from everyrank.record import Interval, Parity, Record, Scaling
 from everyrank.runs import find_checkpoint, require_whole
 from everyrank.workload import Source, Workload, check_place
@@ -246,6 +247,8 @@ def bench_scaling(
             shown = layouts if size == 1 else distributed
             if not shown:
                 continue
+            if show and len(sizes) > 1:
+                row_known("1 rank:" if size == 1 else f"{size} ranks, {kind} scaling:")
             partial: list[Record] = []
             again = functools.partial(bench, workload, shown, here, trials=trials, steps=steps, by_name=by_name)
             try:

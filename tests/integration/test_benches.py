@@ -40,8 +40,8 @@ def test_bench_and_report(tmp_path: Path) -> None:
         if record.throughput_samples_per_second is not None:
             assert record.throughput_samples_per_second.trials == 2
             assert record.step_seconds is not None
-            speed = record.throughput_samples_per_second.median * record.step_seconds.median
-            assert speed == pytest.approx(64, rel=0.2)
+            # the fastest trial is that of the shortest step, however far the two trials of a busy machine are apart
+            assert record.throughput_samples_per_second.high * record.step_seconds.low == pytest.approx(64, rel=0.02)
             assert record.ratio_to_single is not None
             assert record.ratio_to_single.trials == 2
             assert record.breakdown_seconds is not None

@@ -81,7 +81,11 @@ def choose_threads(asked: int | None, cores: int, local_size: int) -> tuple[int,
     cores_text = f"{cores} core{'s' * (cores != 1)}"
     if local_size == 1:
         return threads, threads, f"{threads}: as many as cores"
-    return threads, cores, f"{threads} of each rank: {cores_text} // {local_size} ranks; {cores} of a rank alone"
+    return (
+        threads,
+        cores,
+        f"{threads} for each rank: {cores_text} // {local_size} ranks; {cores} for one that works alone",
+    )
 
 
 def alone(world: World) -> World:
