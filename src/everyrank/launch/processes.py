@@ -30,7 +30,7 @@ from everyrank.errors import (
 from everyrank.launch import mpi, ray, slurm
 from everyrank.launch.environments import facts_from_environment
 from everyrank.launch.facts import RankFacts
-from everyrank.launch.hosts import check_port, check_reachable, host_name, process_space, split_endpoint
+from everyrank.launch.hosts import check_known, check_port, check_reachable, host_name, process_space, split_endpoint
 from everyrank.launch.job import Job, Launch
 from everyrank.launch.ranks import Ranks
 from everyrank.launch.stop import Stop
@@ -96,7 +96,9 @@ def _check(launch: Launch) -> None:
         ray.require()
     method = launch.init_method
     if isinstance(method, str) and method.startswith("tcp://") and launch.launcher != "slurm":
-        check_port(*split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://"))
+        host, port = split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://")
+        check_known(host, "--init-method")
+        check_port(host, port)
     if launch.nodes > 1 and launch.rendezvous is not None:
         check_reachable(split_endpoint(launch.rendezvous, "--rendezvous")[0], "--rendezvous")
 
