@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -838,6 +839,7 @@ def test_a_node_task_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         node.main()
     [command] = called
     words = ["--nnodes=2", "--node-rank=1", "--master-addr=n01", "--master-port=1234", "--nproc-per-node=4"]
+    words += ["--log-dir=a folder"]
     python = [sys.executable, "-P", "-m"]
     assert command[:4] == [*python, "torch.distributed.run"]
     assert command[4:] == [*words, "--no-python", *python, "everyrank.launch.worker", "a folder"]
@@ -1261,6 +1263,13 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "that cannot be made": (lambda path: path.symlink_to(path / ".." / "nosuch" / "store"), ["give another place"]),
     "below a file": (lambda path: path.parent.rmdir() or path.parent.write_text("x"), ["cannot be written"]),
 }
+
+
+def test_too_few_files_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They and their rank would wait for each other for ever."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
+    with pytest.raises(UsageError, match=r"--workers 1: a process may open 32 files here, .* ulimit -n 1024"):
+        run(Launch(loader_workers=1), len)
 
 
 def test_a_name_without_an_address_is_not_listened_at() -> None:

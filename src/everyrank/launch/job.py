@@ -179,6 +179,7 @@ class Job:
 
     rendezvous   where the ranks meet; None: their launcher tells them
     space        where the parent's process number means it: elsewhere the directory stands for the parent
+    keeps_logs   whether the folder of the logs is one that was asked for
     """
 
     payload: bytes
@@ -189,6 +190,7 @@ class Job:
     space: str
     parent_pid: int
     logs: Path
+    keeps_logs: bool
 
     def function(self) -> Callable[..., Any]:
         """What to call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import resource
 import shutil
 import sys
 import tempfile
@@ -36,6 +37,8 @@ from everyrank.launch.ranks import Ranks
 from everyrank.launch.stop import Stop
 
 __all__ = ["run"]
+
+_FILES_OF_A_RANK, _FILES_OF_A_WORKER = 32, 4  # with fewer, loader workers and their rank wait for each other for ever
 
 
 def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Stop | None = None) -> dict[int, Any]:
@@ -67,6 +70,7 @@ def run(launch: Launch, function: Callable[..., Any], *arguments: Any, stop: Sto
             process_space(),
             os.getpid(),
             logs.absolute(),
+            keep_logs,
         )
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
         with Ranks(launch, directory, logs, stop) as ranks:
@@ -94,6 +98,7 @@ def _check(launch: Launch) -> None:
         mpi.require()
     elif launch.launcher == "ray":
         ray.require()
+    _check_files(launch.loader_workers)
     method = launch.init_method
     if isinstance(method, str) and method.startswith("tcp://") and launch.launcher != "slurm":
         host, port = split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://")
@@ -101,6 +106,16 @@ def _check(launch: Launch) -> None:
         check_port(host, port)
     if launch.nodes > 1 and launch.rendezvous is not None:
         check_reachable(split_endpoint(launch.rendezvous, "--rendezvous")[0], "--rendezvous")
+
+
+def _check_files(workers: int) -> None:
+    """Whether a rank may open as many files as its loader workers take. Raises `UsageError`."""
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_OF_A_RANK + _FILES_OF_A_WORKER * workers
+    if workers and files != resource.RLIM_INFINITY and files < needed:
+        raise UsageError(
+            f"--workers {workers}: a process may open {files} files here, and a rank with so many workers needs "
+            f"{needed}: ulimit -n {max(1024, needed)}, or --workers 0"
+        )
 
 
 def _rendezvous(launch: Launch, directory: Path) -> str | None:
