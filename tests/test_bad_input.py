@@ -175,6 +175,7 @@ CALLS = [
     ("bench digits --processes 1 4 2", ["--processes 1 4 2", "give 1 first"]),
     ("bench digits --processes 1 0", ["--processes 1 0"]),
     ("bench digits --processes -2", ["--processes -2", "at least 1"]),
+    ("doctor --processes -3", ["--processes -3", "at least 1"]),
     ("train digits --processes two", ["--processes", "'two'"]),
     ("train digits --steps 0", ["--steps 0", "at least 1"]),
     ("verify digits --steps 0", ["--steps 0", "at least 1"]),
@@ -208,6 +209,12 @@ def test_a_wrong_call(refused: Callable[..., str], words: str, fragments: list[s
     line = refused(*words.split())
     for fragment in fragments:
         assert fragment in line
+
+
+@pytest.mark.parametrize("words", ["checkpoint inspect", "train digits --resume", "train digits --out"])
+def test_a_name_that_is_too_long(refused: Callable[..., str], words: str) -> None:
+    """It is the call that is wrong."""
+    assert "File name too long" in refused(*words.split(), "a" * 300)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "[]", "{}", '[{"schema": 99}]', "[" * 200_000])
@@ -343,6 +350,10 @@ def test_a_dataset_that_raises_in_a_loader_process(tmp_path: Path) -> None:
     assert f"my_workload.py:{here(path)} in {expected}" in line
 
 
+LENGTH = (
+    "class Data(TensorDataset):\n    def __len__(self):\n        return {}\ntrain_data = lambda: Data(torch.zeros(4))\n"
+)
+
 WRONG = {
     # what the file changes, fragments of the line, and on how many ranks it is tried
     "bare tensor": ("def loss(output, target):\n    return output.sum()\n", ["loss", "sum", "number of terms"], 1),
@@ -351,6 +362,25 @@ WRONG = {
     "no optimizer": ("def optimizer(model):\n    return None\n", ["optimizer()", "NoneType", "Optimizer"], HERE),
     "no terms": ("def loss(output, target):\n    return output.sum() * 0, 0\n", ["loss", "0 terms"], 2),
     "too few samples": ("SAMPLES = 1\n", ["2 ranks", "1 sample", "--processes 1"], 2),
+    "parameters of another model": (
+        "other = nn.Linear(3, 2)\ndef optimizer(model):\n"
+        "    return torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.01)\n",
+        ["optimizer()", "2 parameters that are not the model's"],
+        HERE,
+    ),
+    "no parameters": (
+        "def optimizer(model):\n"
+        "    made = torch.optim.SGD(model.parameters(), lr=0.01)\n    made.param_groups.clear()\n    return made\n",
+        ["optimizer()", "no parameters", "model.parameters()"],
+        HERE,
+    ),
+    "a length below zero": (LENGTH.format("-1"), ["train_data", "has no length", ">= 0"], HERE),
+    "a length that does not fit": (LENGTH.format("10**30"), ["train_data", "has no length"], HERE),
+    "a seed of 70 bits": (
+        "import functools\nWorkload = functools.partial(Workload, seed=2**70)\n",
+        ["seed=1180591620717411303424"],
+        HERE,
+    ),
     "no samples": ("SAMPLES = 0\n", ["train_data", "empty"], HERE),
     "no pairs": (
         "def train_data():\n    return TensorDataset(torch.zeros(16, 3))\n",

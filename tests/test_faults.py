@@ -333,6 +333,35 @@ def test_a_guard_that_is_stopped(dies: bool) -> None:
         assert run(Launch(processes=1), stops_its_guard) == {0: 1}
 
 
+def test_what_a_workload_has_started_ends_with_it() -> None:
+    """A process that it has forgotten would hold its ports and its memory."""
+
+    def forgets(_: RankFacts) -> int:
+        return subprocess.Popen(["sleep", "100"]).pid
+
+    [pid] = run(Launch(processes=1), forgets).values()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_nothing_is_left_in_the_temporary_folder(cli: Cli) -> None:
+    """Of a parent that was killed: whoever is left tidies up."""
+    places = cli.folder / "tmp"
+    places.mkdir()
+    script = cli.folder / "waits.py"
+    script.write_text("import time\nfrom everyrank.launch import Launch, run\n")
+    script.write_text(script.read_text() + "run(Launch(processes=2), lambda facts: print('there') or time.sleep(99))\n")
+    cli.start(str(script), command=("-u",), TMPDIR=str(places))
+    assert cli.process is not None
+    assert cli.process.stdout is not None
+    assert cli.process.stdout.readline()
+    cli.process.kill()
+    assert cli.left(20) == {}
+    assert sorted(places.iterdir()) == []
+
+
 def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
     render, commands = RENDER["spawn"], []

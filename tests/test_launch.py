@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -838,6 +839,7 @@ def test_a_node_task_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         node.main()
     [command] = called
     words = ["--nnodes=2", "--node-rank=1", "--master-addr=n01", "--master-port=1234", "--nproc-per-node=4"]
+    words += ["--log-dir=a folder"]
     python = [sys.executable, "-P", "-m"]
     assert command[:4] == [*python, "torch.distributed.run"]
     assert command[4:] == [*words, "--no-python", *python, "everyrank.launch.worker", "a folder"]
@@ -916,6 +918,10 @@ WRONG_CALLS = [
     (DDP + "--init-method tcp://n0", ["--init-method tcp:// n0", "HOST:PORT"]),
     (DDP + "--init-method tcp://n0:0", ["n0:0", "1 to 65535"]),
     (DDP + "--init-method 'tcp://[::1:29500'", ["[::1:29500"]),
+    (DDP + "--init-method tcp://256.1.1.1:80", ["--init-method 256.1.1.1", "has no address here"]),
+    # more than there can be
+    (DDP + f"--processes {'9' * 23} --dry-run", ["--processes 999", "at most 1,000,000"]),
+    (DDP + "--processes 8194 --nodes 2 --node-rank 0 --rendezvous n0:1", ["4,097 ranks on a host", "at most 4,096"]),
     # words of one launcher
     (DDP + "--restarts 1", ["--restarts 1", "--launcher torchrun"]),
     (DDP + "--restarts -1 --launcher torchrun", ["--restarts -1", "0 or more"]),
@@ -1254,8 +1260,22 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "of something else": (lambda path: path.write_text("my thesis"), ["holds something else", "a name that is free"]),
     "a folder": (lambda path: path.mkdir(), ["store"]),
+    "that cannot be made": (lambda path: path.symlink_to(path / ".." / "nosuch" / "store"), ["give another place"]),
     "below a file": (lambda path: path.parent.rmdir() or path.parent.write_text("x"), ["cannot be written"]),
 }
+
+
+def test_too_few_files_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They and their rank would wait for each other for ever."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
+    with pytest.raises(UsageError, match=r"--workers 1: a process may open 32 files here, .* ulimit -n 1024"):
+        run(Launch(loader_workers=1), len)
+
+
+def test_a_name_without_an_address_is_not_listened_at() -> None:
+    """By rank 0, while the others ask at that name in vain."""
+    with pytest.raises(UsageError, match=r"256\.1\.1\.1: the name has no address here"):
+        open_store(alone(size=2), Launch(init_method="tcp://256.1.1.1:65000", timeout_seconds=2))
 
 
 @pytest.mark.parametrize("case", FILES)

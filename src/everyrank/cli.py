@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -31,6 +32,7 @@ from everyrank.workload import BUILT_IN
 
 __all__ = ["main"]
 
+_WRONG_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
 _SPEAK_SECONDS = 1.0  # for the rank that says what is wrong for all
 
 
@@ -56,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         close_output()  # `everyrank new ddp_torchrun | head`
         status = 0
     except OSError as error:  # a disk that is full, a folder that was taken away
-        status = _say(f"{error.filename or 'a file'}: {error.strerror or error}", None, EveryrankError.exit_status)
+        # of those that the call has named some cannot be meant
+        kind = UsageError if error.filename is not None and error.errno in _WRONG_PATH else EveryrankError
+        status = _say(f"{error.filename or 'a file'}: {error.strerror or error}", None, kind.exit_status)
     except Exception as error:  # status 1, with which Python ends, would say that a check has failed
         status = _say(describe(error), _written(error), EveryrankError.exit_status)
     if _is_a_rank():

@@ -117,9 +117,13 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
     elif not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         kind = type(data).__name__
         raise WorkloadError(f"{name}: {kind} is no dataset; give one with __len__ and __getitem__, or with __iter__")
-    if len(data) == 0:
+    try:
+        own = len(data)
+    except (TypeError, ValueError, OverflowError) as error:  # below zero, or more than fits
+        raise WorkloadError(f"{name}: {type(data).__name__} has no length: {error}") from error
+    if own == 0:
         raise WorkloadError(f"{name}: the dataset is empty")
-    lengths = [int(length) for length in gather(torch.tensor([len(data)]), world)]
+    lengths = [int(length) for length in gather(torch.tensor([own]), world)]
     for rank, length in enumerate(lengths):
         if length != lengths[0]:
             raise WorkloadError(

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.progress import progress
     from everyrank.report import print_findings
 
-    Launch(timeout_seconds=args.timeout)  # it refuses what is no time
+    # it refuses what is no time, and no number
+    Launch(timeout_seconds=args.timeout, processes=1 if args.processes is None else args.processes)
     check_writable(args.json)
     if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
         raise UsageError("doctor looks at a launcher with --launch: add it")

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from everyrank.launch.hosts import host_name, process_space
 from everyrank.launch.job import Job
@@ -40,8 +43,12 @@ def guard(job: Job, rank: int, directory: Path) -> None:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, pass_on)
-    threading.Thread(target=_watch, args=(job, child, directory), daemon=True).start()
+    ending = threading.Event()
+    watch = threading.Thread(target=_watch, args=(job, child, directory, ending), daemon=True)
+    watch.start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ending.is_set():
+        watch.join()  # it tidies up, and ends this process
     row = {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
     row["for_memory"] = code == -signal.SIGKILL and _kills_for_memory() > kills_before
     with contextlib.suppress(OSError):  # the parent has tidied up already
@@ -49,8 +56,8 @@ def guard(job: Job, rank: int, directory: Path) -> None:
     os._exit(128 - code if code < 0 else code)
 
 
-def _watch(job: Job, child: int, directory: Path) -> None:
-    """Pass on a request to stop; end the rank when whoever started it, or the person's own process, is gone."""
+def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> None:
+    """Pass on a request to stop; end the rank, and this process, when whoever started it, or the person's, is gone."""
     starter, asked = os.getppid(), 0.0
     lives = _pid_watch(job.parent_pid) if process_space() == job.space else _beat_watch(directory)
     while True:
@@ -59,21 +66,25 @@ def _watch(job: Job, child: int, directory: Path) -> None:
             asked = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGUSR1)
-        if os.getppid() != starter or not lives():
+        is_orphan = not lives()
+        if is_orphan or os.getppid() != starter:
+            ending.set()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
+            if is_orphan and process_space() == job.space:  # nobody else is left to tidy up
+                for folder in (directory, *([] if job.keeps_logs else [job.logs])):
+                    shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
 
 def _pid_watch(pid: int) -> Callable[[], bool]:
     def lives() -> bool:
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
             return False
-        except PermissionError:
+        except psutil.Error:  # somebody else's, who may not be asked
             return True
-        return True
 
     return lives
 

@@ -20,6 +20,7 @@ __all__ = [
     "LOOPBACK",
     "addresses_of",
     "boot_id",
+    "check_known",
     "check_port",
     "check_reachable",
     "choose_interface",
@@ -109,16 +110,22 @@ def split_endpoint(text: str, flag: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def check_reachable(host: str, flag: str) -> None:
-    """Whether other hosts can come to `host`. Raises `UsageError` for a name that is unknown, or means this host alone.
-
-    Debian gives each host's own name the address 127.0.1.1: its ranks would wait there for others that never come.
-    """
+def check_known(host: str, flag: str) -> list[str]:
+    """The addresses of a name. Raises `UsageError` for one that has none."""
     found = addresses_of(host)
     if not found:
         raise UsageError(
             f"{flag} {host}: the name has no address here; give the address itself, or add it to /etc/hosts"
         )
+    return found
+
+
+def check_reachable(host: str, flag: str) -> None:
+    """Whether other hosts can come to `host`. Raises `UsageError` for a name that is unknown, or means this host alone.
+
+    Debian gives each host's own name the address 127.0.1.1: its ranks would wait there for others that never come.
+    """
+    found = check_known(host, flag)
     if all(map(is_loopback, found)):
         outside = [address for address in usable_interfaces().values() if not is_loopback(address)]
         hint = f"give its own address ({', '.join(outside)})" if outside else "give the address of an interface"

@@ -16,6 +16,7 @@ __all__ = ["LAUNCHERS", "RENDEZVOUS", "Job", "Launch", "Named"]
 
 LAUNCHERS = ("spawn", "torchrun", "slurm", "mpi", "ray")
 RENDEZVOUS = ("static", "c10d")
+_MOST_PROCESSES, _MOST_ON_A_HOST = 1_000_000, 4_096  # more is a slip of the hand: there is no such machine
 _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behind
 
 
@@ -69,6 +70,10 @@ class Launch:
             raise UsageError(f"--launcher {self.launcher}: give one of {', '.join(LAUNCHERS)}")
         if self.processes < 1:
             raise UsageError(f"--processes {self.processes}: give at least 1")
+        if self.processes > _MOST_PROCESSES:
+            raise UsageError(
+                f"--processes {self.processes}: no machine has so many ranks; give at most {_MOST_PROCESSES:,}"
+            )
         if self.device not in (None, "cpu", "cuda"):
             raise UsageError(f"--device {self.device}: give cpu or cuda")
         if self.backend not in (None, "gloo", "nccl"):
@@ -90,6 +95,11 @@ class Launch:
         if self.processes % self.nodes:
             raise UsageError(
                 f"--processes {self.processes} --nodes {self.nodes}: each node has as many ranks as the others"
+            )
+        if self.processes_per_node > _MOST_ON_A_HOST:
+            raise UsageError(
+                f"--processes {self.processes} --nodes {self.nodes}: {self.processes_per_node:,} ranks on a host, more "
+                f"than any has memory for; give at most {_MOST_ON_A_HOST:,} for each"
             )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
             raise UsageError(f"--node-rank {self.node_rank}: give 0 to {self.nodes - 1} with --nodes {self.nodes}")
@@ -169,6 +179,7 @@ class Job:
 
     rendezvous   where the ranks meet; None: their launcher tells them
     space        where the parent's process number means it: elsewhere the directory stands for the parent
+    keeps_logs   whether the folder of the logs is one that was asked for
     threads      CPU threads of each process that the person has asked for
     """
 
@@ -180,6 +191,7 @@ class Job:
     space: str
     parent_pid: int
     logs: Path
+    keeps_logs: bool
     threads: int | None = None
 
     def function(self) -> Callable[..., Any]:

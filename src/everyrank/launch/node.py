@@ -32,7 +32,7 @@ def main() -> int:
             host, port = split_endpoint(facts.rendezvous.removeprefix("tcp://"), "torchrun")
             words = [f"--nnodes={facts.size}", f"--node-rank={facts.rank}"]
             words += [f"--master-addr={host}", f"--master-port={port}"]
-        words += [f"--nproc-per-node={count}", "--no-python", *WORKER, directory]
+        words += [f"--nproc-per-node={count}", f"--log-dir={directory}", "--no-python", *WORKER, directory]
         command = [*PYTHON, "-m", "torch.distributed.run", *words]
         os.execv(command[0], command)  # noqa: S606
     first = facts.rank * count

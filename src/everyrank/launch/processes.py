@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import pickle
+import resource
 import shutil
 import sys
 import tempfile
@@ -31,12 +32,14 @@ from everyrank.errors import (
 from everyrank.launch import mpi, ray, slurm
 from everyrank.launch.environments import facts_from_environment, threads_asked
 from everyrank.launch.facts import RankFacts
-from everyrank.launch.hosts import check_port, check_reachable, host_name, process_space, split_endpoint
+from everyrank.launch.hosts import check_known, check_port, check_reachable, host_name, process_space, split_endpoint
 from everyrank.launch.job import Job, Launch
 from everyrank.launch.ranks import Ranks
 from everyrank.launch.stop import Stop
 
 __all__ = ["run"]
+
+_FILES_OF_A_RANK, _FILES_OF_A_WORKER = 32, 4  # with fewer, loader workers and their rank wait for each other for ever
 
 
 def run(
@@ -76,6 +79,7 @@ def run(
             process_space(),
             os.getpid(),
             logs.absolute(),
+            keep_logs,
             threads_asked(os.environ),
         )
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
@@ -107,11 +111,24 @@ def _check(launch: Launch) -> None:
         mpi.require()
     elif launch.launcher == "ray":
         ray.require()
+    _check_files(launch.loader_workers)
     method = launch.init_method
     if isinstance(method, str) and method.startswith("tcp://") and launch.launcher != "slurm":
-        check_port(*split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://"))
+        host, port = split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://")
+        check_known(host, "--init-method")
+        check_port(host, port)
     if launch.nodes > 1 and launch.rendezvous is not None:
         check_reachable(split_endpoint(launch.rendezvous, "--rendezvous")[0], "--rendezvous")
+
+
+def _check_files(workers: int) -> None:
+    """Whether a rank may open as many files as its loader workers take. Raises `UsageError`."""
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_OF_A_RANK + _FILES_OF_A_WORKER * workers
+    if workers and files != resource.RLIM_INFINITY and files < needed:
+        raise UsageError(
+            f"--workers {workers}: a process may open {files} files here, and a rank with so many workers needs "
+            f"{needed}: ulimit -n {max(1024, needed)}, or --workers 0"
+        )
 
 
 def _rendezvous(launch: Launch, directory: Path) -> str | None:

@@ -94,6 +94,8 @@ class Ranks:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._end()
+        else:  # what a workload has started and forgotten
+            _signal(os.killpg, [process.pid for process in self.processes], signal.SIGKILL)
         if self.launcher_log is not None:
             self.launcher_log.close()
 

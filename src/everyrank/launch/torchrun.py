@@ -16,8 +16,8 @@ def render(launch: Launch, directory: Path) -> list[list[str]]:
     command = [*PYTHON, "-m", "torch.distributed.run", *_meeting(launch)]
     command += [f"--nproc-per-node={launch.processes_per_node}"]
     command += [f"--max-restarts={launch.restarts}"] if launch.restarts else []
-    # a program of our own choosing: torchrun would start its Python without -P
-    return [[*command, *launch.arguments, "--no-python", *WORKER, str(directory)]]
+    # a folder of its own would stay behind in /tmp, and its own choice of Python would be without -P
+    return [[*command, f"--log-dir={directory}", *launch.arguments, "--no-python", *WORKER, str(directory)]]
 
 
 def _meeting(launch: Launch) -> list[str]:

@@ -85,6 +85,7 @@ def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRS
             f"workload {workload.name}: {kind} computes the loss several times in a step, which an update here cannot; "
             "use an optimizer that steps on the gradients it finds (SGD, AdamW)"
         )
+    _check_parameters(workload, model, optimizer)
     for group in optimizer.param_groups:
         # torch's kernels for many tensors at once take tensors of one kind; one by one is the same arithmetic
         if len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1:
@@ -96,6 +97,20 @@ def make_optimizer(workload: Workload, model: nn.Module) -> tuple[Optimizer, LRS
             "schedule that counts updates"
         )
     return optimizer, schedule
+
+
+def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer) -> None:
+    """Others than the model's own would be trained by no rank, or by each for itself."""
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in own for parameter in given)
+    if foreign:
+        raise WorkloadError(
+            f"workload {workload.name}: optimizer() has {foreign} parameters that are not the model's: take those of "
+            "the model that it is called with, and make what else is trained a part of that model"
+        )
+    if not given and any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(f"workload {workload.name}: optimizer() has no parameters; give it model.parameters()")
 
 
 def begin(parameters: Sequence[nn.Parameter]) -> None:

@@ -140,8 +140,8 @@ class Workload:
             raise WorkloadError(f"workload {self.name}: order={self.order!r}: give global or shard")
         if self.order == "shard" and self.weights is not None:
             raise WorkloadError(f"workload {self.name}: weights draw from all samples; use order='global'")
-        if not isinstance(self.seed, int):
-            raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number")
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+            raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number of 64 bits")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise WorkloadError(f"workload {self.name}: clip_norm={self.clip_norm!r}: give a number above 0, or None")
 

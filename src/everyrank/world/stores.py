@@ -22,6 +22,7 @@ from everyrank.launch import Launch, RankFacts
 from everyrank.launch.hosts import (
     addresses_of,
     boot_id,
+    check_known,
     check_reachable,
     host_name,
     is_loopback,
@@ -80,8 +81,8 @@ def open_store(facts: RankFacts, launch: Launch) -> Meeting:
     # a Slurm of several nodes on one machine has loopback as their address, and means it
     # and torchrun's agent has opened a store of its own on every interface
     is_meant = facts.started_by == "torchrun" or (facts.started_by == "slurm" and host.startswith("127."))
-    if not is_alone and not is_meant:
-        check_reachable(host, "the rendezvous at")
+    if not is_meant:
+        (check_known if is_alone else check_reachable)(host, "the rendezvous at")
     store = _tcp(host, port, hosts_store, timeout, is_alone)
     address = None if is_alone or facts.rank == 0 else local_address_towards(host)
     return Meeting(store, address, hosts_store)
@@ -125,6 +126,11 @@ def _by_file(path: Path, facts: RankFacts, timeout_seconds: float) -> Meeting:
             raise UsageError(
                 f"file://{path}: a run {age:,.0f} s ago left that file behind; remove it, or give another name"
             )
+    try:  # a store would try to open it again and again
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise UsageError(f"file://{path}: {error.strerror}; give another place") from error
     return Meeting(dist.FileStore(str(path), facts.size), None, facts.rank == 0, path)
 
 
