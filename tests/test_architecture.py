@@ -79,6 +79,7 @@ INSIDE = {
         "phases",
         "mesh",
         "rows",
+        "average",
         "batch_norm",
         "construct",
         "heads",

@@ -67,6 +67,8 @@ class Workload:
                         replacement, each as often as its weight says (torch's WeightedRandomSampler), the same on all
                         ranks
         seed            of initial weights, sample order, augmentation and dropout
+        ema_decay       keep a moving average of the weights: after each update decay * average + (1 - decay) * weight;
+                        evaluation, `everyrank predict` and exported weights take the average
         clip_norm       largest global norm of the gradients
         blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
         tensor_plan     {"layers.*.query": "colwise", ...} for tensor-parallel layouts
@@ -98,6 +100,7 @@ class Workload:
     order: str = "global"
     weights: Callable[[], Sequence[float]] | None = None
     seed: int = 0
+    ema_decay: float | None = None
     clip_norm: float | None = None
     blocks: str | None = None
     tensor_plan: Mapping[str, str] | None = None
@@ -141,6 +144,8 @@ class Workload:
             raise WorkloadError(f"workload {self.name}: weights draw from all samples; use order='global'")
         if not isinstance(self.seed, int):
             raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number")
+        if self.ema_decay is not None and not (isinstance(self.ema_decay, float) and 0 < self.ema_decay < 1):
+            raise WorkloadError(f"workload {self.name}: ema_decay={self.ema_decay!r}: give a number between 0 and 1")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise WorkloadError(f"workload {self.name}: clip_norm={self.clip_norm!r}: give a number above 0, or None")
 
