@@ -318,3 +318,45 @@ def test_the_average_travels_in_checkpoints(forge: Forge, tmp_path: Path) -> Non
     done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", "--resume", after_3, "--out", "other", size=2)
     assert done.status == 2
     assert "trained with Workload.ema_decay=0.8" in done.err or "--set average=0.8" in done.err
+
+
+WATCHED = """
+import dataclasses, json
+import zoo
+
+def workload(fails=False):
+    tokens, _ = zoo.Passages(3)[1]
+
+    def on_epoch(epoch, metrics, predict):
+        if fails:
+            raise ValueError("my plot")
+        batch = {name: value.repeat(2, 1) for name, value in tokens.items()}
+        said = [float(predict(batch).double().abs().sum()) for _ in range(2)]
+        with open("watched.jsonl", "a") as file:
+            file.write(json.dumps([epoch, metrics["eval_loss"], *said]) + "\\n")
+
+    return dataclasses.replace(zoo.workload("decoder", "adamw"), on_epoch=on_epoch)
+"""
+
+
+def test_a_function_after_each_epoch_runs_once_and_asks_the_model(forge: Forge, tmp_path: Path) -> None:
+    """On rank 0, under layouts in which no rank has the whole model; the output is on the last stage in a pipeline."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+    layouts = ["single", "ddp", "fsdp", "tensor", "context", "pipeline"]
+    for layout in layouts:
+        size = 1 if layout == "single" else 2
+        done = forge(tmp_path, "train", "watched.py", "--layout", f"{layout}:precision=float64", size=size)
+        assert done.status == 0, (layout, done.err)
+    rows = [json.loads(line) for line in (tmp_path / "watched.jsonl").read_text().splitlines()]
+    assert [row[0] for row in rows] == [0, 1] * len(layouts)
+    for row in rows[2:]:
+        assert row == pytest.approx(rows[row[0]], rel=1e-9)
+    assert rows[0][2] == rows[0][3] != rows[1][2]
+
+
+def test_what_a_function_after_an_epoch_raises_ends_the_training(forge: Forge, tmp_path: Path) -> None:
+    (tmp_path / "watched.py").write_text(WATCHED)
+    done = forge(tmp_path, "train", "watched.py", "--layout", "fsdp", "--set", "fails=True", size=2)
+    assert done.status == 4
+    assert "ValueError: my plot" in (tmp_path / "rank1.err").read_text()
+    assert "watched.py:10 in on_epoch: ValueError: my plot" in done.err

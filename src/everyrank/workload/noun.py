@@ -57,6 +57,8 @@ class Workload:
         predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
         schedule        (optimizer) -> LRScheduler, stepped once per update; a ReduceLROnPlateau once per epoch, on the
                         loss of eval_data
+        on_epoch        (epoch, metrics, predict) -> None, called on rank 0 after each epoch of `everyrank train`, with
+                        what its evaluation came to; predict(input) is the model's output for a batch
         epochs, steps   how long to train; give one (default: one epoch)
         drop_last       leave out the last batch of an epoch of training where it is smaller than the others
         eval_batch      samples of an evaluation batch over all ranks; default: global_batch
@@ -93,6 +95,7 @@ class Workload:
     derived: Mapping[str, Callable[[Mapping[str, float]], float]] = field(default_factory=dict[str, Any])
     predict: Callable[[Any], Any] | None = None
     schedule: Callable[[Optimizer], LRScheduler] | None = None
+    on_epoch: Callable[[int, dict[str, float], Callable[[Any], Any]], None] | None = None
     epochs: int | None = None
     steps: int | None = None
     drop_last: bool = False
@@ -114,7 +117,7 @@ class Workload:
             raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
         for name in ("model", "train_data", "loss", "optimizer"):
             self._require_callable(name, getattr(self, name))
-        for name in ("eval_data", "collate", "schedule", "predict", "weights"):
+        for name in ("eval_data", "collate", "schedule", "predict", "weights", "on_epoch"):
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
         self._check_numbers()
