@@ -14,15 +14,17 @@ import zoo
 from everyrank import Layout, Workload, parse_layout
 from everyrank.audit import audit
 from everyrank.checkpoint.saver import _check_same_training
+from everyrank.cli import main
 from everyrank.data import all_updates, samples_per_epoch
 from everyrank.data.parts import order_of
 from everyrank.errors import UsageError, WorkloadError
-from everyrank.loop import open_data, planned_updates, run_updates
+from everyrank.loop import evaluate, open_data, planned_updates, run_updates
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import check_layout, subject_of, trace
+from everyrank.record import read_records
 from everyrank.runs import About, Checkpoint
 from everyrank.strategies import prepare
-from everyrank.world import World
+from everyrank.world import World, alone
 from forge import Forge
 
 
@@ -197,7 +199,7 @@ import torch
 import zoo
 from everyrank import Workload
 
-def workload(optimizer="sgd", evaluated=True):
+def workload(optimizer="sgd", evaluated=True, average=0.0):
     optimizers = {
         "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.4),
         "lbfgs": lambda model: torch.optim.LBFGS(model.parameters()),
@@ -207,6 +209,7 @@ def workload(optimizer="sgd", evaluated=True):
         name="plateau", model=zoo.TiedModel, train_data=lambda: zoo.Sentences(23),
         eval_data=(lambda: zoo.Sentences(13)) if evaluated else None, loss=zoo.masked_loss, blocks="blocks",
         optimizer=optimizers[optimizer], global_batch=7, epochs=6, drop_last=True,
+        ema_decay=average or None,
         schedule=lambda made: torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0, factor=0.5))
 """
 
@@ -251,3 +254,109 @@ def test_what_cannot_be_trained_is_refused_in_one_line(forge: Forge, tmp_path: P
     assert done.status == 2
     assert said in done.err
     assert "Traceback" not in done.err
+
+
+def test_the_average_of_the_weights_is_the_same_under_every_layout(ranks: Any) -> None:
+    """It is what is evaluated: on each rank's own shards, parts of matrices and stages; without it, other numbers."""
+    for found in ranks(2, averages):
+        for layout, value in found.items():
+            if layout != "without":
+                assert value == pytest.approx(found["single"], rel=1e-10), layout
+        assert found["without"] != pytest.approx(found["single"], rel=1e-4)
+
+
+def averages(world: World) -> dict[str, float]:
+    """The loss of the evaluation."""
+    found: dict[str, float] = {}
+    for name in ("single", "ddp", "zero1", "fsdp", "tensor", "pipeline", "without"):
+        decay = 0.9 if name != "without" else None
+        workload = zoo.workload("decoder", "adamw", ema_decay=decay)
+        subject = subject_of(workload, *open_data(workload, world), steps=8)
+        layout = Layout(name if name != "without" else "ddp", precision="float64")
+        total, count = trace(subject, layout, world).evaluation["loss"]
+        found[name] = total / count
+    return {**found, "by hand": averaged_by_hand(world)}
+
+
+def averaged_by_hand(world: World) -> float:
+    """The same, as a person would write it, in one process."""
+    workload, layout, world = zoo.workload("decoder", "adamw"), Layout("single", precision="float64"), alone(world)
+    prepared = prepare(workload, layout, world)
+    parameters = list(prepared.model.parameters())
+    own = [parameter.detach().clone() for parameter in parameters]
+    for _ in run_updates(workload, zoo.Passages(23), layout, world, prepared, all_updates(8, 4)):
+        own = [0.9 * average + 0.1 * weight.detach() for average, weight in zip(own, parameters, strict=True)]
+    with torch.no_grad():
+        for parameter, average in zip(parameters, own, strict=True):
+            parameter.copy_(average)
+    total, count = evaluate(workload, zoo.Passages(13), layout, world, prepared)["loss"]
+    return total / count
+
+
+def evaluation_of(folder: Path, run: str) -> float:
+    return read_records(folder / run / "record.json")[0].metrics["eval_loss"]
+
+
+def test_the_average_travels_in_checkpoints(forge: Forge, tmp_path: Path) -> None:
+    """Saved under ddp, gone on with under fsdp; exported weights are the average, which is what was evaluated."""
+    words = ["--set", "average=0.8"]
+    trained(forge, tmp_path, "ddp", *words)
+    expected = evaluation_of(tmp_path, "ddp")
+    after_3 = str(tmp_path / "ddp" / "checkpoints" / "step-00000009")
+    trained(forge, tmp_path, "fsdp", "--resume", after_3, *words)
+    assert evaluation_of(tmp_path, "fsdp") == pytest.approx(expected, rel=1e-10)
+    assert main(["checkpoint", "export", str(tmp_path / "fsdp"), str(tmp_path / "w.pt")]) == 0
+    line = ["train", "plateau.py", "--layout", "single:precision=float64", "--pretrained", "w.pt", "--evaluate"]
+    done = forge(tmp_path, *line, "--json", "exported.json")
+    assert done.status == 0, done.err
+    exported = read_records(tmp_path / "exported.json")[0].metrics["eval_loss"]
+    assert exported == pytest.approx(expected, rel=1e-6)  # exported in float32
+    for out, source in (("one.jsonl", ["--pretrained", "w.pt"]), ("two.jsonl", ["--resume", "fsdp", *words])):
+        assert forge(tmp_path, "predict", "plateau.py", *source, "--out", out).status == 0
+    one, two = ((tmp_path / name).read_text().splitlines() for name in ("one.jsonl", "two.jsonl"))
+    assert one == two
+    done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", "--resume", after_3, "--out", "other", size=2)
+    assert done.status == 2
+    assert "trained with Workload.ema_decay=0.8" in done.err or "--set average=0.8" in done.err
+
+
+WATCHED = """
+import dataclasses, json
+import zoo
+
+def workload(fails=False):
+    tokens, _ = zoo.Passages(3)[1]
+
+    def on_epoch(epoch, metrics, predict):
+        if fails:
+            raise ValueError("my plot")
+        batch = {name: value.repeat(2, 1) for name, value in tokens.items()}
+        said = [float(predict(batch).double().abs().sum()) for _ in range(2)]
+        with open("watched.jsonl", "a") as file:
+            file.write(json.dumps([epoch, metrics["eval_loss"], *said]) + "\\n")
+
+    return dataclasses.replace(zoo.workload("decoder", "adamw"), on_epoch=on_epoch)
+"""
+
+
+def test_a_function_after_each_epoch_runs_once_and_asks_the_model(forge: Forge, tmp_path: Path) -> None:
+    """On rank 0, under layouts in which no rank has the whole model; the output is on the last stage in a pipeline."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+    layouts = ["single", "ddp", "fsdp", "tensor", "context", "pipeline"]
+    for layout in layouts:
+        size = 1 if layout == "single" else 2
+        done = forge(tmp_path, "train", "watched.py", "--layout", f"{layout}:precision=float64", size=size)
+        assert done.status == 0, (layout, done.err)
+    rows = [json.loads(line) for line in (tmp_path / "watched.jsonl").read_text().splitlines()]
+    assert [row[0] for row in rows] == [0, 1] * len(layouts)
+    for row in rows[2:]:
+        assert row == pytest.approx(rows[row[0]], rel=1e-9)
+    assert rows[0][2] == rows[0][3] != rows[1][2]
+
+
+def test_what_a_function_after_an_epoch_raises_ends_the_training(forge: Forge, tmp_path: Path) -> None:
+    (tmp_path / "watched.py").write_text(WATCHED)
+    done = forge(tmp_path, "train", "watched.py", "--layout", "fsdp", "--set", "fails=True", size=2)
+    assert done.status == 4
+    assert "ValueError: my plot" in (tmp_path / "rank1.err").read_text()
+    assert "watched.py:10 in on_epoch: ValueError: my plot" in done.err

@@ -177,6 +177,8 @@ def _run(
             try:
                 with refuse_lone_samples(prepared.model, lone if update is updates[0] else ""):
                     share = prepared.step(micro_batches)
+                if prepared.average is not None:
+                    prepared.average.follow()
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
                 where = _agreed(first_bad_tensor(workload, prepared, micro_batches, update.step), prepared)
@@ -267,7 +269,7 @@ def evaluate(
     """Exact (sum, count) over all ranks of the loss and each metric. Every sample counts once. A collective."""
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
     prepared.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), prepared.averaged():
         for batch in batches_for_evaluation(workload, dataset, prepared.reads, world, compute_dtype(layout)):
             output = prepared.predict(batch)
             if prepared.speaks:
@@ -283,6 +285,7 @@ def snapshot(prepared: Prepared) -> dict[str, Any]:
     tensors = [*prepared.model.parameters(), *prepared.model.buffers()]
     return {
         "tensors": [tensor.detach().clone() for tensor in local_tensors(list(tensors))],
+        "average": [own.clone() for own in local_tensors(prepared.average.tensors)] if prepared.average else [],
         "optimizer": copy.deepcopy(prepared.optimizer.state_dict()),
         "schedule": copy.deepcopy(prepared.schedule.state_dict()) if prepared.schedule else None,
         "scale": dataclasses.replace(prepared.scale) if prepared.scale else None,
@@ -295,6 +298,9 @@ def restore(prepared: Prepared, saved: dict[str, Any]) -> None:
     tensors = local_tensors([*prepared.model.parameters(), *prepared.model.buffers()])
     for tensor, copied in zip(tensors, saved["tensors"], strict=True):
         tensor.copy_(copied)
+    if prepared.average is not None:
+        for tensor, copied in zip(local_tensors(prepared.average.tensors), saved["average"], strict=True):
+            tensor.copy_(copied)
     prepared.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
     if prepared.schedule is not None:
         prepared.schedule.load_state_dict(copy.deepcopy(saved["schedule"]))

@@ -69,7 +69,7 @@ def _predict(
     """Batch by batch: each rank its part, rank 0 all of them in order."""
     prepared.model.eval()
     first = 0
-    with torch.no_grad():
+    with torch.no_grad(), prepared.averaged():
         for batch in batches_for_evaluation(workload, data, prepared.reads, world, compute_dtype(layout)):
             tick()
             with blame_workload():

@@ -1,5 +1,6 @@
 """What a checkpoint holds, whatever the layout: tensors under names of the model, and a few plain values.
 
+    average/<name>              moving averages of parameters, where the workload has an ema_decay
     model/<name>                parameters and persistent buffers; a sharded one as a sharded tensor
     optimizer/<name>/<key>      what the optimizer keeps for that parameter
     generators/<rank>           random generators of Python and numpy
@@ -61,7 +62,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 def tensors_of(prepared: Prepared, world: World) -> dict[str, Tensor]:
     """All tensors of this rank, as they are now: they are not copies."""
-    found = model_tensors(prepared.model)
+    found = model_tensors(prepared.model) | _averages(prepared)
     for name, parameter in _named(prepared.model, prepared.optimizer).items():
         for key, value in prepared.optimizer.state.get(parameter, {}).items():
             kept = _as_tensor(value, name, key)
@@ -69,6 +70,11 @@ def tensors_of(prepared: Prepared, world: World) -> dict[str, Tensor]:
                 found[f"optimizer/{name}/{key}{kept[1]}"] = kept[0]
     found[f"generators/{world.rank}"] = generators()
     return found
+
+
+def _averages(prepared: Prepared) -> dict[str, Tensor]:
+    own = prepared.average
+    return {f"average/{name}": tensor for name, tensor in zip(own.names, own.tensors, strict=True)} if own else {}
 
 
 def _as_tensor(value: Any, name: str, key: str) -> tuple[Tensor, str] | None:
@@ -124,6 +130,7 @@ def targets_for(prepared: Prepared, world: World, kept: Mapping[str, TensorStora
     """
     found = model_tensors(prepared.model)
     _check_same(found, {f"model/{name}" for name in held_elsewhere(prepared.model)}, kept)
+    found |= {name: tensor for name, tensor in _averages(prepared).items() if name in kept}
     parameters = _named(prepared.model, prepared.optimizer)
     for full, about in kept.items():
         kind, _, rest = full.partition("/")

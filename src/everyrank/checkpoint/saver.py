@@ -214,9 +214,12 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
 def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None:
     """Put the model alone where a checkpoint left it, whatever else changed since. Raises as `resume` does."""
     _check_whole(checkpoint, prepared)
-    kept = {name: about for name, about in contents_of(checkpoint).items() if name.startswith("model/")}
+    whole = contents_of(checkpoint).items()
+    kept = {name: about for name, about in whole if name.startswith(("model/", "average/"))}
     tensors = targets_for(prepared, world, kept)
     read(tensors, checkpoint, group_for_saving(prepared, world))
+    if prepared.average is not None and not any(name.startswith("average/") for name in kept):
+        prepared.average.begin()  # it was trained without
 
 
 def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:

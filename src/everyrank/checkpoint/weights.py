@@ -33,17 +33,22 @@ def check_suffix(path: Path, flag: str) -> None:
 def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     """Write the model of a checkpoint as one file that needs no everyrank, under all names of its state dict.
 
+    Of parameters that have an average (`Workload.ema_decay`) that one: it is what was evaluated.
+
     Raises `UsageError` for a damaged checkpoint and for a place that cannot be written.
     """
     check_suffix(path, "export")
     require_whole(checkpoint, deep=True)
-    kept = {name: about for name, about in contents_of(checkpoint).items() if name.startswith("model/")}
+    there = contents_of(checkpoint)
+    kept = {name: about for name, about in there.items() if name.startswith("model/")}
     for alias, name in checkpoint.about.aliases.items():
         if f"model/{name}" not in kept:
             raise UsageError(f"{checkpoint.path}: {alias} is tied to {name}, which is not there")
-    tensors = {name: torch.zeros(about.size, dtype=about.properties.dtype) for name, about in kept.items()}
+    averages = {name: name.replace("model/", "average/", 1) for name in kept}
+    places = {name: average if average in there else name for name, average in averages.items()}
+    tensors = {places[name]: torch.zeros(about.size, dtype=about.properties.dtype) for name, about in kept.items()}
     read(tensors, checkpoint)
-    state = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
+    state = {name.removeprefix("model/"): tensors[place] for name, place in places.items()}
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ travels, when to use it, and whether it is exact. Which strategies there are is 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from everyrank.data import Batch, Slice
 from everyrank.layout import STRATEGIES, Layout
+from everyrank.parallel.average import Average
 from everyrank.parallel.mesh import Mesh
 from everyrank.strategies._update import LossScale, evaluate_batch
 from everyrank.workload import Workload
@@ -37,6 +40,7 @@ class Prepared:
     state       full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
     replicas    the tensors that every rank holds whole, which must be equal to the last bit
     micro_batches   parts that each update is cut into before it is cut over ranks
+    average     of the weights, where the workload has an ema_decay; what evaluation takes
     idle        of a pipeline: the part of a step that ranks stand idle in theory, the seconds that the newest step
                 spent on micro-batches, and how many of them this rank waited for others
     model, optimizer, schedule, scale    what checkpointing and resetting handle
@@ -53,11 +57,16 @@ class Prepared:
     schedule: LRScheduler | None
     scale: LossScale | None
     idle: Callable[[], tuple[float, float, float]] | None = None
+    average: Average | None = None
 
     @property
     def reads(self) -> Slice:
         """The part of each micro-batch that this rank reads."""
         return self.mesh.reads
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """While the model has the weights that are evaluated: the averages, where there are any."""
+        return self.average.in_place() if self.average is not None else contextlib.nullcontext()
 
     @property
     def listens(self) -> bool:
@@ -79,4 +88,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises."""
     layout.mesh(world.size)  # refuses degrees that do not fit
     module = importlib.import_module(STRATEGIES[layout.strategy].module)
-    return module.prepare(workload, layout, world)
+    prepared: Prepared = module.prepare(workload, layout, world)
+    if workload.ema_decay is not None:
+        prepared = dataclasses.replace(prepared, average=Average(workload.ema_decay, prepared.model))
+    return prepared

@@ -229,6 +229,8 @@ def _about(subject: Subject, options: TrainOptions) -> About:
         settings["--lr-rule"] = source.lr_rule
     if workload.drop_last:
         settings["Workload.drop_last"] = True
+    if workload.ema_decay is not None:
+        settings["Workload.ema_decay"] = workload.ema_decay
     if workload.weights is not None:
         settings["Workload.weights"] = zlib.crc32(weights_of(workload.weights, len(data)).numpy().tobytes())
     return About(

@@ -26,6 +26,7 @@ from everyrank.options import TrainOptions
 from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import is_better
 from everyrank.strategies import Prepared
+from everyrank.train.hook import after_epoch
 from everyrank.train.log import Log
 from everyrank.train.pace import Pace
 from everyrank.train.watch import Watch, numbers
@@ -234,6 +235,7 @@ class Training:
         if done < self.pace.end:
             rest = f", {numbers(now)}" if now else ""
             self.watch.line(f"epoch {epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
+        after_epoch(self.subject.workload, self.subject.layout, self.subject.prepared, epoch, now)
 
     def _save(self, done: int, is_last: bool = False) -> None:
         """Save; a failure is said, and the training goes on: nothing of it is lost, and the next attempt may do."""

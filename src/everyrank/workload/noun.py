@@ -58,6 +58,8 @@ class Workload:
         predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
         schedule        (optimizer) -> LRScheduler, stepped once per update; a ReduceLROnPlateau once per epoch, on the
                         loss of eval_data
+        on_epoch        (epoch, metrics, predict) -> None, called on rank 0 after each epoch of `everyrank train`, with
+                        what its evaluation came to; predict(input) is the model's output for a batch
         epochs, steps   how long to train; give one (default: one epoch)
         drop_last       leave out the last batch of an epoch of training where it is smaller than the others
         eval_batch      samples of an evaluation batch over all ranks; default: global_batch
@@ -68,6 +70,8 @@ class Workload:
                         replacement, each as often as its weight says (torch's WeightedRandomSampler), the same on all
                         ranks
         seed            of initial weights, sample order, augmentation and dropout
+        ema_decay       keep a moving average of the weights: after each update decay * average + (1 - decay) * weight;
+                        evaluation, `everyrank predict` and exported weights take the average
         clip_norm       largest global norm of the gradients
         blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
         tensor_plan     {"layers.*.query": "colwise", ...} for tensor-parallel layouts
@@ -92,6 +96,7 @@ class Workload:
     derived: Mapping[str, Callable[[Mapping[str, float]], float]] = field(default_factory=dict[str, Any])
     predict: Callable[[Any], Any] | None = None
     schedule: Callable[[Optimizer], LRScheduler] | None = None
+    on_epoch: Callable[[int, dict[str, float], Callable[[Any], Any]], None] | None = None
     epochs: int | None = None
     steps: int | None = None
     drop_last: bool = False
@@ -99,6 +104,7 @@ class Workload:
     order: str = "global"
     weights: Callable[[], Sequence[float]] | None = None
     seed: int = 0
+    ema_decay: float | None = None
     clip_norm: float | None = None
     blocks: str | None = None
     tensor_plan: Mapping[str, str] | None = None
@@ -112,7 +118,7 @@ class Workload:
             raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
         for name in ("model", "train_data", "loss", "optimizer"):
             self._require_callable(name, getattr(self, name))
-        for name in ("eval_data", "collate", "schedule", "predict", "weights"):
+        for name in ("eval_data", "collate", "schedule", "predict", "weights", "on_epoch"):
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
         self._check_numbers()
@@ -142,6 +148,8 @@ class Workload:
             raise WorkloadError(f"workload {self.name}: weights draw from all samples; use order='global'")
         if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
             raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number of 64 bits")
+        if self.ema_decay is not None and not (isinstance(self.ema_decay, float) and 0 < self.ema_decay < 1):
+            raise WorkloadError(f"workload {self.name}: ema_decay={self.ema_decay!r}: give a number between 0 and 1")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise WorkloadError(f"workload {self.name}: clip_norm={self.clip_norm!r}: give a number above 0, or None")
 

@@ -1,0 +1,93 @@
+"""A person's own function after each epoch: it runs on rank 0, and all ranks answer its questions to the model.
+
+Under most layouts no rank has the whole model, so rank 0 could not ask it alone; and a function that ran on every rank
+would print, plot and write as often as there are ranks. So the others wait, and compute along with each `predict`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.errors import RankFailedError, describe
+from everyrank.layout import Layout
+from everyrank.parallel.build import compute_dtype
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import tell
+
+__all__ = ["after_epoch"]
+
+
+def after_epoch(
+    workload: Workload, layout: Layout, prepared: Prepared, epoch: int, metrics: Mapping[str, float]
+) -> None:
+    """Call `Workload.on_epoch`, where there is one, on rank 0; the others answer with it. A collective.
+
+    What it raises ends the training, on every rank.
+    """
+    if workload.on_epoch is None:
+        return
+    world = prepared.mesh.world
+    keys = (f"on_epoch/{epoch}/{number}" for number in itertools.count())
+
+    def predict(value: Any) -> Any:
+        if world.size > 1:
+            tell(world, next(keys), "predict")
+        return _answer(layout, prepared, value)
+
+    prepared.model.eval()
+    with prepared.averaged():
+        if world.rank != 0:
+            while (said := tell(world, next(keys), None)) == "predict":
+                _answer(layout, prepared, None)
+            if said:
+                raise RankFailedError(said)
+        else:
+            said = ""
+            try:
+                workload.on_epoch(epoch, dict(metrics), predict)
+            except BaseException as error:
+                said = describe(error)
+                raise
+            finally:
+                if world.size > 1:
+                    tell(world, next(keys), said)
+    prepared.model.train()
+
+
+@torch.no_grad()
+def _answer(layout: Layout, prepared: Prepared, value: Any) -> Any:
+    """The output for rank 0's input, on rank 0's CPU. A collective."""
+    mesh, world = prepared.mesh, prepared.mesh.world
+    value = _from(0, prepared, value)
+    sizes: list[int] = []
+    dtype = compute_dtype(layout)
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(tensor))
+        return tensor.to(world.device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+    value = map_tensors(value, taken)
+    # nobody looks at the target
+    output = prepared.predict(Batch(value, value, sizes[0], 0, sizes[0]))
+    output = map_tensors(output, lambda tensor: tensor.cpu())
+    first = dict.fromkeys(mesh.place, 0)
+    speaker = mesh.rank_at(**{**first, "pipeline": mesh.size("pipeline") - 1})
+    return _from(speaker, prepared, output) if speaker else output
+
+
+def _from(rank: int, prepared: Prepared, value: Any) -> Any:
+    """What this rank has, on all ranks."""
+    world = prepared.mesh.world
+    if world.size == 1:
+        return value
+    box = [map_tensors(value, lambda tensor: tensor.cpu()) if world.rank == rank else None]
+    dist.broadcast_object_list(box, src=rank, group=world.group, device=world.device)
+    return box[0]
