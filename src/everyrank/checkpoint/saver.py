@@ -37,6 +37,7 @@ from everyrank.errors import UsageError, WorkloadError
 from everyrank.runs import (
     About,
     Checkpoint,
+    add_metrics,
     check_about,
     checkpoints_of,
     clear_unfinished,
@@ -108,6 +109,23 @@ class Saver:
         finally:
             self.stalls.append(time.perf_counter() - start)
         return earlier
+
+    def score(self, step: int, metrics: dict[str, float]) -> None:
+        """Say in the checkpoint of this step, which is saved or being saved, how good it is. Rank 0 does it."""
+        if self.world.rank != 0:
+            return
+        if self.thread is None:
+            self._score(step, metrics, None)
+        else:
+            self.waiting = self.thread.submit(self._score, step, metrics, self.waiting)
+
+    def _score(self, step: int, metrics: dict[str, float], saving: Future[None] | None) -> None:
+        if saving is not None:
+            saving.result()  # it has ended: the thread does one after the other
+        with contextlib.suppress(OSError, UsageError):  # the checkpoint is whole without
+            add_metrics(self.run, step, metrics)
+            mark_best(self.run, self.about.best_by)
+            prune(self.run, self.keep, step, self.about.best_by)
 
     def finish(self) -> None:
         """Wait for what is still being written. Raises `SaveError`, on every rank, where it failed."""

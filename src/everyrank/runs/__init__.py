@@ -19,6 +19,7 @@ lock.py     one run at a time
 
 from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, open_file, write_about
 from everyrank.runs.folder import (
+    add_metrics,
     all_of,
     best_of,
     checkpoint_named,
@@ -40,6 +41,7 @@ from everyrank.runs.lock import hold
 __all__ = [
     "About",
     "Checkpoint",
+    "add_metrics",
     "all_of",
     "best_of",
     "check_about",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import shutil
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from everyrank.errors import UsageError
-from everyrank.runs.about import ABOUT, NAME, Checkpoint, damage, read_about
+from everyrank.runs.about import ABOUT, NAME, Checkpoint, damage, read_about, write_about
 
 __all__ = [
+    "add_metrics",
     "all_of",
     "best_of",
     "checkpoint_named",
@@ -68,6 +70,15 @@ def commit(folder: Path) -> Path:
     if old.exists():
         _remove(old)
     return final
+
+
+def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
+    """Say in a whole checkpoint how good it is. Raises `OSError`, and `UsageError` where there is none of this step."""
+    path = run / _FOLDER / _name(step)
+    beside = path / f"{ABOUT}{_UNFINISHED}"
+    write_about(path, dataclasses.replace(read_about(path).about, metrics=metrics), beside.name)
+    beside.replace(path / ABOUT)
+    _sync(path)
 
 
 def _sync(folder: Path) -> None:

@@ -36,8 +36,9 @@ from everyrank.runs import (
 from everyrank.strategies import prepare
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.pace import Pace
+from everyrank.train.subject import Subject, evaluated
 from everyrank.train.trackers import open_tracker
-from everyrank.train.training import Subject, Training, evaluated
+from everyrank.train.training import Training
 from everyrank.train.watch import Watch, numbers
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, from_rank_0, on_rank_0, open_world
