@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +42,7 @@ from everyrank.runs import (
     clear_unfinished,
     commit,
     damage,
+    discard,
     mark_best,
     new_folder,
     prune,
@@ -148,7 +148,7 @@ class Saver:
         failure = ""
         try:
             if self.world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                discard(folder)
             files = write(tensors, folder, self.world.rank, self.group)
             if self.world.rank == 0:
                 failure = self._commit(folder, files, values, about)
@@ -181,7 +181,7 @@ class Saver:
     def _discard(self, folder: Path) -> None:
         """Give the room back: on a full disk the next attempt needs it."""
         if self.world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
 
 
 def _copied(tensor: Tensor) -> Tensor:
