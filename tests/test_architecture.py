@@ -72,7 +72,7 @@ INSIDE = {
     ],
     "world": ["noun", "meeting", "stores", "company", "opening"],
     "checkpoint": ["generators", "contents", "storage", "saver", "weights"],
-    "train": ["trackers", "log", "watch", "pace", "hook", "training", "rank"],
+    "train": ["trackers", "log", "watch", "pace", "subject", "hook", "training", "rank"],
     "data": ["slicing", "order", "seeds", "stream", "parts", "loader"],
     "sources": ["download", "arrays", "transforms", "idx", "cifar", "folder", "shards", "text", "table"],
     "workloads": ["schedules", "classify", "digits", "text", "causal_lm", "mnist", "cifar", "imagenet"],

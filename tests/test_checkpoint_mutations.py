@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zoo
 from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.runs import About, all_of, checkpoint_named, find_checkpoint, require_whole, write_about
 from everyrank.world import World
-from test_checkpoint import Going, everything_in, refused, same
+from test_checkpoint import Going, everything_in, refused, same, sum_again
 
 COUNT = 600
 
@@ -235,3 +237,56 @@ def test_what_is_no_file_is_refused(
     assert main(["checkpoint", "inspect", str(run)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
     assert name in refused(capsys, "checkpoint", "export", newest, run / "model.pt")
+
+
+def changed(**fields: Any) -> Callable[[Any], None]:
+    """A table whose first tensor of the model has these fields; `dtype` is one of its properties."""
+
+    def change(table: Any) -> None:
+        entry = table.state_dict_metadata[next(name for name in table.state_dict_metadata if name.startswith("model/"))]
+        for name, value in fields.items():
+            setattr(entry.properties if name == "dtype" else entry, name, value)
+
+    change.__name__ = repr(fields)
+    return change
+
+
+def enormous(table: Any) -> None:
+    """Everything in it says so."""
+    entry = next(iter(table.state_dict_metadata.values()))
+    entry.size = torch.Size([1 << 40])
+    entry.chunks = [dataclasses.replace(entry.chunks[0], offsets=torch.Size([0]), sizes=entry.size)]
+
+
+def coloured(table: Any) -> None:
+    table.state_dict_metadata["model/\x1b[31mred"] = next(iter(table.state_dict_metadata.values()))
+
+
+def numbered(table: Any) -> None:
+    table.state_dict_metadata[3] = next(iter(table.state_dict_metadata.values()))
+
+
+def listed(table: Any) -> None:
+    table.state_dict_metadata = [1]
+
+
+TABLES = [
+    *(changed(chunks=[]), changed(chunks=None), changed(chunks=[1]), changed(properties=None)),
+    *(changed(size=torch.Size([1 << 40, 1 << 10])), changed(size=[3, 4]), changed(size=torch.Size([-1]))),
+    *(changed(dtype=torch.complex64), changed(dtype=torch.quint8), changed(dtype=None)),
+    *(enormous, coloured, numbered, listed),
+]
+
+
+@pytest.mark.parametrize("change", TABLES, ids=lambda change: change.__name__)
+def test_a_crafted_table_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Any], None]
+) -> None:
+    """All sums are right: one line, status 2, and no file; whoever shows the line to a terminal is not spoken to."""
+    place = find_checkpoint(run).path
+    table = pickle.loads((place / ".metadata").read_bytes())
+    change(table)
+    (place / ".metadata").write_bytes(pickle.dumps(table))
+    sum_again(place, ".metadata")
+    assert str(place) in refused(capsys, "checkpoint", "export", place, run / "model.safetensors")
+    assert not (run / "model.safetensors").exists()

@@ -772,3 +772,223 @@ def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path:
     assert done.err == f"standard output cannot be written ({said}); the training goes on\n"
     assert [one.about.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
     assert (tmp_path / "run" / "record.json").exists()
+
+
+# --- (13) what goes wrong beside the updates
+
+SPOILT = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from everyrank import Workload
+
+data = lambda: TensorDataset(torch.linspace(0, 1, 48).reshape(16, 3), torch.linspace(1, 0, 32).reshape(16, 2))
+
+
+def rises(output, target):
+    raise ValueError("no such metric")
+
+
+def derives(metrics):
+    raise ValueError("nothing to derive")
+
+
+def first_model():
+    return nn.Linear(3, 2)
+
+
+workload = Workload(
+    name="spoilt",
+    model=first_model,
+    train_data=data,
+    eval_data=data,
+    loss=lambda output, target: (((output - target) ** 2).sum(), target.numel()),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE),
+    global_batch=4,
+    epochs=2,
+    MORE
+)
+"""
+
+
+def spoilt(folder: Path, rate: str = "0.01", more: str = "") -> str:
+    (folder / "spoilt.py").write_text(SPOILT.replace("RATE", rate).replace("MORE", more))
+    return str(folder / "spoilt.py")
+
+
+@pytest.mark.parametrize("more", ['metrics={"bad": rises}', 'derived={"bad": derives}'])
+@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
+def test_an_evaluation_that_raises_loses_no_epoch(
+    forge: Forge, tmp_path: Path, more: str, words: tuple[str, ...]
+) -> None:
+    done = forge(tmp_path, "train", spoilt(tmp_path, more=more), *words, "--out", "run", "--device", "cpu")
+    assert done.status in (2, 4), done
+    assert "spoilt.py" in done.err.splitlines()[-1]
+    (one,) = checkpoints_of(tmp_path / "run")
+    assert (one.about.step, one.about.metrics, damage(one)) == (4, {}, None)
+
+
+@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
+def test_a_checkpoint_learns_how_good_it_is(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """It was saved before it was evaluated."""
+    done = forge(tmp_path, "train", spoilt(tmp_path), *words, "--out", "run", "--device", "cpu")
+    assert done.status == 0, done
+    there = checkpoints_of(tmp_path / "run")
+    assert [(one.about.step, list(one.about.metrics), damage(one)) for one in there] == [
+        (4, ["eval_loss"], None),
+        (8, ["eval_loss"], None),
+    ]
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve() == there[-1].path.resolve()
+
+
+@pytest.mark.parametrize("words", [(), ("--evaluate-every", "1")], ids=["at the end", "within"])
+def test_what_the_last_update_spoils_is_not_saved(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """No loss shows it any more: the parameters do."""
+    workload = spoilt(tmp_path, rate="1e999")
+    done = forge(tmp_path, "train", workload, "--steps", "1", *words, "--out", "run", "--device", "cpu")
+    assert done.status == 4, done
+    assert "update 0: it made parameter weight infinite or NaN; lower the learning rate" in done.err
+    assert not checkpoints_of(tmp_path / "run")
+    assert not (tmp_path / "run" / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": torch.ones(2, 3, dtype=torch.complex64)}, "weight is torch.complex64, the model's torch.float32"),
+        ({"weight": torch.ones(2, 3, dtype=torch.int64)}, "weight is torch.int64, the model's torch.float32"),
+        ({"bias": torch.ones(2, dtype=torch.bool)}, "bias is torch.bool, the model's torch.float32"),
+        ({"bias": torch.tensor([1.0, float("nan")])}, "bias has numbers that are NaN or infinite"),
+    ],
+    ids=["complex", "whole", "bool", "nan"],
+)
+def test_weights_of_other_numbers_are_refused(
+    forge: Forge, tmp_path: Path, change: dict[str, torch.Tensor], said: str
+) -> None:
+    """A cast would drop what they mean; the file is named, and no update blamed."""
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)} | change, tmp_path / "w.pt")
+    done = forge(tmp_path, "train", spoilt(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu")
+    assert done.status == 2, done
+    assert f"w.pt: {said}" in one_line(done.err)
+    torch.save({"weight": torch.ones(2, 3).half(), "bias": torch.zeros(2).double()}, tmp_path / "w.pt")
+    words = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
+    assert forge(tmp_path, "train", spoilt(tmp_path), *words).status == 0
+
+
+COMPLEX = """
+def first_model():
+    model = nn.Linear(3, 2)
+    model.register_PART("turns", MADE)
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "made"),
+    [("parameter", "nn.Parameter(torch.ones(2, dtype=torch.complex64))"), ("buffer", "torch.ones(2) * 1j")],
+)
+def test_a_model_of_complex_numbers_is_refused(forge: Forge, tmp_path: Path, part: str, made: str) -> None:
+    """They were made real without a word."""
+    workload = Path(spoilt(tmp_path))
+    model = COMPLEX.replace("PART", part).replace("MADE", made)
+    workload.write_text(workload.read_text().replace("\nworkload =", model + "\nworkload ="))
+    done = forge(tmp_path, "train", workload, "--device", "cpu")
+    assert done.status == 2, done
+    assert "turns of the model is torch.complex64; keep it as two real numbers" in one_line(done.err)
+
+
+def test_a_model_that_is_no_number_from_the_start(forge: Forge, tmp_path: Path) -> None:
+    """No update before the first one is blamed."""
+    workload = Path(spoilt(tmp_path, more="clip_norm=1.0,"))
+    model = "    model = nn.Linear(3, 2)\n    nn.init.constant_(model.weight, float('nan'))\n    return model"
+    workload.write_text(workload.read_text().replace("    return nn.Linear(3, 2)", model))
+    done = forge(tmp_path, "train", workload, "--device", "cpu")
+    assert done.status == 4, done
+    assert "parameter weight" in done.err
+    assert "update before" not in done.err
+
+
+# --- (14) folders that are not as we left them
+
+
+def one_epoch(forge: Forge, folder: Path, *words: str) -> Path:
+    done = forge(folder, "train", spoilt(folder), "--epochs", "1", "--out", "run", "--device", "cpu", *words)
+    assert done.status == 0, done
+    return folder / "run"
+
+
+def goes_on(forge: Forge, folder: Path, *words: str) -> str:
+    done = forge(folder, "train", spoilt(folder), "--out", "run", "--device", "cpu", "--resume", *words)
+    assert done.status == 0, done
+    return done.out
+
+
+def test_links_in_a_foreign_folder_are_not_written_through(forge: Forge, tmp_path: Path) -> None:
+    """What they lead to is as it was, and the training goes on."""
+    run = one_epoch(forge, tmp_path)
+    (tmp_path / "outside").mkdir()
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    names = ["log.jsonl", "log.csv", "events.jsonl", "epochs.csv"]
+    for name in [*(f"{name}.partial" for name in names), *names[1:2], "record.json", "checkpoints/best.tmp"]:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(mine)
+    (run / "checkpoints" / "step-00000008.tmp").symlink_to(tmp_path / "outside")
+    goes_on(forge, tmp_path)
+    assert mine.read_text() == "mine"
+    assert not list((tmp_path / "outside").iterdir())
+    assert [(one.about.step, damage(one)) for one in checkpoints_of(run)] == [(4, None), (8, None)]
+    assert len(read_records(run / "record.json")[0].loss) == 8
+
+
+@pytest.mark.parametrize("place", ["", "run", "run/checkpoints/best", "run/checkpoints/step-00000004"])
+def test_checkpoints_may_be_on_another_disk(forge: Forge, tmp_path: Path, place: str) -> None:
+    """A link to a folder with more room."""
+    run = one_epoch(forge, tmp_path)
+    (run / "checkpoints").rename(tmp_path / "scratch")
+    (run / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert "going on after update 4 of 8" in goes_on(forge, tmp_path, *([place] if place else []))
+    assert sorted(path.name for path in (tmp_path / "scratch").glob("step-*")) == ["step-00000004", "step-00000008"]
+    assert len(logged(run)) == 8
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\x00\n" * 3,
+        b"[1]\n{}\n",
+        b'{"step": 1, "loss": "x", "epoch": 0, "terms": 8}\n{}\n',
+        b"[" * 99999 + b"\n1\n",
+    ],
+    ids=["binary", "other rows", "other types", "deep"],
+)
+@pytest.mark.parametrize("name", ["log.jsonl", "events.jsonl"])
+def test_a_damaged_log_is_set_aside(forge: Forge, tmp_path: Path, name: str, content: bytes) -> None:
+    run = one_epoch(forge, tmp_path)
+    rows = (run / name).read_bytes()
+    (run / name).write_bytes(content + rows)
+    assert f"{name}: not all of its lines can be read" in goes_on(forge, tmp_path)
+    assert (run / f"{name}.damaged").read_bytes() == content + rows
+    assert [row[0] for row in logged(run)] == list(range(8))
+
+
+def test_a_log_that_is_a_pipe(forge: Forge, tmp_path: Path) -> None:
+    """It is not waited for."""
+    run = one_epoch(forge, tmp_path)
+    (run / "log.jsonl").unlink()
+    os.mkfifo(run / "log.jsonl")
+    goes_on(forge, tmp_path)
+    assert [row[0] for row in logged(run)] == list(range(4, 8))
+
+
+def test_a_folder_that_is_taken_away_is_said(forge: Forge, tmp_path: Path) -> None:
+    """Status 4, and no word of files that are not there; what was saved later is whole."""
+    workload = Path(spoilt(tmp_path, more="metrics={'gone': take_away},"))
+    take = "import shutil\n\n\ndef take_away(output, target):\n    shutil.rmtree('run', ignore_errors=True)\n"
+    take += "    return (0.0 * output).sum(), len(target)\n"
+    workload.write_text(workload.read_text().replace("\nworkload =", take + "\n\nworkload ="))
+    done = forge(tmp_path, "train", workload, "--out", "run", "--device", "cpu")
+    assert done.status == 4, done
+    assert "log.jsonl, events.jsonl, log.csv, epochs.csv were taken away while the training ran" in done.err
+    assert "wrote" not in done.out

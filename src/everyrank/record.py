@@ -72,11 +72,13 @@ class Parity:
 
     @property
     def outcome(self) -> str:
-        """In a line: `equal`, `DIFFERENT: update 3, ...` or `not verified here: why`."""
+        """In a line: `equal`, `DIFFERENT: update 3, ...`, `refused: why` or `not verified here: why`."""
+        if self.status == "refused":
+            return f"refused: {self.reason}"
         if self.status == "not_verified":
             return f"not verified here: {self.reason}"
         if self.status == "equal":
-            return self.status
+            return f"equal ({self.scope})" if self.scope else "equal"
         return "DIFFERENT" + (f": {self.first_divergence}" if self.first_divergence else "")
 
 

@@ -66,15 +66,8 @@ def verify_rank(
                     )
                 )
                 if is_shown and len(layouts) > 1:  # a call that is stopped has said what it knew
-                    row_known(_line(records[-1]))
+                    row_known(f"{layout}: {records[-1].parity.outcome}")
         return records if world.rank == 0 else None
-
-
-def _line(record: Record) -> str:
-    """What is known of a row."""
-    parity = record.parity
-    why = parity.reason or parity.first_divergence or parity.scope
-    return f"{record.layout}: {parity.status.replace('_', ' ')}" + (f" ({why})" if why else "")
 
 
 def _audited(parity: Parity, subject: Subject, layout: Layout, world: World, key: str) -> Parity:

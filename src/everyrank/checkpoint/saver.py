@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,11 +36,13 @@ from everyrank.errors import UsageError, WorkloadError
 from everyrank.runs import (
     About,
     Checkpoint,
+    add_metrics,
     check_about,
     checkpoints_of,
     clear_unfinished,
     commit,
     damage,
+    discard,
     mark_best,
     new_folder,
     prune,
@@ -109,6 +110,23 @@ class Saver:
             self.stalls.append(time.perf_counter() - start)
         return earlier
 
+    def score(self, step: int, metrics: dict[str, float]) -> None:
+        """Say in the checkpoint of this step, which is saved or being saved, how good it is. Rank 0 does it."""
+        if self.world.rank != 0:
+            return
+        if self.thread is None:
+            self._score(step, metrics, None)
+        else:
+            self.waiting = self.thread.submit(self._score, step, metrics, self.waiting)
+
+    def _score(self, step: int, metrics: dict[str, float], saving: Future[None] | None) -> None:
+        if saving is not None:
+            saving.result()  # it has ended: the thread does one after the other
+        with contextlib.suppress(OSError, UsageError):  # the checkpoint is whole without
+            add_metrics(self.run, step, metrics)
+            mark_best(self.run, self.about.best_by)
+            prune(self.run, self.keep, step, self.about.best_by)
+
     def finish(self) -> None:
         """Wait for what is still being written. Raises `SaveError`, on every rank, where it failed."""
         waiting, self.waiting = self.waiting, None
@@ -130,7 +148,7 @@ class Saver:
         failure = ""
         try:
             if self.world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                discard(folder)
             files = write(tensors, folder, self.world.rank, self.group)
             if self.world.rank == 0:
                 failure = self._commit(folder, files, values, about)
@@ -163,7 +181,7 @@ class Saver:
     def _discard(self, folder: Path) -> None:
         """Give the room back: on a full disk the next attempt needs it."""
         if self.world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
 
 
 def _copied(tensor: Tensor) -> Tensor:

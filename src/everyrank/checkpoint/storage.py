@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.parallel.mesh import local_tensors
-from everyrank.runs import Checkpoint, crc_of
+from everyrank.runs import Checkpoint, crc_of, open_file
 from everyrank.strategies import Prepared
 from everyrank.world import World
 
@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 _VALUES = "training.pt"
+_WHOLE_NUMBERS = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+)
 _LITTLE_ROOM = 1 << 20  # bytes beside the tensors
 
 
@@ -138,11 +142,35 @@ def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
 def contents_of(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
     """The tensors in a checkpoint: name -> size and dtype. Raises `UsageError` for a table that holds anything else."""
     kept: dict[str, TensorStorageMetadata] = {}
+    needed = 0
     for name, entry in _Reader(checkpoint.path).read_metadata().state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise UsageError(f"{checkpoint.path}: {name} is no tensor; a checkpoint of everyrank holds nothing else")
+            raise UsageError(f"{checkpoint.path}: {name!r} is no tensor; a checkpoint of everyrank holds nothing else")
+        try:
+            needed += _bytes_of(name, entry)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"{checkpoint.path}: {name!r} cannot be read ({error})") from error
         kept[name] = entry
+    if needed > checkpoint.num_bytes:
+        raise UsageError(
+            f"{checkpoint.path}: its table says {needed:,} bytes of tensors, its files have {checkpoint.num_bytes:,}"
+        )
     return kept
+
+
+def _bytes_of(name: Any, entry: TensorStorageMetadata) -> int:
+    """Bytes of a whole tensor. Raises `TypeError` or `ValueError` for one that no file of ours can hold in full."""
+    if not isinstance(name, str) or not name.isprintable():
+        raise ValueError("it is no name")
+    size, dtype = entry.size, entry.properties.dtype
+    if not isinstance(size, torch.Size) or any(number < 0 for number in size):
+        raise ValueError(f"its size is {size!r}")
+    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype in _WHOLE_NUMBERS):
+        raise ValueError(f"its numbers are {dtype}")
+    there = sum(chunk.sizes.numel() for chunk in entry.chunks)
+    if there != size.numel():
+        raise ValueError(f"{there:,} of its {size.numel():,} numbers are there")
+    return there * dtype.itemsize
 
 
 def read(tensors: dict[str, Tensor], checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> None:
@@ -191,7 +219,7 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 found: object = _Table(file).load()
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
@@ -210,7 +238,11 @@ class _Reader(dcp.FileSystemReader):
         except (AttributeError, TypeError) as error:
             raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)})") from error
         if outside:
-            raise UsageError(f"{path}: it points outside its folder, at {outside[0]}")
+            raise UsageError(f"{path}: it points outside its folder, at {outside[0]!r}")
+        if not isinstance(found.state_dict_metadata, dict):
+            raise UsageError(
+                f"{path}: no table of contents of a checkpoint ({type(found.state_dict_metadata).__name__})"
+            )
         return found
 
 
@@ -239,4 +271,6 @@ class _Table(pickle.Unpickler):
             return getattr(torch, name)
         if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath"):
             return pathlib.PurePath
-        raise UsageError(f"it asks for {module}.{name}, which no checkpoint needs: opening it could run a program")
+        raise UsageError(
+            f"it asks for {f'{module}.{name}'!r}, which no checkpoint needs: opening it could run a program"
+        )

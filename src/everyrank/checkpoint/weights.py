@@ -125,7 +125,21 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
                 raise UsageError(
                     f"--pretrained {path}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
                 )
+            if _kind(tensor.dtype) != _kind(own[name].dtype):
+                raise UsageError(
+                    f"--pretrained {path}: {name} is {tensor.dtype}, the model's {own[name].dtype}: other numbers"
+                )
+        for name, _ in built.named_parameters():
+            if not bool(weights[name].isfinite().all()):
+                raise UsageError(f"--pretrained {path}: {name} has numbers that are NaN or infinite")
         built.load_state_dict(weights)
         return built
 
     return dataclasses.replace(workload, model=model)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """What may be turned into one another: a cast between kinds loses more than digits."""
+    if dtype.is_complex or dtype is torch.bool:
+        return str(dtype)
+    return "floating" if dtype.is_floating_point else "whole"

@@ -167,6 +167,8 @@ def check_writable(path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_fifo():  # opening it would wait for its reader
+            return
         # not under its own name: another rank may look whether it is there
         probe = path if path.exists() else path.with_name(f".{path.name}.{os.getpid()}")
         with probe.open("a"):

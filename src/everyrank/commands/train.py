@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     if records:
         if out is not None:
+            (out / "record.json").unlink(missing_ok=True)  # it may be a link to a file outside
             write_records(records, out / "record.json")
             say(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
         if args.json is not None:

@@ -67,6 +67,12 @@ def _called(workload: Workload, layout: Layout, world: World) -> nn.Module:
         model = make()
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"workload {workload.name}: model() returned {type(model).__name__}, not an nn.Module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():  # a model is put into one floating-point precision, which has no imaginary part
+            raise WorkloadError(
+                f"workload {workload.name}: {name} of the model is {tensor.dtype}; keep it as two real numbers "
+                "(torch.view_as_real) and make it complex in forward (torch.view_as_complex)"
+            )
     return model
 
 

@@ -19,12 +19,14 @@ lock.py     one run at a time
 
 from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, open_file, write_about
 from everyrank.runs.folder import (
+    add_metrics,
     all_of,
     best_of,
     checkpoint_named,
     checkpoints_of,
     clear_unfinished,
     commit,
+    discard,
     find_checkpoint,
     is_better,
     leave_behind,
@@ -40,6 +42,7 @@ from everyrank.runs.lock import hold
 __all__ = [
     "About",
     "Checkpoint",
+    "add_metrics",
     "all_of",
     "best_of",
     "check_about",
@@ -49,6 +52,7 @@ __all__ = [
     "commit",
     "crc_of",
     "damage",
+    "discard",
     "find_checkpoint",
     "hold",
     "is_better",

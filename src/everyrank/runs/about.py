@@ -86,9 +86,9 @@ class Checkpoint:
         return sum(size for size, _ in self.about.files.values())
 
 
-def write_about(folder: Path, about: About) -> None:
+def write_about(folder: Path, about: About, name: str = ABOUT) -> None:
     """The last file of a checkpoint, on the disk when this returns."""
-    with (folder / ABOUT).open("w", encoding="utf-8") as file:
+    with (folder / name).open("w", encoding="utf-8") as file:
         file.write(with_sum(dataclasses.asdict(about)))
         file.flush()
         os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import shutil
@@ -10,15 +11,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from everyrank.errors import UsageError
-from everyrank.runs.about import ABOUT, NAME, Checkpoint, damage, read_about
+from everyrank.runs.about import ABOUT, NAME, Checkpoint, damage, read_about, write_about
 
 __all__ = [
+    "add_metrics",
     "all_of",
     "best_of",
     "checkpoint_named",
     "checkpoints_of",
     "clear_unfinished",
     "commit",
+    "discard",
     "find_checkpoint",
     "is_better",
     "last_good",
@@ -49,10 +52,18 @@ def _name(step: int) -> str:
 def clear_unfinished(run: Path) -> None:
     """Remove what a crash left half written, or half removed."""
     for path in (run / _FOLDER).glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)
     for path in (run / _FOLDER).glob("*.old"):
         if path.with_suffix("").exists():
             _remove(path)
+
+
+def discard(folder: Path) -> None:
+    """Remove an unfinished checkpoint; of a link that stands there the link, and nothing that it leads to."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(folder: Path) -> Path:
@@ -68,6 +79,15 @@ def commit(folder: Path) -> Path:
     if old.exists():
         _remove(old)
     return final
+
+
+def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
+    """Say in a whole checkpoint how good it is. Raises `OSError`, and `UsageError` where there is none of this step."""
+    path = run / _FOLDER / _name(step)
+    beside = path / f"{ABOUT}{_UNFINISHED}"
+    write_about(path, dataclasses.replace(read_about(path).about, metrics=metrics), beside.name)
+    beside.replace(path / ABOUT)
+    _sync(path)
 
 
 def _sync(folder: Path) -> None:
@@ -158,20 +178,29 @@ def find_checkpoint(place: Path) -> Checkpoint:
     Raises `UsageError` without one, and for one that cannot be read, with the last good one.
     """
     if (place / ABOUT).exists():
-        return checkpoint_named(place.resolve())
+        return checkpoint_named(_by_its_name(place))
     run = place.parent if place.name == _FOLDER else place
     there = _named_steps(run)
     if there:
-        return checkpoint_named(there[-1].resolve())
+        return checkpoint_named(_by_its_name(there[-1]))
     if place.is_file():
         raise UsageError(f"{place}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
     if not place.exists():
         raise UsageError(f"{place}: nothing is there; give the folder of a run, or one of its checkpoints")
     if NAME.fullmatch(place.name) and place.parent.name == _FOLDER:
-        return checkpoint_named(place.resolve())
+        return checkpoint_named(_by_its_name(place))
     if (place / ".metadata").is_file():
         raise UsageError(f"{place}: a checkpoint of another program (no {ABOUT}); only everyrank's own can go on")
     raise UsageError(f"{place}: no whole checkpoint there (step-*/{ABOUT}); the run has saved none")
+
+
+def _by_its_name(place: Path) -> Path:
+    """What `best` stands for. The folder of a run's checkpoints may itself be a link, to a disk with more room."""
+    if place.name in ("", "..") or place.absolute().parent.name == "..":
+        return place.resolve()
+    target = place.resolve()
+    parent = place.absolute().parent
+    return parent / target.name if target.parent == parent.resolve() else target
 
 
 def checkpoint_named(path: Path) -> Checkpoint:

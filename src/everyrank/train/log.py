@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
+import os
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from everyrank.runs import open_file
 from everyrank.train.trackers import Tracker
 
 __all__ = ["Log", "kept_rows"]
@@ -22,21 +25,39 @@ _FILES = ("log.jsonl", "events.jsonl", "log.csv", "epochs.csv")
 _UPDATE = ("step", "epoch", "loss", "lr", "terms", "time")
 
 
-def kept_rows(run: Path, before: int) -> list[dict[str, Any]]:
-    """The rows of both .jsonl in a run's folder that a training begun at update `before` does not write again."""
+def kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of both .jsonl in a run's folder that a training begun at update `before` does not write again.
+
+    And the names of those in which more than the last line, which a killed run may have cut off, cannot be read.
+    """
     kept: list[dict[str, Any]] = []
-    lines: list[str] = []
+    damaged: list[str] = []
     for name in ("log.jsonl", "events.jsonl"):
-        with contextlib.suppress(OSError):
-            lines += (run / name).read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # the last line of a killed run may be cut off
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and _belongs(row, before):
-            kept.append(row)
-    return kept
+        lines: list[str] = []
+        with contextlib.suppress(OSError), open_file(run / name) as file:
+            lines = file.read().decode(errors="replace").splitlines()
+        rows = [_row(line) for line in lines]
+        if None in rows[:-1]:
+            damaged.append(name)
+        kept += [row for row in rows if row and _belongs(row, before)]
+    return kept, damaged
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """What a line says: {} where that is not of an update or of what follows one; None where it cannot be read."""
+    try:
+        row: Any = json.loads(line)
+        if not isinstance(row, dict):
+            return None
+        if "final" in row and "step" not in row:
+            return {}
+        numbers = {"loss": ("step", "epoch", "loss", "terms"), "epoch_seconds": ("step", "epoch", "epoch_seconds")}
+        needed = next((names for kind, names in numbers.items() if kind in row), ("step",))
+        is_one = all(isinstance(row[name], int | float) and math.isfinite(row[name]) for name in needed)
+        is_one = is_one and isinstance(row["step"], int) and isinstance(row.get("evaluation", {}), dict)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    return row if is_one else None
 
 
 def _belongs(row: Mapping[str, Any], before: int) -> bool:
@@ -45,14 +66,20 @@ def _belongs(row: Mapping[str, Any], before: int) -> bool:
 
 
 class Log:
-    """Files of one run; rank 0 alone has one. `trouble` says why they cannot be written: no reason to stop training."""
+    """Files of one run; rank 0 alone has one.
+
+    trouble   why they cannot be written: no reason to stop training
+    gone      at the end: what was taken away from the folder while the training ran
+    """
 
     def __init__(
         self, run: Path, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], trackers: Sequence[Tracker]
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
         self.trackers = list(trackers)
+        self.run = run
         self.trouble = ""
+        self.gone: list[str] = []
         self.files = [_beside(run / name) for name in _FILES]
         self.lines, self.events, self.updates, self.epochs = self.files
         self.update_table = csv.writer(self.updates, lineterminator="\n")
@@ -107,7 +134,9 @@ class Log:
 
     def close(self) -> None:
         """The end."""
-        for file in self.files:
+        for file, name in zip(self.files, _FILES, strict=True):
+            if not _is_here(file, self.run / name):
+                self.gone.append(name)
             with self._noted():
                 file.close()
         for tracker in self.trackers:
@@ -134,5 +163,17 @@ class Log:
 
 
 def _beside(path: Path) -> IO[str]:
-    """A new file, which takes the place of the old one once that one's rows are in it."""
-    return path.with_name(path.name + ".partial").open("w", encoding="utf-8", newline="")
+    """A new file, which takes the place of the old one once that one's rows are in it.
+
+    What stands there is removed first: in a folder from elsewhere it may be a link to a file of the person's own.
+    """
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    return partial.open("x", encoding="utf-8", newline="")
+
+
+def _is_here(file: IO[str], path: Path) -> bool:
+    """Whether the open file is still the one of this name."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False

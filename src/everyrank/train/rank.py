@@ -17,7 +17,7 @@ import everyrank
 from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
 from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
 from everyrank.data.parts import weights_of
-from everyrank.errors import UsageError, WorkloadError
+from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.launch import Launch, RankFacts, Stop, listen
 from everyrank.layout import Layout
 from everyrank.loop import blame_workload, open_data, planned_updates
@@ -38,8 +38,9 @@ from everyrank.runs import (
 from everyrank.strategies import prepare
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.pace import Pace
+from everyrank.train.subject import Subject, evaluated
 from everyrank.train.trackers import open_tracker
-from everyrank.train.training import Subject, Training, evaluated
+from everyrank.train.training import Training
 from everyrank.train.watch import Watch, numbers
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, from_rank_0, on_rank_0, open_world
@@ -131,7 +132,7 @@ def _go_on(subject: Subject, options: TrainOptions, about: About) -> int:
     if begin > end and not options.evaluate_only:
         raise UsageError(f"{options.resume}: {begin} updates are done already, of {end} asked for; give more")
     resume(subject.prepared, subject.world, checkpoint, about)
-    if options.out is not None and checkpoint.path.parent.parent == options.out.resolve():
+    if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
         on_rank_0(subject.world, "leave behind", lambda: leave_behind(checkpoint))
     return begin
 
@@ -155,7 +156,7 @@ def _train(
     saver = None
     if options.out is not None and options.save_every != 0:
         saver = Saver(options.out, prepared, world, about, options.keep, options.save_async)
-    earlier, log = _open_log(subject, options, begin)
+    earlier, log = _open_log(subject, options, begin, watch)
     losses_before = [row for row in earlier if "loss" in row]
     if len(losses_before) != begin:  # the log is not there, or not whole
         losses_before = []
@@ -180,6 +181,8 @@ def _train(
         watch.end()
         if log is not None:
             log.close()
+    if log is not None and log.gone:
+        raise EveryrankError(f"{options.out}: {', '.join(log.gone)} were taken away while the training ran")
     is_timed = options.profile is None  # the profiler slows one update
     return {
         "throughput_samples_per_second": pace.throughput() if is_timed else None,
@@ -193,12 +196,23 @@ def _train(
     }
 
 
-def _open_log(subject: Subject, options: TrainOptions, begin: int) -> tuple[list[dict[str, Any]], Log | None]:
+def _open_log(
+    subject: Subject, options: TrainOptions, begin: int, watch: Watch
+) -> tuple[list[dict[str, Any]], Log | None]:
     """What was logged before this run goes on, and the log of this one; rank 0 alone has one."""
     if subject.world.rank != 0 or options.out is None:
         return [], None
     workload = subject.workload
-    earlier = kept_rows(options.resume.parent.parent, begin) if options.resume is not None else []
+    earlier: list[dict[str, Any]] = []
+    if options.resume is not None:
+        before = options.resume.parent.parent
+        earlier, damaged = kept_rows(before, begin)
+        for name in damaged:
+            line = f"{before / name}: not all of its lines can be read; the others go on"
+            if before.resolve() == options.out.resolve():
+                (before / name).replace(before / f"{name}.damaged")
+                line += f", and it is kept as {name}.damaged"
+            watch.line(line)
     about = {
         "workload": workload.name,
         "layout": str(subject.layout),

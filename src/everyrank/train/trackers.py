@@ -93,5 +93,6 @@ def _id_of(run: Path) -> str:
     """The run's name there: kept in its folder, so that one that goes on is the same run, and no two share one."""
     file = run / "wandb-id"
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12])
+        with file.open("x") as new:  # a link that leads nowhere is not followed
+            new.write(uuid.uuid4().hex[:12])
     return file.read_text().strip()

@@ -19,36 +19,23 @@ from everyrank.collectives import sum_over_ranks
 from everyrank.data import Update, all_updates
 from everyrank.errors import EveryrankError, NotFiniteError, StoppedError, WorkloadError
 from everyrank.launch import Stop
-from everyrank.layout import Layout
-from everyrank.loop import evaluate, is_bad, mean_metrics, run_updates
+from everyrank.loop import check_finite, is_bad, run_updates
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
 from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import is_better
-from everyrank.strategies import Prepared
 from everyrank.train.hook import after_epoch
 from everyrank.train.log import Log
 from everyrank.train.pace import Pace
+from everyrank.train.subject import Subject, evaluated
 from everyrank.train.watch import Watch, numbers
-from everyrank.workload import Workload
-from everyrank.world import World, from_rank_0
+from everyrank.world import from_rank_0
 
-__all__ = ["Subject", "Training"]
+__all__ = ["Training"]
 
 _PROFILED_UPDATE = 10  # by then every buffer is made and every bucket rebuilt
 _MOST_UPDATES = 10  # between two looks at the losses
 _LOOK_SECONDS = 0.25  # and so long at most: a request to stop is answered about as fast
-
-
-class Subject(NamedTuple):
-    """What is trained, on what, and where."""
-
-    workload: Workload
-    train_data: Any
-    eval_data: Any
-    layout: Layout
-    world: World
-    prepared: Prepared
 
 
 class _Done(NamedTuple):
@@ -198,18 +185,29 @@ class Training:
         return self.saver is not None and done % every == 0
 
     def _between(self, done: int) -> None:
-        """What stands between two updates. An evaluation comes first: a checkpoint says how good it is."""
+        """What stands between two updates. An evaluation comes last: what raises in it must not lose the epoch."""
+        check_finite(self.subject.prepared, done)
+        is_saved = self._saves_at(done)
+        if is_saved:
+            self._save(done)
         is_better_one = self._evaluates_at(done) and self._evaluate(done)
         if done % self.pace.per_epoch == 0:
             self._end_epoch(done)
-        if self._saves_at(done) or (is_better_one and self.saver is not None):
+        if is_better_one and not is_saved and self.saver is not None:
             self._save(done)
 
     def _evaluate(self, done: int) -> bool:
-        """Evaluate; whether this is the best so far."""
+        """Evaluate; whether this is the best so far. A checkpoint of this very state learns how good it is."""
         start = time.perf_counter()
-        self.metrics = evaluated(self.subject)
+        try:
+            self.metrics = evaluated(self.subject)
+        except Exception:
+            if self.saver is not None:
+                self._finish_saving()  # every rank comes to the end of its own part, whichever of them has failed
+            raise
         self.evaluated_at = done
+        if self.saver is not None and self.saver.last_saved == done:
+            self.saver.score(done, self.metrics)
         if self.log is not None:
             self.log.event({"step": done, "evaluation": self.metrics, "seconds": time.perf_counter() - start})
         if self.saver is None:
@@ -288,23 +286,22 @@ class Training:
 
     def _at_end(self, end: int) -> dict[str, float]:
         """The last evaluation and the last checkpoint."""
+        failure: EveryrankError | None = None
         with self.pace.pause():
+            check_finite(self.subject.prepared, end)
+            if self.saver is not None and self.saver.last_saved != end and self.pace.begin < end:
+                try:
+                    self._save(end, is_last=True)
+                except EveryrankError as error:  # how good the model is, is worth to know all the more
+                    failure = error
             if self.subject.eval_data is not None and self.evaluated_at != end:
                 self._evaluate(end)
             if end % self.pace.per_epoch == 0 and self.pace.begin < end:
                 self._end_epoch(end)
-            if self.saver is not None and self.saver.last_saved != end and self.pace.begin < end:
-                self._save(end, is_last=True)
-            elif self.saver is not None:
+            if failure is not None:
+                raise failure
+            if self.saver is not None:
                 self._finish_saving()
         if self.log is not None:
             self.log.final(self.metrics)
         return self.metrics
-
-
-def evaluated(subject: Subject) -> dict[str, float]:
-    """The metrics of the evaluation data, over all ranks; {} without such data. A collective."""
-    if subject.eval_data is None:
-        return {}
-    workload, _, data, layout, world, prepared = subject
-    return mean_metrics(workload, evaluate(workload, data, layout, world, prepared))
