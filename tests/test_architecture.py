@@ -32,6 +32,7 @@ ORDER = [
     "workloads",
     "parallel",
     "strategies",
+    "finite",
     "loop",
     "measure",
     "checkpoint",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from everyrank.collectives import all_equal, gather, sum_over_ranks
@@ -25,10 +25,10 @@ from everyrank.data import (
     samples_per_epoch,
     updates_per_epoch,
 )
-from everyrank.data.loader import map_tensors
 from everyrank.data.parts import weights_of
 from everyrank.data.seeds import mix
 from everyrank.errors import EveryrankError, NotFiniteError, WorkloadError, describe
+from everyrank.finite import agreed, first_bad_tensor
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import refuse_lone_samples
 from everyrank.parallel.build import compute_dtype
@@ -40,10 +40,7 @@ from everyrank.world import World
 
 __all__ = [
     "blame_workload",
-    "check_finite",
     "evaluate",
-    "first_bad_tensor",
-    "is_bad",
     "mean_metrics",
     "open_data",
     "planned_updates",
@@ -181,7 +178,7 @@ def _run(
                     prepared.average.follow()
             except NotFiniteError as error:
                 _seed_update(workload, update, prepared, world)
-                where = _agreed(first_bad_tensor(workload, prepared, micro_batches, update.step), prepared)
+                where = agreed(first_bad_tensor(workload, prepared, micro_batches, update.step), prepared)
                 raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
@@ -194,73 +191,6 @@ def _seed_update(workload: Workload, update: Update, prepared: Prepared, world: 
     torch.default_generator.manual_seed(seed)
     if world.device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-_THE_LOSS = "the loss itself; parameters, input and all outputs are finite"
-_NONE_AGAIN = "none now: the same forward pass, run again, is finite"
-
-
-def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[Batch], step: int) -> str:
-    """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss.
-
-    The forward pass runs again for it: nothing has been updated since, and no step has to keep its outputs in case.
-    All ranks have to come here together.
-    """
-    bad_outputs: list[str] = []
-    losses: list[Tensor] = []
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            if is_bad(output):
-                bad_outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
-
-        return hook
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in prepared.model.named_modules()]
-    try:
-        for batch in batches:
-            with torch.no_grad(), contextlib.suppress(Exception):  # a metric of the person's may not take such numbers
-                losses.append(evaluate_batch(workload, prepared.predict(batch), batch)[0])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, parameter in prepared.model.named_parameters():
-        if is_bad(local_tensors([parameter])[0]):
-            before = "the update before; lower the learning rate or set clip_norm" if step else "model() itself"
-            return f"parameter {name}, made so by {before}"
-    if any(is_bad(batch.input) for batch in batches):
-        return "the input itself"
-    return next(iter(bad_outputs), _THE_LOSS if is_bad(losses) else _NONE_AGAIN)
-
-
-def _agreed(found: str, prepared: Prepared) -> str:
-    """What the first rank has found that found something; all ranks say the same. A collective."""
-    rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), prepared.mesh.world)
-    texts = [bytes(row.tolist()).decode() for row in rows]
-    return min(texts, key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS))  # the first that says most
-
-
-def check_finite(prepared: Prepared, done: int) -> None:
-    """Raise `NotFiniteError` on every rank where a parameter is not finite after `done` updates. A collective.
-
-    What the last update has spoilt, no loss shows any more.
-    """
-    parameters = prepared.model.named_parameters()
-    bad = next((name for name, parameter in parameters if is_bad(local_tensors([parameter])[0])), "")
-    rows = gather(torch.tensor(list(bad.encode()), dtype=torch.uint8), prepared.mesh.world)
-    found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
-    if found:
-        before = (
-            f"update {done - 1}: it made parameter {found} infinite or NaN; lower the learning rate or set clip_norm"
-        )
-        raise NotFiniteError(before if done else f"parameter {found} is infinite or NaN; model() itself made it so")
-
-
-def is_bad(value: Any) -> bool:
-    """Whether some tensor in `value` is not finite."""
-    bad: list[bool] = []
-    map_tensors(value, lambda tensor: bad.append(not bool(tensor.isfinite().all())) or tensor)
-    return any(bad)
 
 
 def evaluate(

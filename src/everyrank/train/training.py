@@ -18,8 +18,9 @@ from everyrank.checkpoint import SaveError, Saver
 from everyrank.collectives import sum_over_ranks
 from everyrank.data import Update, all_updates
 from everyrank.errors import EveryrankError, NotFiniteError, StoppedError, WorkloadError
+from everyrank.finite import check_finite, is_bad
 from everyrank.launch import Stop
-from everyrank.loop import check_finite, is_bad, run_updates
+from everyrank.loop import run_updates
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
 from everyrank.parallel.mesh import local_tensors
