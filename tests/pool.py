@@ -25,7 +25,13 @@ class Pool:
 
     def __init__(self, count: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-pool-"))
-        context = multiprocessing.get_context("spawn")
+        # forked from one process that has imported what all ranks import, which is most of what a start takes; on
+        # macOS a fork of what has used its frameworks may crash
+        context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload(
+                ["torch.distributed.checkpoint", "everyrank.bench", "everyrank.verify", "zoo"]
+            )
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):
