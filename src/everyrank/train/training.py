@@ -6,6 +6,7 @@ losses, which are added up over ranks every few updates anyway.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -204,7 +205,8 @@ class Training:
             self.metrics = evaluated(self.subject)
         except Exception:
             if self.saver is not None:
-                self._finish_saving()  # every rank comes to the end of its own part, whichever of them has failed
+                with contextlib.suppress(SaveError):  # every rank comes to its end, whichever of them has failed
+                    self.saver.finish()
             raise
         self.evaluated_at = done
         if self.saver is not None and self.saver.last_saved == done:
