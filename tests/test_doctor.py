@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from everyrank.doctor.network import check_host_name, check_interface, check_lau
 from everyrank.doctor.selftest import _wrong_answers
 from everyrank.doctor.software import check_combinations, check_optional, check_software, installed_versions
 from everyrank.errors import RankFailedError
+from everyrank.train.trackers import TRACKERS
 from everyrank.world import World
 
 examining: Any = importlib.import_module("everyrank.doctor.examination")  # the package has a function of that name
@@ -424,6 +427,18 @@ def test_what_is_optional_says_how_to_get_it() -> None:
     others = [finding for finding in found if finding.what not in ("jinja2", "gcc")]
     assert {finding.what for finding in others} >= {"matplotlib", "accelerate", "lightning", "nvidia-smi"}
     assert all(finding.status == ABSENT and finding.fix for finding in others)
+
+
+def test_what_is_optional_is_what_the_package_names(repository: Path) -> None:
+    """Every extra for people is there, with what it is for; what can be used is not said to be of no use."""
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = {finding.what: finding for finding in check_optional({}, find_program=lambda _: None)}
+    for extra in set(extras) - {"dev", "mpi"}:
+        for package in extras[extra]:
+            name = re.split("[^a-z0-9]", package)[0]
+            assert "does not drive" not in found[name].text, name
+            assert extra in ("benchmarks", "html") or f"everyrank[{extra}]" in found[name].fix, name
+    assert set(TRACKERS) <= set(found)
 
 
 def test_the_installed_versions_are_those_of_the_environment() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from everyrank.collectives import all_equal, gather, sum_over_ranks
+import everyrank
+from everyrank.collectives import all_equal, exchange, gather, sum_over_ranks
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
 from everyrank.launch import Launch, RankFacts, facts_from_environment, num_cores, run, threads_asked
 from everyrank.world import (
@@ -192,6 +193,18 @@ def test_collectives(ranks: Any) -> None:
         assert total == [6.0, 3e-20 + 1]
         assert rows == [[], [1], [2, 2]]
         assert (same, other, swapped) == (True, False, False)
+
+
+def test_what_ranks_tell_each_other_is_no_pickle(ranks: Any) -> None:
+    """Of any length, nothing included; and no module of ours asks torch to send an object."""
+    assert ranks(2, tell_all) == [[None, {"on": [1, "ü"]}], [None, {"on": [1, "ü"]}]]
+    sources = Path(everyrank.__file__).parent.rglob("*.py")
+    found = [path.name for path in sources if path.parent.name != "recipes" and "_object" in path.read_text()]
+    assert found == []
+
+
+def tell_all(world: World) -> Any:
+    return exchange(None if world.rank == 0 else {"on": [1, "ü"]}, world.group)
 
 
 def collect(world: World) -> Any:

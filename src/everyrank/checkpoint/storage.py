@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from everyrank.collectives import exchange
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import Checkpoint, crc_of, open_file
@@ -88,22 +89,16 @@ def write(
         sums: Any = {path.name: (path.stat().st_size, crc_of(path)) for path in own}
     except OSError as error:
         sums = f"{error.filename}: {error.strerror}"
-    rows: list[Any] = [sums]
-    if group is not None:
-        rows = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rows, sums, group=group)  # of our own ranks: nothing here comes from elsewhere
+    rows = exchange(sums, group)
     for row in rows:
         if isinstance(row, str):
             raise SaveError(row)
-    return {name: pair for row in rows for name, pair in row.items()}
+    return {name: (size, crc) for row in rows for name, (size, crc) in row.items()}
 
 
 def told_by_rank_0(text: str, group: dist.ProcessGroup | None) -> str:
     """Rank 0's `text`, on all ranks. A collective."""
-    rows = [text]
-    if group is not None:
-        dist.broadcast_object_list(rows, group_src=0, group=group)
-    return rows[0]
+    return exchange(text, group)[0]
 
 
 def check_values(values: Mapping[str, Any]) -> bytes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.world import World
 
-__all__ = ["all_equal", "fingerprint", "gather", "sum_over_ranks"]
+__all__ = ["all_equal", "exchange", "fingerprint", "gather", "sum_over_ranks"]
 
 
 def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
@@ -23,14 +26,29 @@ def gather(values: Tensor, world: World) -> list[Tensor]:
     """Every rank's `values` (any shape, the same dtype), by rank, on CPU and on all ranks. A collective."""
     if world.group is None or world.size == 1:
         return [values.detach().cpu().clone()]
-    flat = values.detach().reshape(-1).to(world.device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([len(flat)], device=world.device), group=world.group)
+    return _gather(values.detach().reshape(-1).to(world.device), world.group)
+
+
+def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value, of what JSON can carry, by rank. A collective of a group that carries CPU tensors.
+
+    torch's own collectives for objects open a pickle of every rank, which may run anything.
+    """
+    if group is None:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(row.tolist())) for row in _gather(text, group)]
+
+
+def _gather(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    size = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=flat.device) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([len(flat)], device=flat.device), group=group)
     longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=flat.dtype, device=world.device)
+    padded = torch.zeros(longest, dtype=flat.dtype, device=flat.device)
     padded[: len(flat)] = flat
-    rows = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(rows, padded, group=world.group)
+    rows = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(rows, padded, group=group)
     return [row[: int(size)].cpu() for row, size in zip(rows, sizes, strict=True)]
 
 

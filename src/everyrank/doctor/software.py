@@ -16,7 +16,7 @@ __all__ = ["check_combinations", "check_optional", "check_software", "installed_
 
 _PACKAGES = (
     "torch numpy torchvision accelerate lightning transformers datasets horovod ray "
-    "jinja2 matplotlib tensorboard wandb deepspeed"
+    "jinja2 matplotlib tensorboard wandb pillow pyarrow"
 )
 
 # what is optional: name -> (what it is for, how to get it)
@@ -26,15 +26,15 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "ray": ("--launcher ray", "pip install 'everyrank[ray]'"),
     "accelerate": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "lightning": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
-    "transformers": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
+    "transformers": ("the workload causal-lm", "pip install 'everyrank[transformers]'"),
+    "tensorboard": ("--tracker tensorboard", "pip install 'everyrank[tensorboard]'"),
+    "wandb": ("--tracker wandb", "pip install 'everyrank[wandb]'"),
+    "datasets": ("workloads that read Hugging Face's datasets", "pip install 'everyrank[datasets]'"),
+    "pillow": ("workloads that read images", "pip install 'everyrank[images]'"),
+    "pyarrow": ("workloads that read Parquet", "pip install 'everyrank[parquet]'"),
 }
 _NOT_DRIVEN = "everyrank does not drive it yet"
-_OTHERS: Mapping[str, str] = {
-    "horovod": "build 0.28.1 from source with CMAKE_CXX_STANDARD 20",
-    "tensorboard": "pip install tensorboard",
-    "wandb": "pip install wandb",
-    "datasets": "pip install datasets",
-}
+_OTHERS: Mapping[str, str] = {"horovod": "build 0.28.1 from source with CMAKE_CXX_STANDARD 20"}
 _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
     "srun": ("--launcher slurm", "apt install slurm-wlm, or ask your cluster's staff"),
     "mpirun": ("--launcher mpi", "pip install 'everyrank[mpi]', or load your cluster's module"),
