@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from everyrank.collectives import gather as everywhere
+from everyrank.collectives import sum_over_ranks
 from everyrank.data import Batch, Slice, cut
 from everyrank.errors import UnfitError, WorkloadError
 from everyrank.parallel.mesh import Mesh
@@ -131,10 +132,10 @@ def raise_together(refused: list[UnfitError], world: World, is_first: bool) -> N
         if refused:  # a loss that gathers now and then
             raise refused[0]
         return
+    if not float(sum_over_ranks(torch.tensor([len(refused)]), world)):
+        return
     rows = everywhere(torch.tensor(list(str(next(iter(refused), "")).encode()), dtype=torch.uint8), world)
-    text = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
-    if text:
-        raise UnfitError(text)
+    raise UnfitError(next(text for row in rows if (text := bytes(row.tolist()).decode())))
 
 
 @functools.lru_cache(maxsize=64)
