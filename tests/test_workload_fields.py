@@ -44,7 +44,7 @@ def dropped(world: World) -> tuple[int, list[str], str]:
     workload = zoo.workload("frozen", drop_last=True)
     mesh = open_mesh(Layout("ddp"), world)
     subject = subject_of(workload, *open_data(workload, world), steps=20)
-    counts = trace(subject, Layout("ddp"), world).counts
+    counts = trace(subject, Layout("ddp"), world, subject.planned("float64")).counts
     return int(sum(counts[:3])), *audit(workload, zoo.Points(23), None, Layout("ddp"), mesh)
 
 
@@ -82,7 +82,9 @@ def evaluations(world: World) -> tuple[list[int], list[Any]]:
     for eval_batch in (None, 1):
         workload = zoo.workload("frozen", eval_batch=eval_batch, steps=1, epochs=None, metrics={"own": counted})
         subject = subject_of(workload, *open_data(workload, world), steps=1)
-        found.append(trace(subject, Layout("single", precision="float64"), world).evaluation["loss"])
+        found.append(
+            trace(subject, Layout("single", precision="float64"), world, subject.planned("float64")).evaluation["loss"]
+        )
     return sizes, found
 
 
@@ -273,7 +275,7 @@ def averages(world: World) -> dict[str, float]:
         workload = zoo.workload("decoder", "adamw", ema_decay=decay)
         subject = subject_of(workload, *open_data(workload, world), steps=8)
         layout = Layout(name if name != "without" else "ddp", precision="float64")
-        total, count = trace(subject, layout, world).evaluation["loss"]
+        total, count = trace(subject, layout, world, subject.planned("float64")).evaluation["loss"]
         found[name] = total / count
     return {**found, "by hand": averaged_by_hand(world)}
 

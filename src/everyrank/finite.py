@@ -17,7 +17,7 @@ from everyrank.parallel.mesh import local_tensors
 from everyrank.strategies import Prepared, evaluate_batch
 from everyrank.workload import Workload
 
-__all__ = ["agreed", "check_finite", "first_bad_tensor", "is_bad"]
+__all__ = ["agreed", "check_finite", "first_bad_tensor", "is_bad", "lost"]
 
 _THE_LOSS = "the loss itself; parameters, input and all outputs are finite"
 _NONE_AGAIN = "none now: the same forward pass, run again, is finite"
@@ -84,3 +84,11 @@ def is_bad(value: Any) -> bool:
     bad: list[bool] = []
     map_tensors(value, lambda tensor: bad.append(not bool(tensor.isfinite().all())) or tensor)
     return any(bad)
+
+
+def lost(prepared: Prepared, step: int, loss: float) -> NotFiniteError:
+    """The error of a loss that was seen to be no number after its update."""
+    named = prepared.model.named_parameters()
+    bad = next((name for name, parameter in named if is_bad(local_tensors([parameter])[0])), None)
+    where = f"parameter {bad}" if bad is not None else "the loss itself"
+    return NotFiniteError(f"update {step}: the loss is {loss}; first bad tensor: {where}")

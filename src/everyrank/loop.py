@@ -172,7 +172,7 @@ def _run(
             micro_batches = next(batches)
             _seed_update(workload, update, prepared, world)
             try:
-                with refuse_lone_samples(prepared.model, lone if update is updates[0] else ""):
+                with refuse_lone_samples(prepared.model, lone if place == 0 else ""):
                     share = prepared.step(micro_batches)
                 if prepared.average is not None:
                     prepared.average.follow()

@@ -292,9 +292,9 @@ def test_runs_of_single_are_kept(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_subject_keeps_both_ends_of_the_evaluation() -> None:
-    workload = zoo.workload("frozen", eval_data=lambda: zoo.Points(50))
+    workload = zoo.workload("frozen", eval_data=lambda: zoo.Points(102))
     assert workload.eval_data is not None
     subject: Subject = subject_of(
         dataclasses.replace(workload, global_batch=4), workload.train_data(), workload.eval_data(), 4
     )
-    assert subject.eval_ends.samples == [*range(16), *range(36, 50)]
+    assert subject.eval_ends.samples == [*range(32), *range(72, 102)]

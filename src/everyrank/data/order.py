@@ -123,7 +123,11 @@ def samples_before(step: int, length: int, global_batch: int) -> int:
 def lone_sample(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
     """Which of these updates has a micro-batch of one sample, and what helps; "" where none has."""
     batch = workload.global_batch
-    for update in updates:
+    last = updates_per_epoch(length, batch) - 1
+    # those of a training follow each other: its first one, and the first that may be ragged
+    ragged = last - updates[0].index if updates else 0
+    is_in_line = 0 < ragged < len(updates) and updates[ragged].index == last
+    for update in [updates[0], updates[ragged]] if is_in_line else updates:
         size = min(batch, length - update.index * batch)
         if max(1, size // micro_batches) == 1:
             cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""

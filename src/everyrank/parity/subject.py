@@ -25,7 +25,8 @@ Segments = list[list[Update]]
 
 QUICK_STEPS = 6
 _LOW_STEPS = 8  # in a precision below float64, where rounding has grown over most of what could be seen by then
-_EVAL_BATCHES = 4  # at either end of the evaluation data
+_EVAL_BATCHES = 4  # at either end of the evaluation data, and not fewer
+_EVAL_SAMPLES = 32  # than so many samples
 
 
 @dataclass
@@ -119,7 +120,7 @@ def _ends(data: Any, batch: int) -> Any:
     """The first and the last batches of the evaluation data; all of it where it is not longer, or a stream."""
     if data is None or isinstance(data, Streamed):
         return data
-    length, some = len(data), _EVAL_BATCHES * batch
+    length, some = len(data), max(_EVAL_BATCHES, -(-_EVAL_SAMPLES // batch)) * batch
     last = -(-length // batch) * batch - some  # where the last batches begin, the ragged one with them
     return _Ends(data, [*range(some), *range(last, length)]) if last > some else data
 

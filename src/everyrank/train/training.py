@@ -19,12 +19,11 @@ from everyrank.checkpoint import SaveError, Saver
 from everyrank.collectives import sum_over_ranks
 from everyrank.data import Update, all_updates
 from everyrank.errors import EveryrankError, NotFiniteError, StoppedError, WorkloadError
-from everyrank.finite import check_finite, is_bad
+from everyrank.finite import check_finite, lost
 from everyrank.launch import Stop
 from everyrank.loop import run_updates
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
-from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import is_better
 from everyrank.train.hook import after_epoch
 from everyrank.train.log import Log
@@ -161,10 +160,7 @@ class Training:
             raise WorkloadError(f"update {update.step}: the loss counted 0 terms over all ranks")
         loss = total / count
         if not math.isfinite(loss):
-            model = self.subject.prepared.model
-            bad = [name for name, parameter in model.named_parameters() if is_bad(local_tensors([parameter])[0])]
-            where = f"parameter {bad[0]}" if bad else "the loss itself"
-            raise NotFiniteError(f"update {update.step}: the loss is {loss}; first bad tensor: {where}")
+            raise lost(self.subject.prepared, update.step, loss)
         self.losses.append(loss)
         self.in_epoch[0] += total
         self.in_epoch[1] += count
@@ -189,13 +185,14 @@ class Training:
     def _between(self, done: int) -> None:
         """What stands between two updates. An evaluation comes last: what raises in it must not lose the epoch."""
         check_finite(self.subject.prepared, done)
-        is_saved = self._saves_at(done)
+        # a schedule that listens to the evaluation is saved when it has heard, or a resumed one would not know of it
+        is_saved = self._saves_at(done) and not self.subject.prepared.listens
         if is_saved:
             self._save(done)
         is_better_one = self._evaluates_at(done) and self._evaluate(done)
         if done % self.pace.per_epoch == 0:
             self._end_epoch(done)
-        if is_better_one and not is_saved and self.saver is not None:
+        if self.saver is not None and not is_saved and (is_better_one or self._saves_at(done)):
             self._save(done)
 
     def _evaluate(self, done: int) -> bool:
@@ -292,7 +289,8 @@ class Training:
         failure: EveryrankError | None = None
         with self.pace.pause():
             check_finite(self.subject.prepared, end)
-            if self.saver is not None and self.saver.last_saved != end and self.pace.begin < end:
+            is_due = self.saver is not None and self.saver.last_saved != end and self.pace.begin < end
+            if is_due and not self.subject.prepared.listens:
                 try:
                     self._save(end, is_last=True)
                 except EveryrankError as error:  # how good the model is, is worth to know all the more
@@ -303,7 +301,9 @@ class Training:
                 self._end_epoch(end)
             if failure is not None:
                 raise failure
-            if self.saver is not None:
+            if is_due and self.subject.prepared.listens:
+                self._save(end, is_last=True)
+            elif self.saver is not None:
                 self._finish_saving()
         if self.log is not None:
             self.log.final(self.metrics)
