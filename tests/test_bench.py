@@ -62,7 +62,11 @@ def trials_of(record: Record) -> int:
 def test_rows_are_said_as_they_are_known(benched: Any) -> None:
     _, _, said = benched
     assert said.pop(0) == "number of parameters: 93"  # once, however often the model is built
-    assert said[:3] == ["single: equal", "dataparallel: not verified here: needs 2 CUDA devices", "ddp: equal"]
+    assert said[:3] == [
+        "single: equal (2 updates)",
+        "dataparallel: not verified here: needs 2 CUDA devices",
+        "ddp: equal (2 updates)",
+    ]
     expected = [f"{layout}: trial {trial} of 2, " for trial in (1, 2) for layout in ("single", "ddp")]
     assert [line.startswith(begin) for line, begin in zip(said[3:], expected, strict=True)] == [True] * 4
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import everyrank
-from everyrank.collectives import all_equal, exchange, gather, sum_over_ranks
+from everyrank.collectives import all_equal, exchange, from_rank, gather, sum_over_ranks
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
 from everyrank.launch import Launch, RankFacts, facts_from_environment, num_cores, run, threads_asked
 from everyrank.world import (
@@ -205,6 +205,25 @@ def test_what_ranks_tell_each_other_is_no_pickle(ranks: Any) -> None:
 
 def tell_all(world: World) -> Any:
     return exchange(None if world.rank == 0 else {"on": [1, "ü"]}, world.group)
+
+
+def test_one_rank_hands_out_what_it_has(ranks: Any) -> None:
+    """Tensors of every kind, shape and place, without a pickle."""
+    for found in ranks(2, hand_out):
+        assert found["words"] == ("a", [None, 3])
+        assert torch.equal(found["wide"], torch.arange(6).reshape(2, 3).T)
+        assert (found["flag"].dtype, found["flag"].item()) == (torch.bool, True)
+        assert (found["none"].dtype, found["none"].shape) == (torch.bfloat16, (0, 2))
+
+
+def hand_out(world: World) -> Any:
+    given = {
+        "wide": torch.arange(6).reshape(2, 3).T,
+        "flag": torch.tensor(True),
+        "none": torch.zeros(0, 2, dtype=torch.bfloat16),
+        "words": ("a", [None, 3]),
+    }
+    return from_rank(1, given if world.rank == 1 else None, world)
 
 
 def collect(world: World) -> Any:

@@ -8,9 +8,6 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from everyrank.errors import printable
 
 __all__ = ["progress", "row_known", "said_once"]
@@ -19,6 +16,9 @@ __all__ = ["progress", "row_known", "said_once"]
 @contextlib.contextmanager
 def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
     """A bar of `total` parts; call what it gives with the name of the part that begins. Gone when the block ends."""
+    from rich.console import Console  # not for who only imports everyrank
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(quiet=not show)
     with Progress(

@@ -78,7 +78,7 @@ def test_a_bench_that_is_stopped_shows_what_it_has(tmp_path: Path, number: signa
     while not said or not said[-1].startswith("ddp: trial 2 of 1000, "):
         said.append(started.stdout.readline())
         assert said[-1], "it ended too soon"
-    assert said[:2] == ["single: equal\n", "ddp: equal\n"]
+    assert said[:2] == ["single: equal (20 updates)\n", "ddp: equal (20 updates)\n"]
     started.send_signal(number)
     out, err = started.communicate(timeout=100)
     assert started.returncode == status, err

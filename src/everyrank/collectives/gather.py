@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from everyrank.world import World
 
-__all__ = ["all_equal", "exchange", "fingerprint", "gather", "sum_over_ranks"]
+__all__ = ["all_equal", "exchange", "fingerprint", "from_rank", "gather", "sum_over_ranks"]
 
 
 def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
@@ -38,6 +39,47 @@ def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(bytes(row.tolist())) for row in _gather(text, group)]
+
+
+def from_rank(rank: int, value: Any, world: World) -> Any:
+    """What `rank` has, on all ranks, on CPU: tensors in dicts, lists and tuples, and what else JSON can carry.
+
+    A collective; what the others give is not looked at. Raises `TypeError` for a value that cannot travel.
+    """
+    tensors: list[Tensor] = []
+    packed = _packed(value, tensors) if world.rank == rank else None
+    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    packed, shapes = exchange([packed, shapes], world.group)[rank]
+    if world.rank != rank:
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in shapes]
+    for tensor in tensors:
+        if world.group is not None and tensor.numel():
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=rank, group=world.group)
+    return _unpacked(packed, iter(tensors))
+
+
+def _packed(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` as JSON, its tensors put into the list, whole and on CPU."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous())
+        return {"is": "tensor"}
+    if isinstance(value, dict):
+        return {"is": "dict", "items": [[key, _packed(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {"is": kind, "items": [_packed(item, tensors) for item in value]}
+    return {"is": "value", "value": value}
+
+
+def _unpacked(packed: Any, tensors: Iterator[Tensor]) -> Any:
+    if packed["is"] == "tensor":
+        return next(tensors)
+    if packed["is"] == "dict":
+        return {key: _unpacked(item, tensors) for key, item in packed["items"]}
+    if packed["is"] == "value":
+        return packed["value"]
+    items = [_unpacked(item, tensors) for item in packed["items"]]
+    return tuple(items) if packed["is"] == "tuple" else items
 
 
 def _gather(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if not records:
         return 0
-    compared = [record for record in records if record.parity.status in ("equal", "different")]
+    compared = [record for record in records if record.parity.checks]  # compared, or audited at least
     lines = [f"{record.layout}: {record.parity.checks[-1]}" for record in compared if args.samples]
     if args.quick:
         lines += dict.fromkeys(

@@ -42,7 +42,7 @@ def check_layout(
             )
         except (CannotRunError, UnfitError) as error:
             is_refused = by_name and isinstance(error, UnfitError)
-            return Parity("refused" if is_refused else "not_verified", reason=str(error), checks=checks), []
+            return Parity("refused" if is_refused else "not_verified", reason=str(error)), []
         losses = run.losses if run is not None else []
         compared = functools.partial(_compare, subject, single, precision, run)
         own = Finding(**from_rank_0(world, f"{here}/compare", compared))

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from everyrank.collectives import from_rank
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import RankFailedError, describe
@@ -66,7 +66,7 @@ def after_epoch(
 def _answer(layout: Layout, prepared: Prepared, value: Any) -> Any:
     """The output for rank 0's input, on rank 0's CPU. A collective."""
     mesh, world = prepared.mesh, prepared.mesh.world
-    value = _from(0, prepared, value)
+    value = from_rank(0, value, world)
     sizes: list[int] = []
     dtype = compute_dtype(layout)
 
@@ -80,14 +80,4 @@ def _answer(layout: Layout, prepared: Prepared, value: Any) -> Any:
     output = map_tensors(output, lambda tensor: tensor.cpu())
     first = dict.fromkeys(mesh.place, 0)
     speaker = mesh.rank_at(**{**first, "pipeline": mesh.size("pipeline") - 1})
-    return _from(speaker, prepared, output) if speaker else output
-
-
-def _from(rank: int, prepared: Prepared, value: Any) -> Any:
-    """What this rank has, on all ranks."""
-    world = prepared.mesh.world
-    if world.size == 1:
-        return value
-    box = [map_tensors(value, lambda tensor: tensor.cpu()) if world.rank == rank else None]
-    dist.broadcast_object_list(box, src=rank, group=world.group, device=world.device)
-    return box[0]
+    return from_rank(speaker, output, world) if speaker else output
