@@ -102,7 +102,7 @@ INSIDE = {
         "state",
         "rehearsal",
     ],
-    "parity": ["rows", "subject", "trace", "cache", "reference", "compare", "probes", "diagnose", "check"],
+    "parity": ["rows", "subject", "trace", "cache", "spread", "reference", "compare", "probes", "diagnose", "check"],
     "measure": [
         "clock",
         "provenance",

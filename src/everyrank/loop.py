@@ -155,7 +155,7 @@ def run_updates(
     batches = batches_for_updates(
         workload, dataset, updates, prepared.reads, prepared.micro_batches, world, compute_dtype(layout), reverse
     )
-    lone = lone_sample(workload, len(dataset), updates, prepared.micro_batches)
+    lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.micro_batches)
     return _run(workload, world, prepared, updates, batches, lone)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -246,32 +247,38 @@ def test_quick_says_what_it_leaves_out(ranks: Any) -> None:
     assert not any("float32" in text for text in parity.checks)
 
 
-def kept(world: World, key: str, folder: str, lr: float, spoil: bool) -> tuple[int, str]:
+def kept(world: World, key: str, folder: str, lr: float, spoil: bool, factor: str = "1") -> tuple[int, str]:
     """(how many runs of `single` were made, the status): a file of the person's, whose references are kept."""
     import os
     from unittest import mock
 
-    from everyrank.parity import reference
+    from everyrank.parity import spread
     from everyrank.workload import Source, load
 
     path = Path(folder, "workload.py")
     if world.rank == 0 and not path.exists():
         path.write_text(
-            "import dataclasses, zoo, torch\n"
+            "import dataclasses, os, zoo, torch\n"
             "def workload(lr=0.1):\n"
             "    optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=lr)\n"
-            "    return dataclasses.replace(zoo.workload('frozen'), optimizer=optimizer)\n"
+            "    def loss(output, target):\n"
+            "        total, count = zoo.squared(output, target)\n"
+            "        return total * float(os.environ.get('FACTOR', 1)), count\n"
+            "    return dataclasses.replace(zoo.workload('frozen'), optimizer=optimizer, loss=loss)\n"
         )
     torch.distributed.barrier(group=world.group)
     workload = load(Source(str(path), {"lr": lr}))
     runs: list[Any] = []
-    original = reference.trace
+    original = spread.trace
 
     def counted(*arguments: Any, **options: Any) -> Any:
         runs.append(1)
         return original(*arguments, **options)
 
-    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder}), mock.patch.object(reference, "trace", counted):
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder, "FACTOR": factor}),
+        mock.patch.object(spread, "trace", counted),
+    ):
         if spoil and world.rank == 0:
             for file in Path(folder).rglob("*.safetensors"):
                 file.write_bytes(file.read_bytes()[:-20])
@@ -289,6 +296,42 @@ def test_runs_of_single_are_kept(ranks: Any, tmp_path: Path) -> None:
         if made[-1]:
             assert min(runs for runs, _ in found) >= 3  # of eight: no rank waits for another to do them all
     assert made == [8, 0, 8, 8]
+
+
+def test_a_kept_run_does_not_convict(ranks: Any, tmp_path: Path) -> None:
+    """A loss that depends on what no hash sees: single is run anew before a row is called different."""
+    found = [
+        ranks(2, kept, f"causes/{next(_COUNTER)}", str(tmp_path), 0.1, False, factor) for factor in ("1", "2", "2")
+    ]
+    assert [[status for _, status in each] for each in found] == [["equal", "equal"]] * 3
+    assert [bool(sum(runs for runs, _ in each)) for each in found] == [True, True, False]
+
+
+def test_replicas_that_part_before_a_restart_are_seen(ranks: Any) -> None:
+    """Each segment begins with what a rank had at first: what parted in the one before has to be looked at before."""
+    assert ranks(2, parted) == [False, False]
+
+
+def parted(world: World) -> bool:
+    """A buffer that nothing depends on becomes another on rank 1, in the first of two segments."""
+    from unittest import mock
+
+    module: Any = importlib.import_module("everyrank.parity.trace")
+    workload = zoo.workload("frozen")
+    subject = subject_of(workload, *open_data(workload, world), 4)
+    original = module.run_updates
+    calls: list[int] = []
+
+    def updates(workload: Any, data: Any, layout: Any, where: World, prepared: Any, *rest: Any) -> Any:
+        calls.append(1)
+        for share in original(workload, data, layout, where, prepared, *rest):
+            if len(calls) == 1 and where.rank == 1:
+                prepared.model.get_buffer("offset").add_(1e-9)
+            yield share
+
+    segments = [[update] for update in subject.planned("float64")[0][:2]]
+    with mock.patch.object(module, "run_updates", updates):
+        return module.trace(subject, parse_layout("ddp:precision=float64"), world, segments).replicas_equal
 
 
 def test_subject_keeps_both_ends_of_the_evaluation() -> None:

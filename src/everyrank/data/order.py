@@ -125,9 +125,11 @@ def lone_sample(workload: Workload, length: int, updates: Sequence[Update], micr
     batch = workload.global_batch
     last = updates_per_epoch(length, batch) - 1
     # those of a training follow each other: its first one, and the first that may be ragged
-    ragged = last - updates[0].index if updates else 0
-    is_in_line = 0 < ragged < len(updates) and updates[ragged].index == last
-    for update in [updates[0], updates[ragged]] if is_in_line else updates:
+    chosen: Sequence[Update] = updates
+    if isinstance(updates, _Updates) and updates:
+        ragged = last - updates[0].index
+        chosen = [updates[0], *([updates[ragged]] if 0 < ragged < len(updates) else [])]
+    for update in chosen:
         size = min(batch, length - update.index * batch)
         if max(1, size // micro_batches) == 1:
             cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""

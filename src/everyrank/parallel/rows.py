@@ -34,7 +34,7 @@ from everyrank.errors import UnfitError, WorkloadError
 from everyrank.parallel.mesh import Mesh
 from everyrank.world import World
 
-__all__ = ["first_row", "gather", "raise_together", "taking_loss"]
+__all__ = ["first_row", "gather", "raise_together", "taking_loss", "told_of_gather"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class _Place:
 
 
 _place: ContextVar[_Place | None] = ContextVar("everyrank_rows", default=None)
+_asked: ContextVar[list[bool] | None] = ContextVar("everyrank_rows_asked", default=None)
 
 
 @contextlib.contextmanager
@@ -66,6 +67,23 @@ def taking_loss(
         _place.reset(token)
 
 
+@contextlib.contextmanager
+def told_of_gather() -> Generator[list[bool]]:
+    """The list is not empty when a loss that was called in the block has asked for the rows of others."""
+    asked: list[bool] = []
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def _note_asked() -> None:
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(True)
+
+
 def gather(values: Tensor) -> Tensor:
     """The rows of the whole global batch in the order of its samples, (B, ...), from this rank's own, (b, ...).
 
@@ -76,6 +94,7 @@ def gather(values: Tensor) -> Tensor:
     Raises `WorkloadError` for a tensor that has not one row for each sample, and `UnfitError` where the loss is taken
     of less than a batch or of parts of samples: under accumulate, in a pipeline, under context, with order="shard".
     """
+    _note_asked()
     place = _place.get()
     if place is None or _is_refused(place):
         return values

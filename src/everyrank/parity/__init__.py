@@ -15,6 +15,7 @@ The rules (docs/parity.md):
     rows.py        which samples were computed on, told from what they hold
     trace.py       run a workload for these updates and keep what it leaves
     cache.py       runs of `single` on the disk
+    spread.py      runs of `single`, each done by one rank
     reference.py   `single`, and how far rounding alone moves it
     compare.py     the rules: pure arithmetic
     probes.py      why a workload is not the same in parts as it is as a whole

@@ -1,8 +1,9 @@
 """Runs of `single` on the disk, under a name that changes with whatever they depend on.
 
-The name is a hash of everyrank's own code and of every file of the person's that is imported, of torch and the machine,
-of the settings, the weights and the optimizer as built, and of every batch that is read. What it cannot see is a loss
-that depends on something else: `verify --fresh` runs `single` anew.
+The name is a hash of everyrank's own code and of every file of the person's that is imported, of all that is installed
+and the machine, of the settings, the weights and the optimizer as built, and of every batch that is read. A loss that
+depends on something else (an environment variable, a file of class weights) is not seen: so a kept run never convicts,
+`single` is run anew first; and `verify --fresh` reads none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -43,7 +45,8 @@ _PACKAGE = Path(__file__).parents[1]
 def folder() -> Path:
     """Where they are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "everyrank" / "references"
+    # without a home it stays as it is, and nothing is there and nothing can be kept
+    return Path(os.path.expanduser(base)) / "everyrank" / "references"  # noqa: PTH111  (which raises then)
 
 
 def name_of(subject: Subject, single: Layout, world: World) -> str | None:
@@ -56,7 +59,9 @@ def name_of(subject: Subject, single: Layout, world: World) -> str | None:
     def add(*what: object) -> None:
         content.update(repr(what).encode() + b"\n")
 
-    add(_own_code(), torch.__version__, platform.python_version(), platform.processor(), platform.machine())
+    add(
+        _own_code(), _packages(), torch.__version__, platform.python_version(), platform.processor(), platform.machine()
+    )
     add(torch.__config__.show(), torch.get_num_threads(), str(world.device), _device_name(world.device))
     add(workload.source, str(single), workload.seed, workload.global_batch, workload.clip_norm, workload.order)
     for path in sorted(_files_of_the_person()):
@@ -98,6 +103,12 @@ def _own_code() -> str:
     return content.hexdigest()
 
 
+@functools.cache
+def _packages() -> list[tuple[str, str]]:
+    """All that is installed, with versions: a model may come out of any of it."""
+    return sorted({(one.name, one.version) for one in importlib.metadata.distributions()})
+
+
 def _files_of_the_person() -> set[str]:
     """Files of all modules that are imported and that neither we, nor Python, nor a package have brought."""
     found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
@@ -133,7 +144,7 @@ def load(name: str) -> tuple[Trace, dict[str, Any]] | None:
             finals[int(number)][tensor_name] = tensor
     evaluation = {key: (total, count) for key, (total, count) in about["evaluation"].items()}
     run = Trace(about["losses"], about["counts"], evaluation, finals, True, moved=about["moved"])
-    rest = {key: about[key] for key in ("loss_floors", "floors", "is_cut")}
+    rest = {key: about[key] for key in ("loss_floors", "floors", "is_cut", "reversed")}
     return run, {**rest, "segments": decode_segments(about["segments"]), "nulls": nulls}
 
 
@@ -151,11 +162,14 @@ def save(name: str, run: Trace, rest: dict[str, Any]) -> None:
         "loss_floors": rest["loss_floors"],
         "floors": rest["floors"],
         "is_cut": rest["is_cut"],
+        "reversed": rest["reversed"],
         "segments": encode_segments(rest["segments"]),
     }
     place = folder() / name
     partial = place.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError, SafetensorError):
+        if not place.is_absolute():
+            return
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         save_file({key: value.contiguous() for key, value in tensors.items()}, partial, {"about": json.dumps(about)})
         partial.replace(place)

@@ -18,7 +18,6 @@ _LOSS_FACTOR = {"float64": 100.0, "float32": 10.0, "bf16": 10.0, "fp16": 10.0}
 _TENSOR_BASE = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  # of the largest element
 _MOVED_BASE = 1e-7  # of how far it moved, float64: a mistake changes the update itself
 _TENSOR_FACTOR = 10.0
-_BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
 _EVALUATION_BASE = 1e-9
 
 
@@ -119,8 +118,7 @@ def _unsteady(reference: Reference, precision: str) -> _Place | None:
     if precision != "float64":
         return None
     index = 0
-    for segment in reference.segments:
-        floor = reference.loss_floors[index]
+    for segment, floor in zip(reference.segments, reference.reversed, strict=True):
         if floor > UNSTEADY:
             cause = (
                 f"with the samples of the batch in reverse, single's own loss differs by {floor:.1e} from equal "
@@ -166,7 +164,7 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
     floor, moved = reference.floors[number][name], reference.trace.moved[number].get(name, 0.0)
     base = _TENSOR_BASE[precision] * _largest(tensor)
     if precision == "float64":
-        if moved and floor > max(base, _BY_NOISE * moved):
+        if floor > base and reference.is_noise(number, name):
             return None
         base = max(base, _MOVED_BASE * moved)
     return max(base, _TENSOR_FACTOR * floor)
@@ -201,6 +199,8 @@ def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | No
         if relative(count, run_count) > 1e-12:
             what = f"evaluation, count of {name} ({run_count:g}, and {count:g} in one process)"
             return _Place("evaluation", what, relative(count, run_count), 1e-12)
+        if math.isnan(total) and math.isnan(run_total):
+            continue
         difference = relative(total, run_total)
         # numbers of hits: a tie that rounding breaks another way is one more, or one less
         is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)

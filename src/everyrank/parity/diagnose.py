@@ -42,7 +42,7 @@ class _Case:
 def locate(subject: Subject, layout: Layout, world: World, key: str, finding: Finding) -> tuple[str, str | None]:
     """("update 3, tensor layers.0.weight", the likely cause) of a finding. A collective."""
     single = single_like(subject, layout, layout.precision)
-    segments, done = _up_to(subject, subject.segments[str(single)], finding.update)
+    number, segments, done = _up_to(subject, subject.segments[str(single)], finding.update)
     if finding.kind == "single":  # the workload itself: no layout has to run for it
         update = segments[0][done - 1]
         probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(subject, alone(world), update))
@@ -61,7 +61,7 @@ def locate(subject: Subject, layout: Layout, world: World, key: str, finding: Fi
             cause = probe_evaluation(subject, alone(world))
             return finding.what, cause or _about_rows(case, len(segments[0]), "evaluation") or _EVALUATION
         known = subject.references.get(str(single))
-        first = _first_difference(reference.states, run.states, known)
+        first = _first_difference(reference.states, run.states, known, number)
         if finding.kind == "count" or first is None or first[0] > done:
             return finding.what, _cause_in_loss(case, done - 1)
         moved, name = first
@@ -78,17 +78,17 @@ _EVALUATION = (
 )
 
 
-def _up_to(subject: Subject, segments: Segments, index: int) -> tuple[Segments, int]:
-    """The segment in which update `index` (counted over all of them; -1: the last one) stands, up to it; its length."""
-    for segment in segments:
-        if index < len(segment):
-            break
-        index -= len(segment)
-    else:
-        segment = segments[-1]
+def _up_to(subject: Subject, segments: Segments, index: int) -> tuple[int, Segments, int]:
+    """Number, updates and length of the segment, up to update `index` (counted over all of them; -1: the last one)."""
+    number = 0
+    while len(segments[number]) <= index:
+        index -= len(segments[number])
+        number += 1
+    number = number if index >= 0 else len(segments) - 1
+    segment = segments[number]
     size = sum(parameter.numel() * parameter.element_size() for parameter in on_cpu(subject.workload).parameters())
     count = min((index if index >= 0 else len(segment) - 1) + 1, max(1, _KEEP_BYTES // (3 * size)))
-    return [segment[:count]], count
+    return number, [segment[:count]], count
 
 
 def _counted(rows: Sequence[Tensor]) -> list[float]:
@@ -123,13 +123,15 @@ def _about_rows(case: _Case, place: int, what: str) -> str | None:
     return None
 
 
-def _first_difference(reference: list[_State], run: list[_State], known: Reference | None) -> tuple[int, str] | None:
+def _first_difference(
+    reference: list[_State], run: list[_State], known: Reference | None, number: int
+) -> tuple[int, str] | None:
     """(number of updates done, name) of the first tensor that differs by more than rounding."""
     for done, (here, there) in enumerate(zip(reference, run, strict=True)):
         for name, tensor in here.items():
             nulls = known.nulls.get(name) if known is not None else None
             moved = distance(reference[0][name], tensor)
-            floor = known.floors[0][name] if known is not None and name in known.floors[0] else 0.0
+            floor = known.floors[number].get(name, 0.0) if known is not None else 0.0
             if moved and floor > 1e-2 * moved:
                 continue  # rounding alone moves it
             largest = float(tensor.double().abs().max()) if tensor.numel() else 0.0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from everyrank.data import Batch, Slice, Update, batches_for_evaluation, batches_for_updates
 from everyrank.layout import Layout
+from everyrank.parallel.rows import told_of_gather
 from everyrank.parity.rows import cut_rows, leaves, row_values
 from everyrank.parity.subject import Subject
 from everyrank.strategies import Prepared, prepare
@@ -108,7 +109,10 @@ def _sum_and_count(subject: Subject, output: Any, target: Any) -> tuple[float, f
 
 def _loss_in_parts(subject: Subject, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
     """Whether the loss of one output is the sum of those of its rows."""
-    total, count = _sum_and_count(subject, output, whole.target)
+    with told_of_gather() as asked:
+        total, count = _sum_and_count(subject, output, whole.target)
+    if asked:
+        return None  # it is meant to look at the whole batch, and gets that
     parts: list[tuple[float, float]] = []
     start = 0
     for half in halves:

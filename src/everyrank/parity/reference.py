@@ -1,7 +1,5 @@
 """`single`, and how far rounding alone moves it: what a layout is held against.
 
-The runs of `single` do not need each other, so every rank does some of them, and rank 0 gathers what they left.
-
 Rounding grows along a training: two runs that differ in the last bit part, slowly or fast, until nothing can be told
 from a mistake. What can be compared is how far `single` stays close to perturbed runs of itself. Where that is not all
 of the updates, they are cut into segments of that length which all begin from the initial state, so that the ragged
@@ -12,22 +10,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.errors import NotFiniteError
 from everyrank.layout import Layout
 from everyrank.parity import cache
+from everyrank.parity.spread import spread
 from everyrank.parity.subject import Segments, Subject, by_gradient, single_like
-from everyrank.parity.trace import Trace, distance, trace
-from everyrank.world import World, alone, from_rank_0, on_each_rank
+from everyrank.parity.trace import Trace, distance
+from everyrank.world import World, alone, from_rank_0
 
 __all__ = ["UNSTEADY", "Reference", "ensure_references", "make_reference", "relative", "shortened", "tensor_distance"]
 
@@ -36,6 +32,8 @@ _LIMITS = {"float64": 1e-12, "float32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 UNSTEADY = 1e-8  # in float64 and from equal weights, reversed: more is no rounding
 # a gradient that is smaller than this part of the largest one is what rounding leaves of a sum that is zero
 _NULL = {"float64": 1e-11, "float32": 1e-6}
+_BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
+_KEPT = ("segments", "loss_floors", "floors", "nulls", "is_cut", "reversed")  # on the disk, beside the run itself
 _PERTURBED: dict[str, list[dict[str, Any]]] = {
     "float64": [{"reverse": True}, {"jitter": 1}],
     "lower": [{"reverse": True}, {"jitter": 1}, {"jitter": 2}, {"jitter": 3}],
@@ -52,6 +50,7 @@ class Reference:
     floors        of each segment: name -> the largest distance of a perturbed run's tensor, null elements left out
     nulls         elements of parameters whose true gradient is zero: they move by rounding alone
     is_cut        whether rounding has grown too much for all of the updates
+    reversed      of each segment: how far the first loss is from that of the same samples in reverse, relative
     """
 
     trace: Trace
@@ -60,6 +59,12 @@ class Reference:
     floors: list[dict[str, float]]
     nulls: dict[str, Tensor]
     is_cut: bool = False
+    reversed: tuple[float, ...] = ()
+
+    def is_noise(self, number: int, name: str) -> bool:
+        """Whether rounding alone moves this tensor so far in a segment that nothing can be told from where it ends."""
+        moved = self.trace.moved[number].get(name, 0.0)
+        return bool(moved) and self.floors[number][name] > _BY_NOISE * moved
 
 
 def ensure_references(subject: Subject, layout: Layout, world: World, key: str) -> None:
@@ -78,14 +83,17 @@ def ensure_references(subject: Subject, layout: Layout, world: World, key: str) 
         told = from_rank_0(world, f"{here}/kept", functools.partial(_from_cache, subject, missing, alone(world)))
         for text, segments in told.items():
             subject.segments[text] = cache.decode_segments(segments)
+            subject.from_disk.add(text)
             missing.pop(text)
         made = _run(subject, missing, world, here)
-        if from_rank_0(world, f"{here}/moved", lambda made=made: _nothing_moved(made)) and not subject.by_gradient:
+        if from_rank_0(world, f"{here}/moved", lambda made=made: _tells_nothing(made)) and not subject.by_gradient:
             subject.by_gradient = True
             subject.workload = by_gradient(subject.workload)
             subject.notes.append("nothing moves (a learning rate of 0): the gradients alone are compared")
             subject.references.clear()
             subject.segments.clear()
+            subject.from_disk.clear()
+            subject.names.clear()
             continue
         for text, segments in from_rank_0(world, f"{here}/cut", functools.partial(_keep, subject, made)).items():
             subject.segments[text] = cache.decode_segments(segments)
@@ -111,7 +119,7 @@ def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -
     while left := {text: plan for text, plan in plans.items() if text not in done}:
         attempt += 1
         jobs = [(text, options) for text in left for options in _runs_of(singles[text])]
-        traces = _spread(subject, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
+        traces = spread(subject, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
         found: dict[str, Reference] = {}
         if world.rank == 0:
             for text in left:
@@ -173,70 +181,6 @@ def _steady_length(reference: Reference, precision: str) -> int | None:
     return None if shortest is None or max(map(len, reference.segments)) <= shortest else shortest
 
 
-def _spread(
-    subject: Subject, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
-) -> list[Trace]:
-    """The runs, each done by one rank on its own device; all of them on rank 0, [] elsewhere."""
-    here = replace(alone(world), threads=world.threads, loader_workers=world.loader_workers)
-    holders = _shared_out(jobs, world.size)
-
-    def work() -> dict[int, Trace]:
-        mine = [index for index, rank in enumerate(holders) if rank == world.rank]
-        return {index: trace(subject, jobs[index][0], here, jobs[index][1], **jobs[index][2]) for index in mine}
-
-    own = on_each_rank(world, f"{key}/work", work)
-    found: list[Trace] = []
-    for index, holder in enumerate(holders):
-        if world.rank == 0:
-            found.append(own[index] if holder == 0 else _received(world, holder, f"{key}/{index}"))
-        elif world.rank == holder:
-            _send(own.pop(index), world, f"{key}/{index}")
-    return found
-
-
-def _shared_out(jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], size: int) -> list[int]:
-    """The rank of each run: always the one that has least to do so far; float64 takes about twice as long."""
-    load = [0] * size
-    holders: list[int] = []
-    for single, segments, _ in jobs:
-        holders.append(min(range(size), key=load.__getitem__))
-        load[holders[-1]] += sum(map(len, segments)) * (2 if single.precision == "float64" else 1)
-    return holders
-
-
-def _send(run: Trace, world: World, key: str) -> None:
-    numbers = {"losses": run.losses, "counts": run.counts, "evaluation": run.evaluation, "moved": run.moved}
-    groups = [*run.finals, run.gradients]
-    shapes = [[(name, str(t.dtype)[6:], list(t.shape)) for name, t in group.items()] for group in groups]
-    world.store.set(f"sent/{key}", json.dumps({"numbers": numbers, "shapes": shapes}))
-    for group in groups:
-        for tensor in group.values():
-            if tensor.numel():
-                dist.send(tensor.contiguous().reshape(-1).view(torch.uint8), dst=0, group=world.group)
-
-
-def _received(world: World, holder: int, key: str) -> Trace:
-    sent: Any = world.store.get(f"sent/{key}")
-    head = json.loads(sent.decode())
-    groups: list[dict[str, Tensor]] = []
-    for shapes in head["shapes"]:
-        groups.append({name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes})
-        for tensor in groups[-1].values():
-            if tensor.numel():
-                dist.recv(tensor.reshape(-1).view(torch.uint8), src=holder, group=world.group)
-    numbers = head["numbers"]
-    evaluation = {name: (total, count) for name, (total, count) in numbers["evaluation"].items()}
-    return Trace(
-        numbers["losses"],
-        numbers["counts"],
-        evaluation,
-        groups[:-1],
-        True,
-        moved=numbers["moved"],
-        gradients=groups[-1],
-    )
-
-
 def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments, precision: str) -> Reference:
     """What `single` left beside its perturbed runs. Raises `NotFiniteError` where it has no number."""
     for run in (single, *perturbed):
@@ -257,7 +201,9 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
         }
         for n, final in enumerate(single.finals)
     ]
-    return Reference(single, segments, loss_floors, floors, nulls)
+    starts = itertools.accumulate((len(segment) for segment in segments[:-1]), initial=0)
+    reverse = tuple(relative(single.losses[start], perturbed[0].losses[start]) for start in starts)
+    return Reference(single, segments, loss_floors, floors, nulls, reversed=reverse)
 
 
 def _nulls(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
@@ -285,13 +231,17 @@ def relative(reference: float, value: float) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _nothing_moved(made: dict[str, Any]) -> bool:
-    """Whether there were gradients, and no parameter knows of them."""
-    return any(
-        reference.trace.gradients
-        and not any(moved[name] for moved in reference.trace.moved for name in reference.trace.gradients)
-        for reference in made.values()
-    )
+def _tells_nothing(made: dict[str, Any]) -> bool:
+    """Whether there were gradients, and no parameter moved by more than rounding."""
+
+    def is_told(reference: Reference) -> bool:
+        return any(
+            moved[name] and not reference.is_noise(number, name)
+            for number, moved in enumerate(reference.trace.moved)
+            for name in reference.trace.gradients
+        )
+
+    return any(reference.trace.gradients and not is_told(reference) for reference in made.values())
 
 
 def _keep(subject: Subject, made: dict[str, Any]) -> dict[str, Any]:
@@ -300,6 +250,9 @@ def _keep(subject: Subject, made: dict[str, Any]) -> dict[str, Any]:
     for text, reference in made.items():
         name = subject.names.get(text)
         if name is not None:
-            rest = {key: getattr(reference, key) for key in ("segments", "loss_floors", "floors", "nulls", "is_cut")}
+            rest = {
+                key: getattr(reference, key)
+                for key in ("segments", "loss_floors", "floors", "nulls", "is_cut", "reversed")
+            }
             cache.save(name, reference.trace, rest)
     return {text: cache.encode_segments(reference.segments) for text, reference in made.items()}

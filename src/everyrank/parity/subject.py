@@ -35,6 +35,7 @@ class Subject:
 
     eval_ends    the first and the last batches of the evaluation data, which are evaluated; the whole of a stream
     segments     of each kind of `single` (its layout as text): the updates that can be compared
+    from_disk    kinds of `single` that an earlier call had left
     names        of each kind of `single`: the file in which it is kept between calls
     references   of each kind of `single`: its `Reference`; rank 0 alone has them
     precisions   beside float64, those of the layouts themselves are compared
@@ -52,12 +53,24 @@ class Subject:
     is_cached: bool = False
     by_gradient: bool = False
     segments: dict[str, Segments] = field(default_factory=dict[str, Segments])
+    from_disk: set[str] = field(default_factory=set[str])
     names: dict[str, str | None] = field(default_factory=dict[str, Any])
     references: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def precisions(self, layout: Layout) -> list[str]:
         """In which precisions a layout is compared: float64, and its own."""
         return ["float64"] if self.is_quick else list(dict.fromkeys(["float64", layout.precision]))
+
+    def forget_kept(self, single: str) -> bool:
+        """Let go of what earlier calls have left, where this kind of `single` is among it: it is run anew."""
+        if single not in self.from_disk:
+            return False
+        for kept in self.from_disk:
+            self.segments.pop(kept)
+            self.references.pop(kept, None)
+        self.from_disk.clear()
+        self.is_cached = False  # to be read; what is made is kept under the names that are known
+        return True
 
     def planned(self, precision: str) -> Segments:
         """The updates to begin with."""

@@ -85,6 +85,7 @@ def trace(
     saved = snapshot(prepared) if len(segments) > 1 else {}
     found = Trace([], [], {}, [], True, states=[initial] if keep else [], rows=rows)
     shares: list[Tensor] = []
+    replicas_equal = True
     for number, updates in enumerate(segments):
         if number:
             restore(prepared, saved)
@@ -95,13 +96,14 @@ def trace(
             if measure:
                 _largest_gradients(prepared.model, found.gradients)
         found.finals.append(prepared.state())
+        # before the next segment puts the replicas back
+        replicas_equal = all_equal(local_tensors(prepared.replicas), prepared.mesh.world) and replicas_equal
         if measure:
             found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.mesh.world)
     evaluation: dict[str, tuple[float, float]] = {}
     if subject.eval_ends is not None and evaluates:
         evaluation = evaluate(workload, subject.eval_ends, layout, world, watched)
-    replicas_equal = all_equal(local_tensors(prepared.replicas), prepared.mesh.world)
     del prepared, watched, saved
     gc.collect()
     return dataclasses.replace(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everyrank.checkpoint.generators import generators, set_generators
 from everyrank.collectives import from_rank
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
@@ -42,6 +43,7 @@ def after_epoch(
             tell(world, next(keys), "predict")
         return _answer(layout, prepared, value)
 
+    drawn = generators()  # what it draws at random does not reach the training
     prepared.model.eval()
     with prepared.averaged():
         if world.rank != 0:
@@ -60,6 +62,7 @@ def after_epoch(
                 if world.size > 1:
                     tell(world, next(keys), said)
     prepared.model.train()
+    set_generators(drawn)
 
 
 @torch.no_grad()
