@@ -74,6 +74,15 @@ def test_a_tensor_that_rounding_moves_is_not_compared() -> None:
     assert "moved by rounding alone: weight" in finding.text
 
 
+def test_an_evaluation_after_rounding_has_grown() -> None:
+    """What perturbed runs of single come to says how far the sums may be."""
+    single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 10.0)})
+    run = dataclasses.replace(GOOD, evaluation={"loss": (3.0 + 1e-6, 10.0)})
+    near = dataclasses.replace(GOOD, evaluation={"loss": (3.0 + 1e-7, 10.0)})
+    assert not compare(reference(single), run, "float64").is_equal
+    assert compare(reference(single, near), run, "float64").is_equal
+
+
 def test_a_tie_is_not_a_difference() -> None:
     """One hit more in a thousand is a tie that rounding broke; a tenth of them is not."""
     single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 1000.0), "top1": (500.0, 1000.0)})

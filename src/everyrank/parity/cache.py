@@ -144,7 +144,7 @@ def load(name: str) -> tuple[Trace, dict[str, Any]] | None:
             finals[int(number)][tensor_name] = tensor
     evaluation = {key: (total, count) for key, (total, count) in about["evaluation"].items()}
     run = Trace(about["losses"], about["counts"], evaluation, finals, True, moved=about["moved"])
-    rest = {key: about[key] for key in ("loss_floors", "floors", "is_cut", "reversed")}
+    rest = {key: about[key] for key in ("loss_floors", "floors", "is_cut", "reversed", "evaluation_floors")}
     return run, {**rest, "segments": decode_segments(about["segments"]), "nulls": nulls}
 
 
@@ -163,6 +163,7 @@ def save(name: str, run: Trace, rest: dict[str, Any]) -> None:
         "floors": rest["floors"],
         "is_cut": rest["is_cut"],
         "reversed": rest["reversed"],
+        "evaluation_floors": rest["evaluation_floors"],
         "segments": encode_segments(rest["segments"]),
     }
     place = folder() / name

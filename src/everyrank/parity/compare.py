@@ -193,7 +193,7 @@ def _about_tensors(reference: Reference, run: Trace, precision: str) -> str:
 def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | None:
     if precision != "float64":
         return None
-    tolerance = max(_EVALUATION_BASE, 100 * max(reference.loss_floors))
+    grown = 100 * max(reference.loss_floors)
     for name, (total, count) in reference.trace.evaluation.items():
         run_total, run_count = run.evaluation[name]
         if relative(count, run_count) > 1e-12:
@@ -201,6 +201,7 @@ def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | No
             return _Place("evaluation", what, relative(count, run_count), 1e-12)
         if math.isnan(total) and math.isnan(run_total):
             continue
+        tolerance = max(_EVALUATION_BASE, grown, 100 * reference.evaluation_floors.get(name, 0.0))
         difference = relative(total, run_total)
         # numbers of hits: a tie that rounding breaks another way is one more, or one less
         is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)

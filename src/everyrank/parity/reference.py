@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +33,15 @@ UNSTEADY = 1e-8  # in float64 and from equal weights, reversed: more is no round
 # a gradient that is smaller than this part of the largest one is what rounding leaves of a sum that is zero
 _NULL = {"float64": 1e-11, "float32": 1e-6}
 _BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
-_KEPT = ("segments", "loss_floors", "floors", "nulls", "is_cut", "reversed")  # on the disk, beside the run itself
+_KEPT = (
+    "segments",
+    "loss_floors",
+    "floors",
+    "nulls",
+    "is_cut",
+    "reversed",
+    "evaluation_floors",
+)  # on the disk, beside the run itself
 _PERTURBED: dict[str, list[dict[str, Any]]] = {
     "float64": [{"reverse": True}, {"jitter": 1}],
     "lower": [{"reverse": True}, {"jitter": 1}, {"jitter": 2}, {"jitter": 3}],
@@ -50,6 +58,7 @@ class Reference:
     floors        of each segment: name -> the largest distance of a perturbed run's tensor, null elements left out
     nulls         elements of parameters whose true gradient is zero: they move by rounding alone
     is_cut        whether rounding has grown too much for all of the updates
+    evaluation_floors   of the loss and each metric: the largest distance of a perturbed run's sum, relative
     reversed      of each segment: how far the first loss is from that of the same samples in reverse, relative
     """
 
@@ -60,6 +69,7 @@ class Reference:
     nulls: dict[str, Tensor]
     is_cut: bool = False
     reversed: tuple[float, ...] = ()
+    evaluation_floors: dict[str, float] = field(default_factory=dict[str, float])
 
     def is_noise(self, number: int, name: str) -> bool:
         """Whether rounding alone moves this tensor so far in a segment that nothing can be told from where it ends."""
@@ -118,7 +128,11 @@ def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -
     attempt = 0
     while left := {text: plan for text, plan in plans.items() if text not in done}:
         attempt += 1
-        jobs = [(text, options) for text in left for options in _runs_of(singles[text])]
+        jobs = [
+            (text, options)
+            for text in left
+            for options in _runs_of(singles[text], plans[text] != _plan(subject, singles[text].precision))
+        ]
         traces = spread(subject, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
         found: dict[str, Reference] = {}
         if world.rank == 0:
@@ -150,11 +164,14 @@ def _plan(subject: Subject, precision: str) -> Segments:
     return [[flat[index]] for index in sorted({0, len(flat) // 2, len(flat) - 1})]
 
 
-def _runs_of(single: Layout) -> list[dict[str, Any]]:
-    """`single` as it is, then perturbed; the evaluation is compared in float64, and not perturbed."""
+def _runs_of(single: Layout, is_cut: bool) -> list[dict[str, Any]]:
+    """`single` as it is, then perturbed; the evaluation is compared in float64, and perturbed where rounding grows."""
     perturbed = _PERTURBED.get(single.precision, _PERTURBED["lower"])
-    first = {"measure": True, "evaluates": single.precision == "float64"}
-    return [first, *({**one, "evaluates": False} for one in perturbed)]
+    evaluates = single.precision == "float64"
+    return [
+        {"measure": True, "evaluates": evaluates},
+        *({**one, "evaluates": evaluates and is_cut} for one in perturbed),
+    ]
 
 
 def shortened(segments: Segments, length: int) -> Segments:
@@ -203,7 +220,11 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
     ]
     starts = itertools.accumulate((len(segment) for segment in segments[:-1]), initial=0)
     reverse = tuple(relative(single.losses[start], perturbed[0].losses[start]) for start in starts)
-    return Reference(single, segments, loss_floors, floors, nulls, reversed=reverse)
+    spreads_of_sums = {
+        name: max((relative(total, run.evaluation[name][0]) for run in perturbed if run.evaluation), default=0.0)
+        for name, (total, _) in single.evaluation.items()
+    }
+    return Reference(single, segments, loss_floors, floors, nulls, reversed=reverse, evaluation_floors=spreads_of_sums)
 
 
 def _nulls(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
@@ -252,7 +273,7 @@ def _keep(subject: Subject, made: dict[str, Any]) -> dict[str, Any]:
         if name is not None:
             rest = {
                 key: getattr(reference, key)
-                for key in ("segments", "loss_floors", "floors", "nulls", "is_cut", "reversed")
+                for key in ("segments", "loss_floors", "floors", "nulls", "is_cut", "reversed", "evaluation_floors")
             }
             cache.save(name, reference.trace, rest)
     return {text: cache.encode_segments(reference.segments) for text, reference in made.items()}
