@@ -47,10 +47,10 @@ def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[B
     finally:
         for hook in hooks:
             hook.remove()
-    for name, parameter in prepared.model.named_parameters():
-        if is_bad(local_tensors([parameter])[0]):
-            before = "the update before; lower the learning rate or set clip_norm" if step else "model() itself"
-            return f"parameter {name}, made so by {before}"
+    name = _bad_parameter(prepared)
+    if name:
+        before = "the update before; lower the learning rate or set clip_norm" if step else "model() itself"
+        return f"parameter {name}, made so by {before}"
     if any(is_bad(batch.input) for batch in batches):
         return "the input itself"
     return next(iter(bad_outputs), _THE_LOSS if is_bad(losses) else _NONE_AGAIN)
@@ -58,9 +58,9 @@ def first_bad_tensor(workload: Workload, prepared: Prepared, batches: Sequence[B
 
 def agreed(found: str, prepared: Prepared) -> str:
     """What the first rank has found that found something; all ranks say the same. A collective."""
-    rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), prepared.mesh.world)
-    texts = [bytes(row.tolist()).decode() for row in rows]
-    return min(texts, key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS))  # the first that says most
+    return min(
+        _of_all_ranks(found, prepared), key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS)
+    )  # the first that says most
 
 
 def check_finite(prepared: Prepared, done: int) -> None:
@@ -68,15 +68,24 @@ def check_finite(prepared: Prepared, done: int) -> None:
 
     What the last update has spoilt, no loss shows any more.
     """
-    parameters = prepared.model.named_parameters()
-    bad = next((name for name, parameter in parameters if is_bad(local_tensors([parameter])[0])), "")
-    rows = gather(torch.tensor(list(bad.encode()), dtype=torch.uint8), prepared.mesh.world)
-    found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
+    found = next(filter(None, _of_all_ranks(_bad_parameter(prepared), prepared)), "")
     if found:
         before = (
             f"update {done - 1}: it made parameter {found} infinite or NaN; lower the learning rate or set clip_norm"
         )
         raise NotFiniteError(before if done else f"parameter {found} is infinite or NaN; model() itself made it so")
+
+
+def _bad_parameter(prepared: Prepared) -> str:
+    """The name of the first parameter of which this rank's own part is not finite; "" where none is."""
+    named = prepared.model.named_parameters()
+    return next((name for name, parameter in named if is_bad(local_tensors([parameter])[0])), "")
+
+
+def _of_all_ranks(text: str, prepared: Prepared) -> list[str]:
+    """Every rank's text. A collective."""
+    rows = gather(torch.tensor(list(text.encode()), dtype=torch.uint8), prepared.mesh.world)
+    return [bytes(row.tolist()).decode() for row in rows]
 
 
 def is_bad(value: Any) -> bool:
@@ -88,7 +97,6 @@ def is_bad(value: Any) -> bool:
 
 def lost(prepared: Prepared, step: int, loss: float) -> NotFiniteError:
     """The error of a loss that was seen to be no number after its update."""
-    named = prepared.model.named_parameters()
-    bad = next((name for name, parameter in named if is_bad(local_tensors([parameter])[0])), None)
-    where = f"parameter {bad}" if bad is not None else "the loss itself"
+    bad = _bad_parameter(prepared)
+    where = f"parameter {bad}" if bad else "the loss itself"
     return NotFiniteError(f"update {step}: the loss is {loss}; first bad tensor: {where}")

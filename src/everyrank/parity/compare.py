@@ -10,7 +10,7 @@ from torch import Tensor
 from everyrank.parity.reference import UNSTEADY, Reference, relative, tensor_distance
 from everyrank.parity.trace import Trace
 
-__all__ = ["Finding", "compare", "tensor_tolerance"]
+__all__ = ["Finding", "compare", "largest", "tensor_tolerance"]
 
 _LOSS_BASE = {"float64": 1e-10, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 # how many times farther than perturbed runs of `single` a run may be: in float64 these are few, and close
@@ -69,13 +69,13 @@ def compare(reference: Reference, run: Trace, precision: str) -> Finding:
         or _first_tensor(reference, run, precision)
         or _evaluation(reference, run, precision)
     )
-    largest, scope = max(differences), _scope(reference)
+    worst, scope = max(differences), _scope(reference)
     if place is not None:
         return Finding(
             False,
             place.difference,
             place.tolerance,
-            largest,
+            worst,
             scope,
             kind=place.kind,
             what=place.what,
@@ -83,9 +83,9 @@ def compare(reference: Reference, run: Trace, precision: str) -> Finding:
             cause=place.cause,
         )
     _, difference, tolerance = max((d / t, d, t) for d, t in zip(differences, tolerances, strict=True))
-    text = f"{len(differences)} losses differ by at most {largest:.1e} (tolerance {tolerance:.0e}), "
+    text = f"{len(differences)} losses differ by at most {worst:.1e} (tolerance {tolerance:.0e}), "
     text += _about_tensors(reference, run, precision)
-    return Finding(True, difference, tolerance, largest, scope, text)
+    return Finding(True, difference, tolerance, worst, scope, text)
 
 
 def _scope(reference: Reference) -> str:
@@ -153,7 +153,7 @@ def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Place | 
             other = run.finals[number].get(name)
             found = math.inf if other is None else tensor_distance(tensor, other, reference.nulls.get(name))
             if not found <= tolerance:
-                scale = _largest(tensor)
+                scale = largest(tensor)
                 what = f"{_update(reference, last)}, tensor {name}"
                 return _Place("tensor", what, found / scale, tolerance / scale, last)
     return None
@@ -162,7 +162,7 @@ def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Place | 
 def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tensor, precision: str) -> float | None:
     """How far an element may be from `single` after segment `number`; None for a tensor that rounding alone moves."""
     floor, moved = reference.floors[number][name], reference.trace.moved[number].get(name, 0.0)
-    base = _TENSOR_BASE[precision] * _largest(tensor)
+    base = _TENSOR_BASE[precision] * largest(tensor)
     if precision == "float64":
         if floor > base and reference.is_noise(number, name):
             return None
@@ -170,7 +170,8 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
     return max(base, _TENSOR_FACTOR * floor)
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
+    """The magnitude of its largest element, above 0."""
     return max(float(tensor.double().abs().max()) if tensor.numel() else 0.0, 1e-300)
 
 
@@ -183,7 +184,7 @@ def _about_tensors(reference: Reference, run: Trace, precision: str) -> str:
                 left_out.add(name)
             else:
                 found = tensor_distance(tensor, run.finals[number][name], reference.nulls.get(name))
-                worst = max(worst, found / _largest(tensor))
+                worst = max(worst, found / largest(tensor))
     text = f"{len(reference.trace.finals[0])} tensors by at most {worst:.1e} of their largest element"
     if left_out:
         text += f" ({len(left_out)} of them, in part, are moved by rounding alone: {min(left_out)}, for one)"

@@ -12,9 +12,9 @@ from everyrank.collectives import gather
 from everyrank.data import Update
 from everyrank.layout import Layout
 from everyrank.parallel.construct import on_cpu
-from everyrank.parity.compare import Finding
+from everyrank.parity.compare import Finding, largest
 from everyrank.parity.probes import probe_evaluation, probe_update
-from everyrank.parity.reference import Reference, relative, tensor_distance
+from everyrank.parity.reference import BY_NOISE, Reference, relative, tensor_distance
 from everyrank.parity.rows import missing_rows
 from everyrank.parity.subject import Segments, Subject, single_like
 from everyrank.parity.trace import Trace, distance, trace, trace_in_place
@@ -132,10 +132,9 @@ def _first_difference(
             nulls = known.nulls.get(name) if known is not None else None
             moved = distance(reference[0][name], tensor)
             floor = known.floors[number].get(name, 0.0) if known is not None else 0.0
-            if moved and floor > 1e-2 * moved:
+            if moved and floor > BY_NOISE * moved:
                 continue  # rounding alone moves it
-            largest = float(tensor.double().abs().max()) if tensor.numel() else 0.0
-            tolerance = max(_FIRST_TENSOR * moved, 1e-12 * largest, 10 * floor)
+            tolerance = max(_FIRST_TENSOR * moved, 1e-12 * largest(tensor), 10 * floor)
             if not (name in there and tensor_distance(tensor, there[name], nulls) <= tolerance):
                 return done, name
     return None

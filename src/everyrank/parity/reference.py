@@ -25,14 +25,23 @@ from everyrank.parity.subject import Segments, Subject, by_gradient, single_like
 from everyrank.parity.trace import Trace, distance
 from everyrank.world import World, alone, from_rank_0
 
-__all__ = ["UNSTEADY", "Reference", "ensure_references", "make_reference", "relative", "shortened", "tensor_distance"]
+__all__ = [
+    "BY_NOISE",
+    "UNSTEADY",
+    "Reference",
+    "ensure_references",
+    "make_reference",
+    "relative",
+    "shortened",
+    "tensor_distance",
+]
 
 # how far perturbed runs of `single` may be from it in the loss where it still judges others
 _LIMITS = {"float64": 1e-12, "float32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 UNSTEADY = 1e-8  # in float64 and from equal weights, reversed: more is no rounding
 # a gradient that is smaller than this part of the largest one is what rounding leaves of a sum that is zero
 _NULL = {"float64": 1e-11, "float32": 1e-6}
-_BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
+BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
 _KEPT = (
     "segments",
     "loss_floors",
@@ -74,7 +83,7 @@ class Reference:
     def is_noise(self, number: int, name: str) -> bool:
         """Whether rounding alone moves this tensor so far in a segment that nothing can be told from where it ends."""
         moved = self.trace.moved[number].get(name, 0.0)
-        return bool(moved) and self.floors[number][name] > _BY_NOISE * moved
+        return bool(moved) and self.floors[number][name] > BY_NOISE * moved
 
 
 def ensure_references(subject: Subject, layout: Layout, world: World, key: str) -> None:
@@ -123,7 +132,8 @@ def _from_cache(subject: Subject, singles: dict[str, Layout], world: World) -> d
 
 def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -> dict[str, Any]:
     """Each of these and its perturbed runs, spread over the ranks, cut until rounding is small; on rank 0."""
-    plans = {text: _plan(subject, single.precision) for text, single in singles.items()}
+    planned = {text: _plan(subject, single.precision) for text, single in singles.items()}
+    plans = dict(planned)
     done: dict[str, Any] = {}
     attempt = 0
     while left := {text: plan for text, plan in plans.items() if text not in done}:
@@ -141,11 +151,9 @@ def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -
             lambda found=found: {text: _steady_length(one, singles[text].precision) for text, one in found.items()},
         )
         for text, plan in left.items():
-            shorter = (
-                plan if lengths[text] is None else shortened(_plan(subject, singles[text].precision), lengths[text])
-            )
+            shorter = plan if lengths[text] is None else shortened(planned[text], lengths[text])
             if shorter == plan:
-                is_cut = plan != _plan(subject, singles[text].precision)
+                is_cut = plan != planned[text]
                 done[text] = replace(found[text], is_cut=is_cut) if world.rank == 0 else None
             plans[text] = shorter
     return done

@@ -50,11 +50,16 @@ def tell(world: World, key: str, text: str | None) -> str:
         assert text is not None
         world.store.set(f"tell/{key}", text)
         return text
+    return _heard(world, f"tell/{key}")
+
+
+def _heard(world: World, name: str) -> str:
+    """What stands under this name, when it does."""
     pause = 0.001
-    while not world.store.check([f"tell/{key}"]):
+    while not world.store.check([name]):
         time.sleep(pause)
         pause = min(0.05, pause * 1.5)
-    return world.store.get(f"tell/{key}").decode()
+    return world.store.get(name).decode()
 
 
 def on_rank_0(world: World, key: str, function: Callable[[], T]) -> T | None:
@@ -85,11 +90,7 @@ def on_each_rank(world: World, key: str, function: Callable[[], T]) -> T:
     tell_all = f"{type(own).__name__}\n{own}" if own is not None else ""
     world.store.set(f"each/{key}/{world.rank}", tell_all)
     for rank in range(world.size):
-        pause = 0.001
-        while not world.store.check([f"each/{key}/{rank}"]):
-            time.sleep(pause)
-            pause = min(0.05, pause * 1.5)
-        error, _, text = world.store.get(f"each/{key}/{rank}").decode().partition("\n")
+        error, _, text = _heard(world, f"each/{key}/{rank}").partition("\n")
         if own is None and error:
             raise kind_named(error)(text)
     if own is not None:
