@@ -29,19 +29,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from everyrank import Launch, Record, Workload, parse_layout
+from everyrank.builtin import Decoder, DecoderShape
+from everyrank.builtin.text import Bytes, loss
 from everyrank.checkpoint import Saver
-from everyrank.collectives import gather
 from everyrank.data import all_updates
 from everyrank.launch import RankFacts, run
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
-from everyrank.models import Decoder, DecoderShape
 from everyrank.record import write_records
 from everyrank.runs import About
 from everyrank.strategies import Prepared, prepare
-from everyrank.workloads.text import Bytes, loss
 from everyrank.world import World, open_world
+from everyrank.world.collectives import all_gather
 
 MODELS = {
     "small": DecoderShape(num_blocks=8, num_heads=4, width=96, hidden=256, tied=False),
@@ -93,7 +93,7 @@ def turns(
     prepared = prepare(job, layout, world)
 
     def update() -> None:
-        list(run_updates(job, data, layout, world, prepared, all_updates(1, 1)))
+        list(run_updates(prepared, data, all_updates(1, 1)))
 
     update()  # the optimizer has its state now
     about = About(0, job.name, {}, 0, 2, None, len(data), None, layout_text, world.size, 1, "eval_loss", {}, "")
@@ -132,13 +132,13 @@ def seconds_of(world: World, function: Callable[[], object]) -> float:
 
 
 def slowest(seconds: float, world: World) -> float:
-    return max(float(row) for row in gather(torch.tensor([seconds], dtype=torch.float64), world))
+    return max(float(row) for row in all_gather(torch.tensor([seconds], dtype=torch.float64), world))
 
 
 def torch_save(prepared: Prepared, world: World, folder: Path, _: int) -> None:
     """All of it on rank 0, which writes; the others wait for it, as they would at the next update."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, optimizer = get_state_dict(prepared.model, prepared.optimizer, options=options)
+    model, optimizer = get_state_dict(prepared.model, prepared.trainable.optimizer, options=options)
     if world.rank == 0:
         with (folder / "partial.pt").open("wb") as file:
             torch.save({"model": model, "optimizer": optimizer}, file)

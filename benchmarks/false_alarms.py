@@ -25,7 +25,7 @@ from everyrank import Launch, Workload, parse_layout
 from everyrank.launch import run
 from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
-from everyrank.parity import check_layout, subject_of
+from everyrank.parity import check_layout, parity_case
 from everyrank.record import Record, write_records
 from everyrank.world import open_world
 
@@ -192,7 +192,7 @@ def verify_all(facts: Any, launch: Launch, seeds: int) -> list[Record] | None:
                 data = open_data(workload, world)
                 start = time.monotonic()
                 parity, _ = check_layout(
-                    subject_of(workload, *data, steps), parse_layout(layout), world, f"alarm/{seed}/{place}"
+                    parity_case(workload, *data, steps), parse_layout(layout), world, f"alarm/{seed}/{place}"
                 )
                 if world.rank == 0:
                     print(f"{workload.name} · {layout}: {parity.status} ({time.monotonic() - start:.1f} s)", flush=True)

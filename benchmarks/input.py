@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from everyrank import Launch, Record, find_workload
+from everyrank.builtin.digits import Digits
 from everyrank.data import Slice, all_updates, batches_for_updates
+from everyrank.datasets.folder import read_image
 from everyrank.launch import RankFacts, run
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.record import write_records
-from everyrank.sources.folder import read_image
-from everyrank.workloads.digits import Digits
 from everyrank.world import open_world
 
 BATCH = 32

@@ -30,18 +30,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from everyrank import Launch, Workload, parse_layout
-from everyrank.collectives import gather
+from everyrank.builtin import ConvNet
+from everyrank.builtin.classify import loss
+from everyrank.builtin.digits import Digits
 from everyrank.data import all_updates, updates_per_epoch
 from everyrank.launch import RankFacts, run
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
-from everyrank.models import ConvNet
 from everyrank.record import Record, write_records
 from everyrank.strategies import prepare
-from everyrank.workloads.classify import loss
-from everyrank.workloads.digits import Digits
-from everyrank.world import World, alone, on_rank_0, open_world
+from everyrank.world import World, on_rank_0, open_world, single_process_world
+from everyrank.world.collectives import all_gather
 
 WARM_UP, TIMED = 10, 30  # updates of a turn: by then what the workers read ahead is used up
 
@@ -125,11 +125,15 @@ def measure(
                 dataset = memory if arm.in_memory else files
                 if arm.one_process:
                     key = f"loaders/{number}/{arm.name}"
-                    own = on_rank_0(world, key, lambda arm=arm, dataset=dataset: turn(arm, job, dataset, alone(world)))
+                    own = on_rank_0(
+                        world,
+                        key,
+                        lambda arm=arm, dataset=dataset: turn(arm, job, dataset, single_process_world(world)),
+                    )
                 else:
                     dist.barrier()
                     own = turn(arm, job, dataset, world)
-                    own = max(float(row) for row in gather(torch.tensor([own], dtype=torch.float64), world))
+                    own = max(float(row) for row in all_gather(torch.tensor([own], dtype=torch.float64), world))
                 if own is not None:
                     seconds[arm.name].append(own)
         if world.rank != 0:
@@ -144,7 +148,7 @@ def turn(arm: Arm, job: Workload, dataset: Any, world: World) -> float:
     layout = parse_layout(("dataparallel" if has_two else "single") if arm.one_process else "ddp")
     prepared = prepare(job, layout, world)
     updates = all_updates(WARM_UP + TIMED, updates_per_epoch(len(dataset), job.global_batch))
-    shares: Iterator[Tensor] = run_updates(job, dataset, layout, world, prepared, updates)
+    shares: Iterator[Tensor] = run_updates(prepared, dataset, updates)
     if arm.their_step:
         shares = their_steps(shares, world)
     for _ in itertools.islice(shares, WARM_UP):

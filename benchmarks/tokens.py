@@ -90,7 +90,7 @@ def measure(facts: RankFacts, launch: Launch, name: str, steps: int, rounds: int
         updates = all_updates(10**5, updates_per_epoch(len(dataset), job.global_batch))
         arms: dict[str, Iterator[Any]] = {
             "hand-written": hand_written(job, dataset, world.device),
-            "everyrank": run_updates(job, dataset, layout, world, prepared, updates),
+            "everyrank": run_updates(prepared, dataset, updates),
         }
         rate = matrix_rate(world.device)
         operations = operations_of_a_token(prepared.model, job, length)

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from everyrank import parse_layout
-from everyrank.collectives import sum_over_ranks
 from everyrank.data import all_updates, updates_per_epoch
 from everyrank.loop import run_updates
 from everyrank.strategies import prepare
 from everyrank.world import World
+from everyrank.world.collectives import sum_over_ranks
 
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "transformers"}
 KEPT = 20  # losses
@@ -30,7 +30,7 @@ def everyrank_loop(job: Any, losses: list[float], world: World) -> Iterator[None
     layout = parse_layout("ddp" if world.size > 1 else "single")
     prepared = prepare(job, layout, world)
     updates = all_updates(10**6, updates_per_epoch(len(dataset), job.global_batch))
-    shares = run_updates(job, dataset, layout, world, prepared, itertools.islice(updates, 100_000))
+    shares = run_updates(prepared, dataset, itertools.islice(updates, 100_000))
     for share in shares:
         if len(losses) < KEPT:
             total, count = (sum_over_ranks(share, world) if world.size > 1 else share).tolist()

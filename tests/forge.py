@@ -76,10 +76,10 @@ def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
 
 def serve() -> None:
     """In a process of its own: fork what is asked for, answer with how it ended."""
-    import everyrank.predict
+    import everyrank.tasks.predict
     import everyrank.train
 
-    assert everyrank.predict
+    assert everyrank.tasks.predict
     assert everyrank.train
     for line in sys.stdin:
         asked = json.loads(line)

@@ -30,7 +30,7 @@ class Pool:
         context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
         if context.get_start_method() == "forkserver":
             context.set_forkserver_preload(
-                ["torch.distributed.checkpoint", "everyrank.bench", "everyrank.verify", "zoo"]
+                ["torch.distributed.checkpoint", "everyrank.tasks.bench", "everyrank.tasks.verify", "zoo"]
             )
         self.pipes: list[Connection] = []
         self.processes = []
@@ -99,14 +99,14 @@ def _serve(rank: int, count: int, folder: Path, pipe: Connection, path: list[str
     warnings.filterwarnings("error", module=r"everyrank\..*")
     import torch
 
-    import everyrank.world.meeting
-    import everyrank.world.opening
+    import everyrank.world.barrier
+    import everyrank.world.process_group
     from everyrank.launch import Launch, RankFacts
     from everyrank.world import open_world
 
     # The models of the tests are tiny: a second thread would only wait for the first.
-    everyrank.world.opening.use_threads = lambda threads: torch.set_num_threads(1)
-    everyrank.world.meeting.use_threads = everyrank.world.opening.use_threads
+    everyrank.world.process_group.use_threads = lambda threads: torch.set_num_threads(1)
+    everyrank.world.barrier.use_threads = everyrank.world.process_group.use_threads
     facts = RankFacts(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
     with open_world(facts, Launch(processes=count, device="cpu", timeout_seconds=60)) as world:
         while True:

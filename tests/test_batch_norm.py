@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from everyrank.errors import WorkloadError
-from everyrank.parallel.batch_norm import ForwardState, synchronise_batch_norm
+from everyrank.parallel.batch_norm import MicroBatchState, apply_batch_norm
 from everyrank.world import World
 
 SIZES = [3, 0, 2]  # real samples of each rank; the second borrows one
@@ -21,18 +21,18 @@ def inputs(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def in_ranks(world: World, shape: tuple[int, ...], affine: bool) -> Any:
-    state = ForwardState()
+    state = MicroBatchState()
     norm = nn.BatchNorm2d(shape[0], affine=affine) if len(shape) == 3 else nn.BatchNorm1d(shape[0], affine=affine)
     model = nn.Sequential(norm)
     keys = list(model.state_dict())
-    synchronise_batch_norm(model, state, world)
+    apply_batch_norm(model, state, world)
     assert list(model.state_dict()) == keys
     start = sum(SIZES[: world.rank])
-    state.is_borrowed = SIZES[world.rank] == 0
+    state.is_padding = SIZES[world.rank] == 0
     own = inputs(shape)[start : start + max(1, SIZES[world.rank])].clone().requires_grad_()
     weight = torch.linspace(0.5, 1.5, own.numel()).reshape(own.shape)
     output = model(own)
-    (output * weight * (0.0 if state.is_borrowed else 1.0)).sum().backward()
+    (output * weight * (0.0 if state.is_padding else 1.0)).sum().backward()
     assert own.grad is not None
     grads = [parameter.grad for parameter in model.parameters()]
     return output.detach(), own.grad, grads, norm.running_mean, norm.running_var, weight
@@ -76,7 +76,7 @@ def test_unknown_kind_is_refused(ranks: Any) -> None:
 
 def refuse(world: World) -> str:
     try:
-        synchronise_batch_norm(nn.Sequential(OwnNorm(3)), ForwardState(), world)
+        apply_batch_norm(nn.Sequential(OwnNorm(3)), MicroBatchState(), world)
     except WorkloadError as error:
         return str(error)
     return ""
@@ -86,7 +86,7 @@ def followed_by_in_place(world: World, affine: bool) -> bool:
     norm = nn.BatchNorm2d(3, affine=affine, momentum=None)
     model = nn.Sequential(norm, nn.ReLU(inplace=True)).double()
     reference = nn.Sequential(nn.BatchNorm2d(3, affine=affine, momentum=None), nn.ReLU(inplace=True)).double()
-    synchronise_batch_norm(model, ForwardState(), world)
+    apply_batch_norm(model, MicroBatchState(), world)
     values = torch.randn(6, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(2):
         own, whole = (values.clone().requires_grad_() for _ in range(2))
@@ -108,7 +108,7 @@ def test_what_follows_may_work_in_place(ranks: Any, affine: bool) -> None:
 
 def second_derivative(world: World) -> str:
     model = nn.Sequential(nn.BatchNorm1d(2))
-    synchronise_batch_norm(model, ForwardState(), world)
+    apply_batch_norm(model, MicroBatchState(), world)
     own = torch.randn(4, 2, requires_grad=True)
     (grad,) = torch.autograd.grad(model(own).square().sum(), own, create_graph=True)
     try:

@@ -15,12 +15,12 @@ import torch
 
 import zoo
 from everyrank import Launch, parse_layout, read_records, session
-from everyrank.bench import bench_rank
 from everyrank.cli import _TerminatedError, main
 from everyrank.errors import RankFailedError, UsageError
 from everyrank.launch import RankFacts, run
 from everyrank.options import BenchOptions
 from everyrank.record import Parity, Record
+from everyrank.tasks.bench import bench_rank
 
 
 @pytest.fixture(scope="module")

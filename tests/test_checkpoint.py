@@ -112,7 +112,7 @@ class Going:
         """This rank's shares of (sum, count)."""
         per_epoch = updates_per_epoch(len(self.data), self.workload.global_batch)
         chosen = list(all_updates(end, per_epoch))[begin:]
-        shares = run_updates(self.workload, self.data, self.layout, self.world, self.prepared, chosen)
+        shares = run_updates(self.prepared, self.data, chosen)
         return [share.clone() for share in shares]
 
     def saver(self, run: Path, keep: int = 3, in_background: bool = False, best_by: str = "eval_loss") -> Saver:
@@ -120,9 +120,9 @@ class Going:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that this rank has."""
-        found = tensors_of(self.prepared, self.world)
+        found = tensors_of(self.prepared.trainable, self.world)
         local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in found.items()}
-        return {name: value.clone() for name, value in local.items()}, copy.deepcopy(values_of(self.prepared))
+        return {name: value.clone() for name, value in local.items()}, copy.deepcopy(values_of(self.prepared.trainable))
 
 
 def everything_in(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -226,13 +226,13 @@ def scaled(world: World, strategy: str, run: Path) -> Any:
     whole = Going(world, workload, f"{strategy}:precision=fp16")
     whole.updates(0, SAVED)
     whole.saver(run).save(SAVED, {})
-    scale = whole.prepared.scale
+    scale = whole.prepared.trainable.scaler
     assert scale is not None
     before = (scale.scale, scale.good_steps)
     expected = (whole.updates(SAVED, END), *whole.state())
     again = Going(world, workload, f"{strategy}:precision=fp16")
     resume(again.prepared, world, find_checkpoint(run), again.about())
-    scale = again.prepared.scale
+    scale = again.prepared.trainable.scaler
     assert scale is not None
     after = (scale.scale, scale.good_steps)
     return before, after, expected, (again.updates(SAVED, END), *again.state())
@@ -528,10 +528,10 @@ def save_for_ever(run: Path, writing: int, in_background: bool) -> None:
 
 @torch.no_grad()
 def fill(prepared: Prepared, world: World, value: int) -> None:
-    for name, tensor in tensors_of(prepared, world).items():
+    for name, tensor in tensors_of(prepared.trainable, world).items():
         if not name.startswith("generators/"):
             tensor.fill_(value)
-    prepared.optimizer.param_groups[0]["lr"] = float(value)
+    prepared.trainable.optimizer.param_groups[0]["lr"] = float(value)
 
 
 def look_at(run: Path) -> int:
@@ -1220,7 +1220,7 @@ def saves_from_afar(world: World, layout: str, run: Path) -> bool:
         saver.finish()
     finally:
         everyrank.checkpoint.saver._on_cpu = on_cpu
-    return any(isinstance(tensor, DTensor) for tensor in tensors_of(going.prepared, world).values())
+    return any(isinstance(tensor, DTensor) for tensor in tensors_of(going.prepared.trainable, world).values())
 
 
 @pytest.mark.parametrize("layout", ["fsdp:tensor=2", "pipeline:shard=2"])

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from everyrank import Launch, Layout, Workload, find_workload, read_records, run
-from everyrank.audit import complaints
 from everyrank.cli import main
+from everyrank.parity.samples import complaints
 
 MY_WORKLOAD = """
 import torch
@@ -206,8 +206,8 @@ def audit_in_ranks(world: Any, mutation: str) -> list[str]:
 
     import everyrank.data.parts as parts
     import zoo
-    from everyrank.audit import audit
     from everyrank.parallel.mesh import open_mesh
+    from everyrank.parity.samples import audit
 
     workload = zoo.workload("frozen")
     order = parts.epoch_order
@@ -216,7 +216,7 @@ def audit_in_ranks(world: Any, mutation: str) -> list[str]:
         layout = Layout("ddp", accumulate=2)
         mesh = open_mesh(layout, world)
         if mutation == "same slice":
-            mesh = dataclasses.replace(mesh, place={**mesh.place, "replicate": 0})
+            mesh = dataclasses.replace(mesh, coordinate={**mesh.coordinate, "replicate": 0})
         return audit(workload, zoo.Points(23), zoo.Points(13), layout, mesh)[0]
 
 

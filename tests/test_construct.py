@@ -14,8 +14,8 @@ import zoo
 from everyrank import parse_layout
 from everyrank.errors import CannotRunError
 from everyrank.loop import open_data
-from everyrank.parallel import construct
-from everyrank.parity import check_layout, subject_of
+from everyrank.parallel import init_model
+from everyrank.parity import check_layout, parity_case
 from everyrank.strategies import prepare
 from everyrank.world import World
 
@@ -55,10 +55,10 @@ def test_meta_is_bit_equal_to_building_in_full(ranks: Any, count: int) -> None:
 
 def check_meta(world: World, forgets: str) -> str:
     workload = zoo.workload("tied", model=Furnished)
-    subject = subject_of(workload, *open_data(workload, world), steps=4)
+    subject = parity_case(workload, *open_data(workload, world), steps=4)
     patch: Any = contextlib.nullcontext()
     if forgets == "buffers":
-        patch = mock.patch.object(construct, "dist")
+        patch = mock.patch.object(init_model, "dist")
     with patch:
         return check_layout(subject, parse_layout("fsdp:meta=true"), world, f"meta/{forgets}")[0].status
 
@@ -84,7 +84,7 @@ class Halves(nn.Module):
 
 def check_halves(world: World, text: str) -> Any:
     workload = zoo.workload("frozen", "adamw", model=Halves, num_devices=2, blocks=None)
-    subject = subject_of(workload, *open_data(workload, world), steps=8)
+    subject = parity_case(workload, *open_data(workload, world), steps=8)
     return check_layout(subject, parse_layout(text), world, f"halves/{text}")[0]
 
 
@@ -102,7 +102,7 @@ def places(world: World, layout: str, num_cuda: int) -> list[str]:
     here = dataclasses.replace(world, device=torch.device("cuda", world.local_rank))
     with mock.patch.object(torch.cuda, "device_count", return_value=num_cuda):
         try:
-            return [str(device) for device in construct._devices(parse_layout(layout), here)]
+            return [str(device) for device in init_model._devices(parse_layout(layout), here)]
         except CannotRunError as error:
             return [str(error)]
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from everyrank.doctor import Examination, Finding, paste
+from everyrank.doctor import CheckResult, Examination, paste
 from everyrank.doctor.examination import layouts_here
 from everyrank.doctor.findings import ABSENT, OK, PROBLEM, WARNING, absent, ok, problem, warning
 from everyrank.doctor.machine import (
@@ -32,7 +32,13 @@ from everyrank.doctor.machine import (
     check_space,
     check_threads,
 )
-from everyrank.doctor.network import check_host_name, check_interface, check_launcher, check_network, check_port
+from everyrank.doctor.network import (
+    check_host_name,
+    check_interface,
+    check_launcher,
+    check_network,
+    check_rendezvous_port,
+)
 from everyrank.doctor.selftest import _wrong_answers
 from everyrank.doctor.software import check_combinations, check_optional, check_software, installed_versions
 from everyrank.errors import RankFailedError
@@ -62,7 +68,7 @@ CHOSEN = (
 )
 
 
-def is_one_line(finding: Finding, *words: str) -> None:
+def is_one_line(finding: CheckResult, *words: str) -> None:
     """It is a problem or a warning, with a fix, on one line that holds all `words`."""
     assert finding.status in (PROBLEM, WARNING), finding
     assert finding.fix
@@ -331,15 +337,15 @@ def test_a_port_that_is_taken_is_a_warning() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = check_port("127.0.0.1", port)
+        found = check_rendezvous_port("127.0.0.1", port)
     assert found.status == WARNING
     is_one_line(found, f"port {port}", "127.0.0.1", "--standalone")
-    assert check_port("127.0.0.1", port).status == OK
+    assert check_rendezvous_port("127.0.0.1", port).status == OK
 
 
 def test_no_port_at_all_is_a_problem() -> None:
-    assert check_port("127.0.0.1", 0) == ok("ports", "free on 127.0.0.1")
-    found = check_port("203.0.113.1", 0)  # for documentation: no machine has it
+    assert check_rendezvous_port("127.0.0.1", 0) == ok("ports", "free on 127.0.0.1")
+    found = check_rendezvous_port("203.0.113.1", 0)  # for documentation: no machine has it
     assert found.status == PROBLEM
     is_one_line(found, "203.0.113.1")
 

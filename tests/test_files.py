@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from everyrank import find_workload
+from everyrank.builtin.digits import Digits
+from everyrank.builtin.text import perplexity
+from everyrank.datasets import JsonLines, ParquetRows, TarShards, TextLines, TextWindows, files_in
+from everyrank.datasets.download import File, download
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
-from everyrank.sources import JsonLines, ParquetRows, TarShards, TextLines, TextWindows, files_in
-from everyrank.sources.download import File, download
-from everyrank.workloads.digits import Digits
-from everyrank.workloads.text import perplexity
 from forge import Forge
 
 PIL = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
@@ -65,7 +65,7 @@ def test_lines_over_the_borders_of_what_is_read_at_once(tmp_path: Path, monkeypa
     content = b"".join(b"%d\n" % number for number in range(0, 3000, 7))
     (tmp_path / "a.txt").write_bytes(content)
     for chunk in (1, 2, 3, 64):
-        monkeypatch.setattr("everyrank.sources.shards._CHUNK", chunk)
+        monkeypatch.setattr("everyrank.datasets.shards._CHUNK", chunk)
         lines = TextLines([tmp_path / "a.txt"], int)
         assert [lines[index] for index in range(len(lines))] == list(range(0, 3000, 7))
 
@@ -210,8 +210,8 @@ HUGGING_FACE = """
 import torch, torch.nn.functional as F
 from datasets import Dataset
 from everyrank import Workload
-from everyrank.sources import Rows
-from everyrank.workloads.digits import Digits
+from everyrank.datasets import Rows
+from everyrank.builtin.digits import Digits
 
 def rows(held_out):
     digits = Digits(held_out)

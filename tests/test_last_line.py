@@ -16,7 +16,7 @@ from everyrank.progress import progress
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report import print_table
 from everyrank.report.table import bench_table
-from everyrank.train.watch import Watch
+from everyrank.train.display import Display
 from everyrank.workload import parse_settings
 
 STEERS = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e"
@@ -126,7 +126,7 @@ def test_no_output_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> No
     """Names of metrics, reasons and paths come from files of other people."""
     shown = record(parity=Parity("not_verified", reason=STEERS), metrics={f"top{STEERS}1": 1.0})
     print_table(f"title{STEERS}", bench_table([shown]), [f"note{STEERS}"])
-    Watch(show=True).line(f"epoch 0, top{STEERS}1 0.5")
+    Display(show=True).line(f"epoch 0, top{STEERS}1 0.5")
     assert main(["report", f"no{STEERS}.json"]) == 2
     said = capsys.readouterr()
     assert all(word in said.out for word in ("top", "title", "note", "epoch 0"))

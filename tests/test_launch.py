@@ -52,9 +52,9 @@ from everyrank.launch.environments import first_host, tasks_per_node
 from everyrank.launch.hosts import LOOPBACK, check_reachable, choose_interface, local_address_towards, split_endpoint
 from everyrank.launch.slurm import Batch, check_allocation, script
 from everyrank.layout import Layout, parse_layout
-from everyrank.world import company
-from everyrank.world.company import Other, introduce, met, way_to_others
-from everyrank.world.stores import open_store
+from everyrank.world import heartbeat
+from everyrank.world.heartbeat import Peer, register_rank, route_to_peers, wait_for_peers
+from everyrank.world.rendezvous import open_store
 from forge import Forge, by_hand, free_port
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -1116,10 +1116,10 @@ def test_an_interface_that_is_not_there() -> None:
         choose_interface("eth9", None, True, None, THERE)
 
 
-HERE = Other("n0", "boot A", None)
-BESIDE = Other("n0", "boot A", None)
-AWAY = Other("n1", "boot B", "10.0.0.7")
-SILENT = Other("n2", "boot C", None)
+HERE = Peer("n0", "boot A", None)
+BESIDE = Peer("n0", "boot A", None)
+AWAY = Peer("n1", "boot B", "10.0.0.7")
+SILENT = Peer("n2", "boot C", None)
 
 
 @pytest.mark.parametrize(
@@ -1127,7 +1127,7 @@ SILENT = Other("n2", "boot C", None)
     [
         ([HERE, BESIDE], 0, None, (True, None)),
         # Slurm calls one machine several nodes: their machine tells
-        ([HERE, Other("n9", "boot A", "127.0.0.1")], 0, None, (True, None)),
+        ([HERE, Peer("n9", "boot A", "127.0.0.1")], 0, None, (True, None)),
         ([HERE, AWAY], 1, "10.0.0.7", (False, "10.0.0.7")),
         ([HERE, BESIDE, AWAY], 0, None, (False, "towards 10.0.0.7")),
         ([HERE, BESIDE, AWAY], 1, None, (False, "towards 10.0.0.7")),
@@ -1137,14 +1137,14 @@ SILENT = Other("n2", "boot C", None)
 )
 def test_the_way_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
-    others: list[Other],
+    others: list[Peer],
     rank: int,
     address: str | None,
     expected: tuple[bool, str | None],
 ) -> None:
     """A rank that came from elsewhere knows its own address on that way; rank 0 takes the way back to one."""
-    monkeypatch.setattr(company, "local_address_towards", lambda address: f"towards {address}")
-    assert way_to_others(others, rank, address) == expected
+    monkeypatch.setattr(heartbeat, "local_address_towards", lambda address: f"towards {address}")
+    assert route_to_peers(others, rank, address) == expected
 
 
 # --- where they meet
@@ -1246,7 +1246,7 @@ def test_an_address_in_a_file_that_never_comes(tmp_path: Path) -> None:
 def left_behind(path: Path) -> None:
     """What a run that was killed leaves."""
     store = dist.FileStore(str(path), 2)
-    introduce(dist.PrefixStore("everyrank/0/0", store), 0, None)
+    register_rank(dist.PrefixStore("everyrank/0/0", store), 0, None)
     # the last to leave a FileStore removes its file; a killed rank removes nothing
     content = path.read_bytes()
     del store
@@ -1301,7 +1301,7 @@ def test_a_file_of_a_run_that_was_just_killed(tmp_path: Path) -> None:
     left_behind(path)
     meeting = open_store(alone(size=2), Launch(init_method=f"file://{path}", timeout_seconds=5))
     with pytest.raises(UsageError, match="rank 0 is there already: a run that was killed left this meeting place"):
-        introduce(dist.PrefixStore("everyrank/0/0", meeting.store), 0, None)
+        register_rank(dist.PrefixStore("everyrank/0/0", meeting.store), 0, None)
 
 
 @pytest.mark.parametrize("name", ["a b", "50%", "a#b", "a?b", "it's"])
@@ -1331,25 +1331,25 @@ def test_a_store_from_python_that_is_none(function: Any, message: str) -> None:
 def test_two_processes_of_the_same_rank() -> None:
     """The second one is told, in one line, and both reasons."""
     store = dist.HashStore()
-    introduce(store, 0, None)
-    introduce(store, 1, None)
+    register_rank(store, 0, None)
+    register_rank(store, 1, None)
     with pytest.raises(UsageError, match=r"rank 1 is there already: .* two processes have the same rank"):
-        introduce(store, 1, None)
+        register_rank(store, 1, None)
 
 
 @pytest.mark.parametrize("name", ["torch", "everyrank", "Python"])
 def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """At every start, on every rank: whose, on which host, and what to do."""
     store = dist.HashStore()
-    introduce(store, 0, None)
+    register_rank(store, 0, None)
     if name == "Python":
-        monkeypatch.setattr(company.platform, "python_version_tuple", lambda: ("3", "9", "1"))
+        monkeypatch.setattr(heartbeat.platform, "python_version_tuple", lambda: ("3", "9", "1"))
     else:
         monkeypatch.setattr(torch if name == "torch" else everyrank, "__version__", "0.1")
-    monkeypatch.setattr(company, "host_name", lambda: "n1")
-    introduce(store, 1, "10.0.0.7")
+    monkeypatch.setattr(heartbeat, "host_name", lambda: "n1")
+    register_rank(store, 1, "10.0.0.7")
     with pytest.raises(CannotRunError) as caught:
-        met(store, 2)
+        wait_for_peers(store, 2)
     shown = "3.9" if name == "Python" else "0.1"
     assert f"rank 1 on n1 has {name} {shown}, and rank 0 on" in str(caught.value)
     assert "install the same on all hosts" in str(caught.value)
@@ -1360,8 +1360,8 @@ def test_builds_of_one_version_are_alike(monkeypatch: pytest.MonkeyPatch) -> Non
     store = dist.HashStore()
     for rank, build in enumerate(["2.9.0+cpu", "2.9.0+cu128"]):
         monkeypatch.setattr(torch, "__version__", build)
-        introduce(store, rank, f"10.0.0.{rank}")
-    assert [other.address for other in met(store, 2)] == ["10.0.0.0", "10.0.0.1"]
+        register_rank(store, rank, f"10.0.0.{rank}")
+    assert [other.address for other in wait_for_peers(store, 2)] == ["10.0.0.0", "10.0.0.1"]
 
 
 STARTS = {

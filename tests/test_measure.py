@@ -25,40 +25,42 @@ from everyrank import Workload, find_workload, parse_layout
 from everyrank.data import all_updates
 from everyrank.launch import Launch, run
 from everyrank.loop import open_data, run_updates
-from everyrank.measure.inside import Inside, look_inside
+from everyrank.measure.comm_counter import CommCounter
+from everyrank.measure.instrumented import Instrumented, run_instrumented
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.resources import Sampler, sampling
 from everyrank.measure.split import PHASES, _shares_in, breakdown, exposed_shares, phases
-from everyrank.measure.traffic import Traffic
-from everyrank.parallel.build import find_blocks
+from everyrank.parallel.parallelize import find_blocks
 from everyrank.strategies import prepare
 from everyrank.workload import load
-from everyrank.world import World, alone
+from everyrank.world import World, single_process_world
 
 # --- bytes
 
 
-def inside(world: World, name: str, layout: str) -> Inside:
+def inside(world: World, name: str, layout: str) -> Instrumented:
     source: Any = find_workload(name) if name == "text" else zoo.workload(name)
     workload = load(source)
     train_data, _ = open_data(workload, world)
-    with mock.patch("everyrank.measure.inside._PROFILED", 1):  # what is exposed is no matter here
-        return look_inside(workload, train_data, parse_layout(layout), world)
+    with mock.patch("everyrank.measure.instrumented._PROFILED", 1):  # what is exposed is no matter here
+        return run_instrumented(workload, train_data, parse_layout(layout), world)
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[tuple[int, str], list[Inside]]:
+def seen() -> dict[tuple[int, str], list[Instrumented]]:
     """Looking into `text` takes seconds: once for each layout and number of ranks."""
     return {}
 
 
-def inside_text(ranks: Any, seen: dict[tuple[int, str], list[Inside]], count: int, layout: str) -> list[Inside]:
+def inside_text(
+    ranks: Any, seen: dict[tuple[int, str], list[Instrumented]], count: int, layout: str
+) -> list[Instrumented]:
     if (count, layout) not in seen:
         seen[count, layout] = ranks(count, inside, "text", layout)
     return seen[count, layout]
 
 
-def sent(found: Inside) -> dict[str, tuple[int, int]]:
+def sent(found: Instrumented) -> dict[str, tuple[int, int]]:
     """Operation -> (how often, bytes)."""
     return {collective.op: (collective.count, collective.bytes) for collective in found.collectives}
 
@@ -127,10 +129,10 @@ def counted(world: World, extra: bool) -> list[Any]:
     train_data, _ = open_data(workload, world)
     layout = parse_layout("ddp")
     prepared = prepare(workload, layout, world)
-    updates = run_updates(workload, train_data, layout, world, prepared, all_updates(6, 4))
+    updates = run_updates(prepared, train_data, all_updates(6, 4))
     for _ in range(4):
         next(updates)
-    with Traffic({}) as traffic:
+    with CommCounter({}) as traffic:
         next(updates)
         if extra:
             dist.all_reduce(torch.zeros(5, dtype=torch.float64))
@@ -200,11 +202,11 @@ def taken_apart(world: World, what: str) -> tuple[dict[str, float], dict[str, fl
     workload, layout = sleepy(what), parse_layout("ddp")
     data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
-    updates = run_updates(workload, data, layout, world, prepared, all_updates(14, 10))
+    updates = run_updates(prepared, data, all_updates(14, 10))
     for _ in range(3):
         next(updates)
-    shares = exposed_shares(updates, 5, world.device)
-    rows = phases(updates, world.device)
+    shares = exposed_shares(prepared.trainable, updates, 5, world.device)
+    rows = phases(prepared.trainable, updates, world.device)
     assert len(rows) == 6
     return {phase: sorted(row[phase] for row in rows)[3] for phase in PHASES}, shares
 
@@ -240,10 +242,10 @@ def test_the_parts_are_the_whole(ranks: Any) -> None:
     def run(world: World) -> tuple[float, float]:
         workload, layout = sleepy("none"), parse_layout("single")
         data, _ = open_data(workload, world)
-        prepared = prepare(workload, layout, alone(world))
-        updates = run_updates(workload, data, layout, alone(world), prepared, all_updates(20, 10))
+        prepared = prepare(workload, layout, single_process_world(world))
+        updates = run_updates(prepared, data, all_updates(20, 10))
         begin = time.perf_counter()
-        rows = phases(updates, world.device)
+        rows = phases(prepared.trainable, updates, world.device)
         return time.perf_counter() - begin, sum(sum(row.values()) for row in rows)
 
     [(whole, parts)] = ranks(1, run)
@@ -257,28 +259,17 @@ def test_no_phase_is_told_twice(ranks: Any) -> None:
     def run(world: World, accumulate: int) -> list[str]:
         workload, layout = sleepy("none"), parse_layout(f"single:accumulate={accumulate}")
         data, _ = open_data(workload, world)
-        prepared = prepare(workload, layout, alone(world))
+        prepared = prepare(workload, layout, single_process_world(world))
         seen: list[str] = []
 
-        updates = run_updates(workload, data, layout, alone(world), prepared, all_updates(1, 10))
-        with mock.patch("everyrank.measure.split.observe_phases") as observe:
-            observe.side_effect = lambda observer: _recording(observer, seen)
-            phases(updates, world.device)
+        updates = run_updates(prepared, data, all_updates(1, 10))
+        prepared.trainable.phase_observers.append(seen.append)
+        phases(prepared.trainable, updates, world.device)
         return [phase for index, phase in enumerate(seen) if index == 0 or seen[index - 1] != phase]
 
     one, two = ["forward", "backward", "optimizer"], ["forward", "backward", "optimizer"] * 2
     assert ranks(1, run, 1) == [one]
     assert ranks(1, run, 2) == [two]
-
-
-def _recording(observer: Any, seen: list[str]) -> Any:
-    from everyrank.parallel.phases import observe_phases
-
-    def both(phase: str) -> None:
-        seen.append(phase)
-        observer(phase)
-
-    return observe_phases(both)
 
 
 def event(name: str, begin: float, end: float, kind: str) -> dict[str, Any]:
@@ -327,7 +318,7 @@ def test_an_optimizer_with_state_takes_more(ranks: Any) -> None:
             else (lambda model: torch.optim.Adam(model.parameters(), foreach=False)),
         )
         data, _ = open_data(workload, world)
-        return look_inside(workload, data, parse_layout("single"), alone(world)).peak_memory_bytes
+        return run_instrumented(workload, data, parse_layout("single"), single_process_world(world)).peak_memory_bytes
 
     [sgd], [adam] = ranks(1, run, "sgd"), ranks(1, run, "adam")
     parameters = 500_000 * 4

@@ -464,7 +464,7 @@ def test_evaluating_says_what_training_said(
 
 def test_predictions_are_in_the_order_of_the_data(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
     """Identical on 1 to 4 ranks, a row for each held-out image; .npy says the same."""
-    from everyrank.workloads.digits import Digits
+    from everyrank.builtin.digits import Digits
 
     run = digits[0]
     (trained,) = read_records(run / "record.json")

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyrank.parallel.context import SplitContext
-from everyrank.parallel.ring import Ring
+from everyrank.parallel.context.apply import ContextParallel
+from everyrank.parallel.context.attention import SequenceGroup
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, ring: bool) -> list[Tensor]:
     """Output and gradients under autocast to bf16, of torch's own function or of a ring of one."""
     own = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    split = SplitContext(nn.Identity(), Ring(0, 1, (0,), None), 1, "ring")
+    split = ContextParallel(nn.Identity(), SequenceGroup(0, 1, (0,), None), 1, "ring")
     split.length = query.shape[-2]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         if ring:

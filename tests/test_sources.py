@@ -19,11 +19,12 @@ from PIL import Image
 
 import zoo
 from everyrank import find_workload, read_records
+from everyrank.builtin import ResNet
+from everyrank.builtin.digits import Digits
+from everyrank.builtin.schedules import make_lr_schedule
 from everyrank.data import Slice, all_updates, batches_for_updates
-from everyrank.errors import UsageError, WorkloadError
-from everyrank.models import ResNet
-from everyrank.sources import ImageFolder, read_cifar, read_idx, read_mnist
-from everyrank.sources.transforms import (
+from everyrank.datasets import ImageFolder, read_cifar, read_idx, read_mnist
+from everyrank.datasets.transforms import (
     crop_with_padding,
     flip,
     normalise,
@@ -31,9 +32,8 @@ from everyrank.sources.transforms import (
     resize_and_centre_crop,
     to_pixels,
 )
+from everyrank.errors import UsageError, WorkloadError
 from everyrank.workload import load
-from everyrank.workloads.digits import Digits
-from everyrank.workloads.schedules import make_schedule
 from everyrank.world import World
 from forge import Forge
 
@@ -348,7 +348,7 @@ def test_residual_networks_are_those_of_the_papers(depth: int, classes: int, sma
 
 def rates(kind: str, updates: int, warmup: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = make_schedule(kind, updates, warmup)(optimizer)
+    schedule = make_lr_schedule(kind, updates, warmup)(optimizer)
     found: list[float] = []
     for _ in range(updates):
         found.append(optimizer.param_groups[0]["lr"])
@@ -371,7 +371,7 @@ def test_schedules() -> None:
     assert warm[29:31] == pytest.approx([1.0, 0.1])  # the steps stay where they were
     for bad in (("nosuch", 10, 0), ("step", 10, 10), ("step", 10, -1)):
         with pytest.raises(WorkloadError):
-            make_schedule(*bad)
+            make_lr_schedule(*bad)
 
 
 # --- the workloads

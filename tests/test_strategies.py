@@ -13,13 +13,12 @@ import zoo
 from everyrank import parse_layout
 from everyrank.data import all_updates
 from everyrank.errors import CannotRunError, WorkloadError
-from everyrank.loop import open_data, restore, run_updates, snapshot
-from everyrank.parallel.partition import assign_owners
-from everyrank.parallel.phases import observe_phases
-from everyrank.parallel.pipe import Pipe
-from everyrank.parallel.shard import group_units
+from everyrank.loop import open_data, run_updates
+from everyrank.parallel.fsdp import group_units
+from everyrank.parallel.pipeline.run import PipelineRun
+from everyrank.parallel.precision import LossScaler
+from everyrank.parallel.zero1 import assign_owners
 from everyrank.strategies import prepare
-from everyrank.strategies._update import LossScale
 from everyrank.world import World
 
 
@@ -38,14 +37,14 @@ def try_dataparallel(world: World) -> str:
 
 def test_loss_scale() -> None:
     """Halved after an overflow, doubled after many good steps, never below one."""
-    scale = LossScale(scale=4.0, growth_interval=2)
-    scale.moved(finite=True)
+    scale = LossScaler(scale=4.0, growth_interval=2)
+    scale.update(finite=True)
     assert scale.scale == 4.0
-    scale.moved(finite=True)
+    scale.update(finite=True)
     assert scale.scale == 8.0
-    scale.moved(finite=True)
+    scale.update(finite=True)
     for _ in range(5):
-        scale.moved(finite=False)
+        scale.update(finite=False)
     assert scale.scale == 1.0
     assert scale.good_steps == 0
 
@@ -75,13 +74,18 @@ def overflow(world: World, strategy: str) -> Any:
     train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
     before = fingerprint(prepared)
-    next(run_updates(workload, train_data, layout, world, prepared, all_updates(1, 4)))
-    assert prepared.scale is not None
-    return before, fingerprint(prepared), prepared.scale.scale, prepared.optimizer.param_groups[0]["lr"]
+    next(run_updates(prepared, train_data, all_updates(1, 4)))
+    assert prepared.trainable.scaler is not None
+    return (
+        before,
+        fingerprint(prepared),
+        prepared.trainable.scaler.scale,
+        prepared.trainable.optimizer.param_groups[0]["lr"],
+    )
 
 
 def fingerprint(prepared: Any) -> list[float]:
-    return [float(tensor.double().sum()) for tensor in snapshot(prepared)["tensors"][:-1]]
+    return [float(tensor.double().sum()) for tensor in prepared.trainable.snapshot()["tensors"][:-1]]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "fsdp"])
@@ -97,11 +101,11 @@ def train_twice(world: World, strategy: str) -> Any:
     train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
     # DDP rebuilds its buckets after the first update, which moves last bits on more than two ranks
-    saved = snapshot(prepared)
+    saved = prepared.trainable.snapshot()
     runs = []
     for _ in range(2):
-        restore(prepared, saved)
-        shares = run_updates(workload, train_data, layout, world, prepared, all_updates(5, 4))
+        prepared.trainable.restore(saved)
+        shares = run_updates(prepared, train_data, all_updates(5, 4))
         runs.append([share.tolist() for share in shares])
     return runs
 
@@ -145,10 +149,10 @@ class TiedBlocks(nn.Module):
 
 
 def tied_across_blocks(world: World) -> bool:
-    from everyrank.parity import check_layout, subject_of
+    from everyrank.parity import check_layout, parity_case
 
     workload = zoo.workload("frozen", model=TiedBlocks, blocks="blocks")
-    subject = subject_of(workload, *open_data(workload, world), steps=6)
+    subject = parity_case(workload, *open_data(workload, world), steps=6)
     parity, _ = check_layout(subject, parse_layout("fsdp"), world, "test/tied-blocks")
     return parity.status == "equal"
 
@@ -194,14 +198,14 @@ def phases_of_blocks(world: World, layout: str) -> tuple[list[str], list[str]]:
     workload = zoo.workload("decoder", global_batch=8)
     data, _ = open_data(workload, world)
     prepared = prepare(workload, parse_layout(layout), world)
-    updates = run_updates(workload, data, parse_layout(layout), world, prepared, all_updates(2, 2))
+    updates = run_updates(prepared, data, all_updates(2, 2))
     next(updates)
     phase = [""]
     forwards: list[str] = []
     backwards: list[str] = []
-    run = Pipe.run
+    run = PipelineRun.run
 
-    def watched(pipe: Pipe, batches: Any, forward: Any, backward: Any) -> None:
+    def watched(pipe: PipelineRun, batches: Any, forward: Any, backward: Any) -> None:
         def forward_seen(*arguments: Any) -> Any:
             forwards.append(phase[0])
             return forward(*arguments)
@@ -212,6 +216,7 @@ def phases_of_blocks(world: World, layout: str) -> tuple[list[str], list[str]]:
 
         run(pipe, batches, forward_seen, backward_seen)
 
-    with mock.patch.object(Pipe, "run", watched), observe_phases(lambda entered: phase.__setitem__(0, entered)):
+    prepared.trainable.phase_observers.append(lambda entered: phase.__setitem__(0, entered))
+    with mock.patch.object(PipelineRun, "run", watched):
         next(updates)
     return forwards, backwards

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from everyrank import Workload, parse_layout
-from everyrank.audit import audit, fingerprint
 from everyrank.data import Slice, all_updates, batches_for_updates, updates_per_epoch
 from everyrank.data.stream import Streamed
 from everyrank.errors import WorkloadError
 from everyrank.loop import evaluate, open_data, run_updates
 from everyrank.parallel.mesh import open_mesh
+from everyrank.parity.samples import audit, sample_fingerprint
 from everyrank.strategies import prepare
-from everyrank.world import World, alone
+from everyrank.world import World, single_process_world
 
 
 class Stream(IterableDataset[Any]):
@@ -110,15 +110,15 @@ def workload_of(data: Any, **changes: Any) -> Workload:
 def losses(world: World, workers: int, layout_text: str) -> list[float]:
     """Of two epochs of a stream with noise; shares of the ranks added up, and the exact evaluation at the end."""
     layout = parse_layout(layout_text)
-    here = dataclasses.replace(alone(world) if layout.axis is None else world, loader_workers=workers)
+    here = dataclasses.replace(single_process_world(world) if layout.axis is None else world, loader_workers=workers)
     workload = workload_of(Stream(53), eval_data=lambda: Stream(17))
     train_data, eval_data = open_data(workload, here)
     prepared = prepare(workload, layout, here)
     updates = all_updates(14, updates_per_epoch(len(train_data), 8))
-    shares = torch.stack(list(run_updates(workload, train_data, layout, here, prepared, updates)))
+    shares = torch.stack(list(run_updates(prepared, train_data, updates)))
     if layout.axis is not None:
         torch.distributed.all_reduce(shares, group=world.group)
-    total, count = evaluate(workload, eval_data, layout, here, prepared)["loss"]
+    total, count = evaluate(prepared, eval_data)["loss"]
     assert count == 17
     return [*(shares[:, 0] / shares[:, 1]).tolist(), total / count]
 
@@ -207,7 +207,7 @@ def audited(world: World, fault: str, workers: int = 0) -> list[str]:
         data = Files([5, 1, 17])
     elif fault == "files cut twice":
         data = Files([5, 1, 17])
-        mesh = dataclasses.replace(mesh, place={**mesh.place, "replicate": 0})
+        mesh = dataclasses.replace(mesh, coordinate={**mesh.coordinate, "replicate": 0})
     else:
         data = Streamed(Stream(23, fault, world.rank, world.size), 23, True)
     workload = workload_of(data, order="shard" if fault.startswith("files") else "global")
@@ -322,5 +322,5 @@ def test_fingerprints_tell_samples_apart() -> None:
         ({"a": torch.arange(3).float(), "b": (1, 2.0)}, torch.zeros(2)),
         ({"a": torch.arange(3), "b": (1, 2.0)}, torch.zeros(2, 1)),
     ]
-    assert fingerprint(sample) == fingerprint(same)
-    assert len({fingerprint(sample), *map(fingerprint, others)}) == 5
+    assert sample_fingerprint(sample) == sample_fingerprint(same)
+    assert len({sample_fingerprint(sample), *map(sample_fingerprint, others)}) == 5

@@ -27,7 +27,7 @@ def traffic(world: World, text: str, changes: dict[str, Any]) -> dict[str, list[
     layout = parse_layout(text)
     train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
-    shares = run_updates(workload, train_data, layout, world, prepared, all_updates(6, 4))
+    shares = run_updates(prepared, train_data, all_updates(6, 4))
     for _ in range(5):
         next(shares)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:

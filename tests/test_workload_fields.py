@@ -12,7 +12,6 @@ import torch
 
 import zoo
 from everyrank import Layout, Workload, parse_layout
-from everyrank.audit import audit
 from everyrank.checkpoint.saver import _check_same_training
 from everyrank.cli import main
 from everyrank.data import all_updates, samples_per_epoch
@@ -20,11 +19,12 @@ from everyrank.data.parts import order_of
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.loop import evaluate, open_data, planned_updates, run_updates
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity import check_layout, subject_of, trace
+from everyrank.parity import check_layout, parity_case, trace
+from everyrank.parity.samples import audit
 from everyrank.record import read_records
 from everyrank.runs import About, Checkpoint
 from everyrank.strategies import prepare
-from everyrank.world import World, alone
+from everyrank.world import World, single_process_world
 from forge import Forge
 
 
@@ -43,7 +43,7 @@ def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:
 def dropped(world: World) -> tuple[int, list[str], str]:
     workload = zoo.workload("frozen", drop_last=True)
     mesh = open_mesh(Layout("ddp"), world)
-    subject = subject_of(workload, *open_data(workload, world), steps=20)
+    subject = parity_case(workload, *open_data(workload, world), steps=20)
     counts = trace(subject, Layout("ddp"), world, subject.planned("float64")).counts
     return int(sum(counts[:3])), *audit(workload, zoo.Points(23), None, Layout("ddp"), mesh)
 
@@ -81,7 +81,7 @@ def evaluations(world: World) -> tuple[list[int], list[Any]]:
     found: list[Any] = []
     for eval_batch in (None, 1):
         workload = zoo.workload("frozen", eval_batch=eval_batch, steps=1, epochs=None, metrics={"own": counted})
-        subject = subject_of(workload, *open_data(workload, world), steps=1)
+        subject = parity_case(workload, *open_data(workload, world), steps=1)
         found.append(
             trace(subject, Layout("single", precision="float64"), world, subject.planned("float64")).evaluation["loss"]
         )
@@ -110,7 +110,7 @@ def losses(workload: Workload, layout: str, world: World) -> list[torch.Tensor]:
     """What this rank's updates came to."""
     prepared = prepare(workload, Layout(layout), world)
     updates = all_updates(planned_updates(workload, 22), 4 - workload.drop_last)
-    return list(run_updates(workload, zoo.Points(22), Layout(layout), world, prepared, updates))
+    return list(run_updates(prepared, zoo.Points(22), updates))
 
 
 def by_weight() -> list[float]:
@@ -145,7 +145,7 @@ def test_weights_are_the_same_training_under_every_layout(ranks: Any) -> None:
 
 def weighted(world: World) -> list[str]:
     workload = zoo.workload("tied", weights=by_weight, drop_last=True, eval_batch=5)
-    subject = subject_of(workload, *open_data(workload, world), steps=6)
+    subject = parity_case(workload, *open_data(workload, world), steps=6)
     layouts = [parse_layout(text) for text in ("ddp", "zero1:accumulate=2", "fsdp")]
     return [check_layout(subject, layout, world, f"weighted/{layout}")[0].status for layout in layouts]
 
@@ -273,7 +273,7 @@ def averages(world: World) -> dict[str, float]:
     for name in ("single", "ddp", "zero1", "fsdp", "tensor", "pipeline", "without"):
         decay = 0.9 if name != "without" else None
         workload = zoo.workload("decoder", "adamw", ema_decay=decay)
-        subject = subject_of(workload, *open_data(workload, world), steps=8)
+        subject = parity_case(workload, *open_data(workload, world), steps=8)
         layout = Layout(name if name != "without" else "ddp", precision="float64")
         total, count = trace(subject, layout, world, subject.planned("float64")).evaluation["loss"]
         found[name] = total / count
@@ -282,16 +282,20 @@ def averages(world: World) -> dict[str, float]:
 
 def averaged_by_hand(world: World) -> float:
     """The same, as a person would write it, in one process."""
-    workload, layout, world = zoo.workload("decoder", "adamw"), Layout("single", precision="float64"), alone(world)
+    workload, layout, world = (
+        zoo.workload("decoder", "adamw"),
+        Layout("single", precision="float64"),
+        single_process_world(world),
+    )
     prepared = prepare(workload, layout, world)
     parameters = list(prepared.model.parameters())
     own = [parameter.detach().clone() for parameter in parameters]
-    for _ in run_updates(workload, zoo.Passages(23), layout, world, prepared, all_updates(8, 4)):
+    for _ in run_updates(prepared, zoo.Passages(23), all_updates(8, 4)):
         own = [0.9 * average + 0.1 * weight.detach() for average, weight in zip(own, parameters, strict=True)]
     with torch.no_grad():
         for parameter, average in zip(parameters, own, strict=True):
             parameter.copy_(average)
-    total, count = evaluate(workload, zoo.Passages(13), layout, world, prepared)["loss"]
+    total, count = evaluate(prepared, zoo.Passages(13))["loss"]
     return total / count
 
 

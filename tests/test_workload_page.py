@@ -9,7 +9,7 @@ from typing import Any
 
 from everyrank import Workload, parse_layout
 from everyrank.loop import open_data
-from everyrank.parity import check_layout, subject_of
+from everyrank.parity import check_layout, parity_case
 from everyrank.world import World
 
 # said by whoever finds the workload, not by a person
@@ -42,7 +42,7 @@ def checked(world: World, code: str) -> dict[str, str]:
     exec(code, names)
     found: dict[str, str] = {}
     for workload in (names["workload"](), names["mixed"], names["contrasted"], names["watched"]):
-        subject = subject_of(workload, *open_data(workload, world), steps=4)
+        subject = parity_case(workload, *open_data(workload, world), steps=4)
         key = f"page/{workload.name}"
         found[workload.name] = check_layout(subject, parse_layout("ddp"), world, key)[0].status
     return found

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 import everyrank
-from everyrank.collectives import all_equal, exchange, from_rank, gather, sum_over_ranks
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
 from everyrank.launch import Launch, RankFacts, facts_from_environment, num_cores, run, threads_asked
 from everyrank.world import (
     World,
-    alone,
     choose_backend,
     choose_device,
     choose_threads,
     from_rank_0,
-    meet,
     on_rank_0,
     open_world,
+    single_process_world,
+    store_barrier,
 )
+from everyrank.world.collectives import all_equal, all_gather, all_gather_json, broadcast_value, sum_over_ranks
 from forge import free_port
 
 TORCHRUN = {
@@ -181,7 +181,7 @@ def test_single_too_computes_with_the_threads_that_were_asked_for(tmp_path: Path
             facts = RankFacts(0, 0, 1, 1, "spawn", (tmp_path / str(asked)).as_uri(), threads=asked)
             with open_world(facts, Launch(device="cpu")) as world:
                 inside = on_rank_0(world, "test/inside", torch.get_num_threads)
-                assert (world.threads, alone(world).threads, inside) == (threads, threads, threads)
+                assert (world.threads, single_process_world(world).threads, inside) == (threads, threads, threads)
                 assert world.choices["threads"].startswith(str(threads))
     finally:
         torch.set_num_threads(before)
@@ -204,7 +204,7 @@ def test_what_ranks_tell_each_other_is_no_pickle(ranks: Any) -> None:
 
 
 def tell_all(world: World) -> Any:
-    return exchange(None if world.rank == 0 else {"on": [1, "ü"]}, world.group)
+    return all_gather_json(None if world.rank == 0 else {"on": [1, "ü"]}, world.group)
 
 
 def test_one_rank_hands_out_what_it_has(ranks: Any) -> None:
@@ -223,12 +223,12 @@ def hand_out(world: World) -> Any:
         "none": torch.zeros(0, 2, dtype=torch.bfloat16),
         "words": ("a", [None, 3]),
     }
-    return from_rank(1, given if world.rank == 1 else None, world)
+    return broadcast_value(1, given if world.rank == 1 else None, world)
 
 
 def collect(world: World) -> Any:
     total = sum_over_ranks(torch.tensor([world.rank + 1.0, 1e-20 + (world.rank == 0)], dtype=torch.float64), world)
-    rows = [row.tolist() for row in gather(torch.tensor([world.rank] * world.rank, dtype=torch.int64), world)]
+    rows = [row.tolist() for row in all_gather(torch.tensor([world.rank] * world.rank, dtype=torch.int64), world)]
     values = torch.tensor([1.0, 2.0])
     bumped = values.clone()
     if world.rank == 2:
@@ -263,7 +263,7 @@ def work_alone(world: World) -> Any:
     except LayoutError as error:
         raised = f"{type(error).__name__}: {error}"
     return (
-        on_rank_0(world, "test/alone", lambda: alone(world).size),
+        on_rank_0(world, "test/alone", lambda: single_process_world(world).size),
         from_rank_0(world, "test/from", lambda: [1, "two"]),
         raised,
     )
@@ -280,7 +280,7 @@ def miss(world: World) -> str | None:
     if world.rank == 1:
         return None
     try:
-        meet(dataclasses.replace(world, timeout_seconds=1.0), "corner")
+        store_barrier(dataclasses.replace(world, timeout_seconds=1.0), "corner")
     except RankFailedError as error:
         return str(error)
     return None

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import everyrank
 from everyrank import Workload
-from everyrank.models import DECODER_PLAN, Decoder, DecoderShape
+from everyrank.builtin import DECODER_PLAN, Decoder, DecoderShape
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),

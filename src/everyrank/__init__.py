@@ -20,7 +20,7 @@ from everyrank.record import Record, read_records, write_records
 from everyrank.workload import Workload, find_workload
 
 if TYPE_CHECKING:
-    from everyrank.parallel.rows import first_row, gather
+    from everyrank.parallel.batch_gather import first_row, gather
 
 __version__ = "0.1.0"
 
@@ -41,11 +41,11 @@ __all__ = [
     "write_records",
 ]
 
-from everyrank.session import bench, run, verify
+from everyrank.api import bench, run, verify
 
 
 def __getattr__(name: str) -> Any:
     """What a loss calls, and what needs torch: `gather` and `first_row`."""
     if name in ("first_row", "gather"):
-        return getattr(importlib.import_module("everyrank.parallel.rows"), name)
+        return getattr(importlib.import_module("everyrank.parallel.batch_gather"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ __all__ = [
     "NotFiniteError",
     "RankFailedError",
     "StoppedError",
-    "UnfitError",
+    "UnsupportedLayoutError",
     "UsageError",
     "WorkloadError",
     "describe",
@@ -71,7 +71,7 @@ class WorkloadError(UsageError):
     """The workload is wrong, or its own code raised before the first update was done."""
 
 
-class UnfitError(WorkloadError):
+class UnsupportedLayoutError(WorkloadError):
     """A layout that this workload cannot have: it does not say how, or it would be another training.
 
     Raised on every rank alike, so that a layout that nobody asked for by name can be left out.
@@ -105,7 +105,7 @@ _KINDS: dict[str, type[EveryrankError]] = {
         UsageError,
         LayoutError,
         WorkloadError,
-        UnfitError,
+        UnsupportedLayoutError,
         CannotRunError,
         RankFailedError,
         NotFiniteError,

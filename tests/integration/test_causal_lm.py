@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from everyrank import find_workload, parse_layout
+from everyrank.builtin.causal_lm import FAMILIES, from_transformers
 from everyrank.errors import CannotRunError, WorkloadError
 from everyrank.loop import open_data
-from everyrank.parity import check_layout, subject_of
+from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
-from everyrank.workloads.causal_lm import FAMILIES, from_transformers
 from everyrank.world import World
 from integration.conftest import absent
 
@@ -63,7 +63,7 @@ def check_all(world: World, family: str, tied: bool, layouts: list[str]) -> list
     """Parity and losses of each layout, in the ranks."""
     workload = find_workload("causal-lm", family=family, tied=tied, num_blocks=2, width=32, batch=8)
     data = open_data(workload, world)
-    subject = subject_of(workload, *data, steps=6)
+    subject = parity_case(workload, *data, steps=6)
     return [check_layout(subject, parse_layout(text), world, f"causal-lm/{family}/{tied}/{text}") for text in layouts]
 
 

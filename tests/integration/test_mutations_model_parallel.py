@@ -21,24 +21,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-import everyrank.parallel.context as context_module
-import everyrank.parallel.norm as norm_module
-import everyrank.parallel.pipe as pipe_module
-import everyrank.parallel.ring as ring_module
-import everyrank.parallel.tensor as tensor_module
+import everyrank.parallel.context.apply as context_module
+import everyrank.parallel.context.attention as ring_module
+import everyrank.parallel.gradients as norm_module
+import everyrank.parallel.pipeline.run as pipe_module
+import everyrank.parallel.tensor.apply as tensor_module
 import zoo
 from everyrank import parse_layout
 from everyrank.data import Slice
 from everyrank.errors import WorkloadError
 from everyrank.loop import open_data
-from everyrank.parallel.build import Built
-from everyrank.parallel.context import SplitContext
+from everyrank.parallel.context.apply import ContextParallel
 from everyrank.parallel.mesh import Mesh
-from everyrank.parallel.pipe import Pipe
-from everyrank.parallel.schedule import Action
-from everyrank.parallel.stage import Stages
-from everyrank.parallel.tensor import SplitModel
-from everyrank.parity import Subject, check_layout, subject_of
+from everyrank.parallel.parallelize import ParallelModel
+from everyrank.parallel.pipeline.run import PipelineRun
+from everyrank.parallel.pipeline.schedule import Action
+from everyrank.parallel.pipeline.stage import Stages
+from everyrank.parallel.tensor.apply import TensorParallel
+from everyrank.parity import ParityCase, check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.world import World
@@ -81,17 +81,17 @@ def colwise_input_not_reduced() -> Patch:
 
 def replicate_sum_forgotten() -> Patch:
     """A weight that is used on split features keeps the gradient of this rank's features."""
-    original = SplitModel.__init__
+    original = TensorParallel.__init__
 
     def init(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         self.to_sum = []
 
-    return mock.patch.object(SplitModel, "__init__", init)
+    return mock.patch.object(TensorParallel, "__init__", init)
 
 
 def _nobody_looks() -> Patch:
-    return mock.patch.object(SplitModel, "_check_alike")
+    return mock.patch.object(TensorParallel, "_check_alike")
 
 
 def rowwise_not_reduced_unseen() -> Patch:
@@ -117,12 +117,12 @@ def untied() -> Patch:
 def tensor_ranks_read_apart() -> Patch:
     """Ranks that split a matrix read different samples."""
     apart = property(lambda mesh: Slice(mesh.world.rank, mesh.world.size))
-    return mock.patch.object(Mesh, "reads", apart)
+    return mock.patch.object(Mesh, "data_slice", apart)
 
 
 def all_tensor_ranks_count() -> Patch:
     """Every rank that has computed a loss counts it."""
-    return mock.patch.object(Built, "share", lambda built, pair: pair)
+    return mock.patch.object(ParallelModel, "share", lambda built, pair: pair)
 
 
 # shards and replicas
@@ -130,14 +130,14 @@ def all_tensor_ranks_count() -> Patch:
 
 def same_slice() -> Patch:
     """All shards read the first one's samples."""
-    return mock.patch.object(Mesh, "reads", property(lambda mesh: Slice(0, mesh.size("replicate", "shard"))))
+    return mock.patch.object(Mesh, "data_slice", property(lambda mesh: Slice(0, mesh.size("replicate", "shard"))))
 
 
 def replicas_not_reduced() -> Patch:
     """Gradients are reduced over the shards alone."""
-    original = Mesh.devices
+    original = Mesh.device_mesh
     return mock.patch.object(
-        Mesh, "devices", lambda mesh, *axes: original(mesh, *(axis for axis in axes if axis != "replicate"))
+        Mesh, "device_mesh", lambda mesh, *axes: original(mesh, *(axis for axis in axes if axis != "replicate"))
     )
 
 
@@ -146,25 +146,25 @@ def replicas_not_reduced() -> Patch:
 
 def source_off_by_one() -> Patch:
     """A rank takes the keys that are here for those of the next rank."""
-    original = ring_module._pairs
+    original = ring_module._chunk_pairs
     return mock.patch.object(
-        ring_module, "_pairs", lambda ring, source, *rest: original(ring, (source + 1) % ring.count, *rest)
+        ring_module, "_chunk_pairs", lambda ring, source, *rest: original(ring, (source + 1) % ring.count, *rest)
     )
 
 
 def ring_turns_round() -> Patch:
     """Keys go to the rank before instead of the next one."""
-    original = ring_module._pass_on
+    original = ring_module.ring_send_recv
 
     def pass_on(tensor: Tensor, ring: Any) -> Any:
         return original(tensor, dataclasses.replace(ring, index=ring.count - 1 - ring.index, ranks=ring.ranks[::-1]))
 
-    return mock.patch.object(ring_module, "_pass_on", pass_on)
+    return mock.patch.object(ring_module, "ring_send_recv", pass_on)
 
 
 def neighbour_keeps_gradients() -> Patch:
     """The gradients of keys and values do not take the last step, home."""
-    original = ring_module._pass_on
+    original = ring_module.ring_send_recv
 
     def pass_on(tensor: Tensor, ring: Any) -> Any:
         caller = sys._getframe(1)
@@ -172,7 +172,7 @@ def neighbour_keeps_gradients() -> Patch:
             return lambda: tensor
         return original(tensor, ring)
 
-    return mock.patch.object(ring_module, "_pass_on", pass_on)
+    return mock.patch.object(ring_module, "ring_send_recv", pass_on)
 
 
 def merged_by_maximum() -> Patch:
@@ -182,14 +182,14 @@ def merged_by_maximum() -> Patch:
 
 def positions_in_line() -> Patch:
     """Tokens are a head and a tail; their positions are counted through."""
-    original = SplitContext.take
+    original = ContextParallel.take
 
-    def take(self: SplitContext, batch: Any) -> Any:
+    def take(self: ContextParallel, batch: Any) -> Any:
         part = original(self, batch)
         places = batch.input["positions"].chunk(self.ring.count, dim=self.dim)[self.ring.index]
         return dataclasses.replace(part, input={**part.input, "positions": places})
 
-    return mock.patch.object(SplitContext, "take", take)
+    return mock.patch.object(ContextParallel, "take", take)
 
 
 def sequence_in_line() -> Patch:
@@ -199,13 +199,13 @@ def sequence_in_line() -> Patch:
 
 def pair_skipped() -> Patch:
     """Of the chunks of another rank, the last pair is left out."""
-    original = ring_module._pairs
+    original = ring_module._chunk_pairs
 
     def pairs(ring: Any, source: int, *rest: Any) -> Any:
         found = original(ring, source, *rest)
         return found if source == ring.index else found[:-1]
 
-    return mock.patch.object(ring_module, "_pairs", pairs)
+    return mock.patch.object(ring_module, "_chunk_pairs", pairs)
 
 
 def heads_in_line() -> Patch:
@@ -243,17 +243,17 @@ def weight_gradients_dropped() -> Patch:
 
 def gradient_not_sent() -> Patch:
     """The stage before gets zeros."""
-    original = Pipe._send
+    original = PipelineRun._send
 
-    def send(self: Pipe, kind: str, stage: int, micro: int, tensor: Tensor, key: Any) -> None:
-        original(self, kind, stage, micro, torch.zeros_like(tensor) if kind == "B" else tensor, key)
+    def send(self: PipelineRun, kind: str, stage: int, index: int, tensor: Tensor, key: Any) -> None:
+        original(self, kind, stage, index, torch.zeros_like(tensor) if kind == "B" else tensor, key)
 
-    return mock.patch.object(Pipe, "_send", send)
+    return mock.patch.object(PipelineRun, "_send", send)
 
 
 def _averaging(change: Callable[..., Any]) -> Patch:
     module = _strategy("pipeline")
-    return mock.patch.object(module, "average_over", _with(change, module.average_over))
+    return mock.patch.object(module, "all_reduce_grads", _with(change, module.all_reduce_grads))
 
 
 def outside_not_summed() -> Patch:
@@ -269,14 +269,14 @@ def blocks_not_averaged() -> Patch:
 def tie_counted_once() -> Patch:
     """Of a tied weight the gradient of the head is sent round, and the embedding's forgotten."""
 
-    def average_over(original: Any, parameters: Any, mesh: Mesh, *stages: str) -> None:
+    def all_reduce_grads(original: Any, parameters: Any, mesh: Mesh, *stages: str) -> None:
         if stages and mesh.is_first("pipeline"):
             for parameter in parameters:
                 if parameter.dim() == 2:
                     parameter.grad.zero_()
         original(parameters, mesh, *stages)
 
-    return _averaging(average_over)
+    return _averaging(all_reduce_grads)
 
 
 def block_skipped() -> Patch:
@@ -316,19 +316,22 @@ def block_twice() -> Patch:
 def clipped_by_local_norm() -> Patch:
     """Each rank clips by the norm of what it holds."""
 
-    def update(original: Any, *arguments: Any, squares: Any = None) -> None:
-        original(*arguments[:7])
+    def make_trainable(original: Any, *arguments: Any) -> Any:
+        trainable = original(*arguments)
+        step = trainable.optimizer_step
+        trainable.optimizer_step = lambda total, num_averaged=1, squares=None: step(total, num_averaged)
+        return trainable
 
     stack = contextlib.ExitStack()
     for name in ("tensor", "fsdp", "pipeline"):
         module = _strategy(name)
-        stack.enter_context(mock.patch.object(module, "update", _with(update, module.update)))
+        stack.enter_context(mock.patch.object(module, "make_trainable", _with(make_trainable, module.make_trainable)))
     return stack
 
 
 def replicas_in_norm() -> Patch:
     """What several ranks hold is counted by each."""
-    return mock.patch.object(norm_module, "is_counted", return_value=True)
+    return mock.patch.object(norm_module, "is_norm_param", return_value=True)
 
 
 def _strategy(name: str) -> Any:
@@ -404,7 +407,7 @@ CASES: list[tuple[Callable[[], Patch], str, str, str, int, str]] = [
     (replicas_in_norm, "pipeline", "clip", "sgd", 2, ""),
 ]
 
-_subjects: dict[tuple[str, str], Subject] = {}  # in each rank: a run of single serves all cases that need it
+_subjects: dict[tuple[str, str], ParityCase] = {}  # in each rank: a run of single serves all cases that need it
 
 
 def check(
@@ -414,21 +417,25 @@ def check(
     trait: str,
     optimizer: str,
     key: str,
-    rehearses: bool = False,
+    is_checked: bool = False,
 ) -> Any:
     """The parity of a layout under a mutation, or the words with which it is refused.
 
-    Without the rehearsal before the first update, which would refuse most of them: parity has to find them by itself.
+    Without the check before the first update, which would refuse most of them: parity has to find them by itself.
     """
     if (trait, optimizer) not in _subjects:
         name, changes = TRAITS[trait]
         workload = zoo.workload(name, optimizer, **changes)
         # an update of a full batch, one of a ragged one, and two of the next epoch
-        _subjects[trait, optimizer] = subject_of(workload, *open_data(workload, world), steps=4)
+        _subjects[trait, optimizer] = parity_case(workload, *open_data(workload, world), steps=4)
     subject = _subjects[trait, optimizer]
     layout = dataclasses.replace(parse_layout(text), precision="float64")
     ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
-    first_look = contextlib.nullcontext() if rehearses or mutation is None else mock.patch.object(Built, "once")
+    first_look = (
+        contextlib.nullcontext()
+        if is_checked or mutation is None
+        else mock.patch.object(ParallelModel, "before_first_update")
+    )
     with first_look, mutation() if mutation is not None else contextlib.nullcontext():
         try:
             parity = check_layout(subject, layout, world, key)[0]
@@ -459,7 +466,7 @@ def test_mutation_is_red(
 @pytest.mark.parametrize(
     "name", ["rowwise_not_reduced", "source_off_by_one", "positions_in_line", "pair_skipped", "heads_in_line"]
 )
-def test_rehearsal_refuses(ranks: Any, name: str) -> None:
+def test_check_equal_refuses(ranks: Any, name: str) -> None:
     """What computes something else in parts than as a whole does not train at all."""
     mutation, text, trait, optimizer, count, _ = next(case for case in CASES if case[0].__name__ == name)
     for found in ranks(count, check, mutation, text, trait, optimizer, f"mutation-mp/{next(_COUNTER)}", True):

@@ -25,7 +25,7 @@ import zoo
 from everyrank import Workload, parse_layout
 from everyrank.errors import EveryrankError
 from everyrank.loop import open_data
-from everyrank.parity import check_layout, subject_of
+from everyrank.parity import check_layout, parity_case
 from everyrank.record import read_records
 from everyrank.world import World
 from forge import Forge
@@ -148,7 +148,7 @@ def _outcome(world: World, key: str, workload: Workload, layout: str) -> str:
     separator = "," if ":" in layout else ":"
     precision = "" if "precision" in layout else f"{separator}precision=float64"
     try:
-        subject = subject_of(workload, *open_data(workload, world), steps=4)
+        subject = parity_case(workload, *open_data(workload, world), steps=4)
         parity, _ = check_layout(subject, parse_layout(layout + precision), world, key)
     except EveryrankError as error:
         is_right = error.exit_status == 2 and "\n" not in str(error)

@@ -18,8 +18,8 @@ import zoo
 from everyrank import parse_layout
 from everyrank.data import all_updates
 from everyrank.loop import open_data, run_updates
-from everyrank.measure.traffic import Traffic
-from everyrank.parallel.build import Built
+from everyrank.measure.comm_counter import CommCounter
+from everyrank.parallel.parallelize import ParallelModel
 from everyrank.strategies import prepare
 from everyrank.world import World
 
@@ -59,10 +59,10 @@ def counted(world: World, workload: Any, text: str, update: int) -> Counts:
     layout = parse_layout(text)
     train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
-    shares = run_updates(workload, train_data, layout, world, prepared, all_updates(update, PER_EPOCH))
+    shares = run_updates(prepared, train_data, all_updates(update, PER_EPOCH))
     for _ in range(update - 1):
         next(shares)
-    with Traffic(prepared.mesh.names()) as traffic:
+    with CommCounter(prepared.mesh.group_axes()) as traffic:
         next(shares)
     return [(c.op, c.group, c.count, c.bytes) for c in traffic.collectives()]
 
@@ -171,7 +171,7 @@ def test_tensor_looks_once(ranks: Any) -> None:
 
 def of_first_update(world: World) -> Counts:
     """What travels in it, without the rehearsal before it."""
-    with mock.patch.object(Built, "once"):
+    with mock.patch.object(ParallelModel, "once"):
         return of_decoder(world, "tensor", update=1)
 
 

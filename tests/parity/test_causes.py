@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import zoo
 from everyrank import parse_layout
-from everyrank.audit import audit
 from everyrank.loop import open_data
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity import Subject, check_layout, subject_of
+from everyrank.parity import ParityCase, check_layout, parity_case
+from everyrank.parity.samples import audit
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -27,7 +27,7 @@ _COUNTER = itertools.count()
 
 
 def check(world: World, key: str, workload: Any, layouts: Sequence[str], steps: int, **options: Any) -> list[Parity]:
-    subject = subject_of(workload, *open_data(workload, world), steps, **options)
+    subject = parity_case(workload, *open_data(workload, world), steps, **options)
     return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
@@ -192,7 +192,7 @@ def test_nothing_moved_is_not_equal(ranks: Any) -> None:
 def without_reduction(world: World, key: str, workload: Any, steps: int) -> Parity:
     from test_mutations import no_all_reduce
 
-    subject = subject_of(workload, *open_data(workload, world), steps)
+    subject = parity_case(workload, *open_data(workload, world), steps)
     with no_all_reduce("ddp", world):
         return check_layout(subject, parse_layout("ddp:precision=float64"), world, key)[0]
 
@@ -229,7 +229,7 @@ def check_mutated(world: World, mutation: str, key: str) -> Parity:
     import test_mutations
 
     workload = chaotic()
-    subject = subject_of(workload, *open_data(workload, world), 20)
+    subject = parity_case(workload, *open_data(workload, world), 20)
     with getattr(test_mutations, mutation)("ddp", world):
         return check_layout(subject, parse_layout("ddp:precision=float64"), world, key)[0]
 
@@ -318,7 +318,7 @@ def parted(world: World) -> bool:
 
     module: Any = importlib.import_module("everyrank.parity.trace")
     workload = zoo.workload("frozen")
-    subject = subject_of(workload, *open_data(workload, world), 4)
+    subject = parity_case(workload, *open_data(workload, world), 4)
     original = module.run_updates
     calls: list[int] = []
 
@@ -337,7 +337,7 @@ def parted(world: World) -> bool:
 def test_subject_keeps_both_ends_of_the_evaluation() -> None:
     workload = zoo.workload("frozen", eval_data=lambda: zoo.Points(102))
     assert workload.eval_data is not None
-    subject: Subject = subject_of(
+    subject: ParityCase = parity_case(
         dataclasses.replace(workload, global_batch=4), workload.train_data(), workload.eval_data(), 4
     )
     assert subject.eval_ends.samples == [*range(32), *range(72, 102)]

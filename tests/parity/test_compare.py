@@ -12,9 +12,9 @@ from torch import nn
 from everyrank.data import Update
 from everyrank.errors import LayoutError, NotFiniteError
 from everyrank.layout import parse_layout
-from everyrank.parallel.partition import prune
+from everyrank.parallel.zero1 import keep_owned_parameters
 from everyrank.parity.compare import compare
-from everyrank.parity.reference import Reference, make_reference, shortened
+from everyrank.parity.reference import Reference, make_reference, shorten_segments
 from everyrank.parity.trace import Trace
 
 GOOD = Trace([2.0, 1.0], [4.0, 4.0], {}, [{"weight": torch.ones(2)}], replicas_equal=True, moved=[{"weight": 0.5}])
@@ -96,17 +96,20 @@ def test_a_tie_is_not_a_difference() -> None:
 def test_what_cannot_be_compared_is_cut() -> None:
     """The first updates, and those from the end of the epoch on, which begin from the initial state again."""
     plan = [[*(Update(i, 0, i) for i in range(5)), *(Update(5 + i, 1, i) for i in range(5))]]
-    assert shortened(plan, 10) == plan
-    assert [[update.step for update in segment] for segment in shortened(plan, 3)] == [[0, 1, 2], [4, 5, 6]]
-    assert [[update.step for update in segment] for segment in shortened(plan, 7)] == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    assert [[update.step for update in segment] for segment in shortened(plan, 1)] == [[0], [4], [5]]
+    assert shorten_segments(plan, 10) == plan
+    assert [[update.step for update in segment] for segment in shorten_segments(plan, 3)] == [[0, 1, 2], [4, 5, 6]]
+    assert [[update.step for update in segment] for segment in shorten_segments(plan, 7)] == [
+        [0, 1, 2, 3, 4, 5, 6],
+        [7, 8, 9],
+    ]
+    assert [[update.step for update in segment] for segment in shorten_segments(plan, 1)] == [[0], [4], [5]]
 
 
 def test_prune_lets_go_of_state() -> None:
     """Adagrad has state for every parameter before the first step: what is not owned must go, or saving fails."""
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     optimizer = torch.optim.Adagrad(parameters)
-    prune(optimizer, {parameters[1]})
+    keep_owned_parameters(optimizer, {parameters[1]})
     assert list(optimizer.state) == [parameters[1]]
     assert len(optimizer.state_dict()["state"]) == 1
 

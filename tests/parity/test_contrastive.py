@@ -14,12 +14,12 @@ import everyrank
 import zoo
 from everyrank import Layout, parse_layout
 from everyrank.data import Batch
-from everyrank.errors import UnfitError, WorkloadError
+from everyrank.errors import UnsupportedLayoutError, WorkloadError
 from everyrank.loop import open_data
-from everyrank.parallel import rows
+from everyrank.parallel import batch_gather
+from everyrank.parallel.batch_gather import loss_scope
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.rows import taking_loss
-from everyrank.parity import check_layout, subject_of
+from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -29,7 +29,7 @@ _COUNTER = iter(range(10**9))
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any], broken: str = "") -> list[Parity]:
     """Parity of each layout, in the ranks; those that the workload cannot have are not verified."""
     workload = zoo.workload("contrastive", "adamw", **changes)
-    subject = subject_of(workload, *open_data(workload, world), steps=8)
+    subject = parity_case(workload, *open_data(workload, world), steps=8)
     with MUTATIONS[broken]():
         return [check_layout(subject, parse_layout(text), world, f"{key}/{text}", by_name=False)[0] for text in layouts]
 
@@ -40,7 +40,7 @@ def parities(ranks: Any, count: int, layouts: list[str], broken: str = "", **cha
 
 def _with(**functions: Any) -> Any:
     """Other collectives in rows.py alone: the strategies go on with torch's."""
-    return mock.patch.object(rows, "dist", SimpleNamespace(**{**vars(torch.distributed), **functions}))
+    return mock.patch.object(batch_gather, "dist", SimpleNamespace(**{**vars(torch.distributed), **functions}))
 
 
 def _not_summed() -> Any:
@@ -56,8 +56,10 @@ def _not_in_order() -> Any:
 
 def _borrowed_counts() -> Any:
     """Every rank has a row, one without samples too."""
-    original = rows._sizes
-    return mock.patch.object(rows, "_sizes", lambda total, count: tuple(max(1, n) for n in original(total, count)))
+    original = batch_gather._sizes
+    return mock.patch.object(
+        batch_gather, "_sizes", lambda total, count: tuple(max(1, n) for n in original(total, count))
+    )
 
 
 MUTATIONS: dict[str, Any] = {
@@ -113,11 +115,11 @@ def refusals(world: World) -> list[str]:
     batch = Batch(None, None, 2, 2 * world.rank, 4)
     found: list[str] = []
     for layout, order, size, kind in (
-        ("context", "global", 2, UnfitError),
-        ("ddp", "shard", 2, UnfitError),
+        ("context", "global", 2, UnsupportedLayoutError),
+        ("ddp", "shard", 2, UnsupportedLayoutError),
         ("ddp", "global", 3, WorkloadError),
     ):
-        with taking_loss(batch, open_mesh(Layout(layout), world), order), pytest.raises(kind) as caught:
+        with loss_scope(batch, open_mesh(Layout(layout), world), order), pytest.raises(kind) as caught:
             everyrank.gather(torch.zeros(size, 3))
         texts = ("under context a rank has parts", "order='shard' gives each rank", "one row for")
         found += [text for text in texts if text in str(caught.value)]
@@ -139,7 +141,7 @@ def gathered(world: World, kinds: list[torch.dtype]) -> tuple[int, list[Any]]:
     """Two samples on three ranks."""
     own = torch.tensor([[[1, 0]], [[0, 1]], [[1, 1]]])[world.rank]
     found: list[Any] = []
-    with taking_loss(Batch(None, None, int(world.rank < 2), world.rank, 2), open_mesh(Layout("ddp"), world)):
+    with loss_scope(Batch(None, None, int(world.rank < 2), world.rank, 2), open_mesh(Layout("ddp"), world)):
         for kind in kinds:
             own = own.to(kind)
             if kind.is_floating_point:

@@ -9,7 +9,7 @@ import pytest
 import zoo
 from everyrank import parse_layout
 from everyrank.loop import open_data
-from everyrank.parity import check_layout, subject_of
+from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -20,7 +20,7 @@ def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[s
     """Parity of each layout, in the ranks."""
     workload = zoo.workload(name, optimizer, **changes)
     data = open_data(workload, world)
-    subject = subject_of(workload, *data, steps=20)
+    subject = parity_case(workload, *data, steps=20)
     return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
@@ -141,5 +141,5 @@ def losses_with_workers(world: World, workers: int) -> list[float]:
 
     world = dataclasses.replace(world, loader_workers=workers)
     workload = zoo.workload("augmented")
-    subject = subject_of(workload, *open_data(workload, world), steps=8)
+    subject = parity_case(workload, *open_data(workload, world), steps=8)
     return trace(subject, parse_layout("ddp"), world, subject.planned("float64")).losses

@@ -22,7 +22,7 @@ from everyrank import parse_layout
 from everyrank.data import Slice
 from everyrank.loop import open_data
 from everyrank.parallel.mesh import Mesh
-from everyrank.parity import check_layout, subject_of
+from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -47,23 +47,23 @@ def no_all_reduce(strategy: str, world: World) -> Patch:
     """Gradients stay on the rank that computed them."""
     module = _strategy(strategy)
     if strategy == "fsdp":
-        original = module.shard
+        original = module.apply_fsdp
 
-        def shard(model: Any, *rest: Any) -> None:
+        def apply_fsdp(model: Any, *rest: Any) -> None:
             original(model, *rest)
             for part in model.modules():
                 if hasattr(part, "set_custom_reduce_scatter"):
                     part.set_custom_reduce_scatter(_OwnPart(world))
 
-        return mock.patch.object(module, "shard", shard)
-    original = module.replicate
+        return mock.patch.object(module, "apply_fsdp", apply_fsdp)
+    original = module.apply_ddp
 
-    def replicate(*arguments: Any) -> Any:
+    def apply_ddp(*arguments: Any) -> Any:
         ddp = original(*arguments)
         ddp.register_comm_hook(None, _without_reduction)
         return ddp
 
-    return mock.patch.object(module, "replicate", replicate)
+    return mock.patch.object(module, "apply_ddp", apply_ddp)
 
 
 class _OwnPart:
@@ -80,63 +80,72 @@ class _OwnPart:
         return None
 
 
+def _stepping(strategy: str, step: Callable[..., None]) -> Patch:
+    """The optimizer steps of this strategy become `step(original, trainable, total, ...)`; those of `single` do not."""
+    module = _strategy(strategy)
+    make = module.make_trainable
+
+    def make_trainable(*arguments: Any) -> Any:
+        trainable = make(*arguments)
+        original = trainable.optimizer_step
+        trainable.optimizer_step = lambda *rest, **named: step(original, trainable, *rest, **named)
+        return trainable
+
+    return mock.patch.object(module, "make_trainable", make_trainable)
+
+
 def sum_for_mean(strategy: str, world: World) -> Patch:
     """The factor that undoes the wrapper's average is applied twice: gradients are W times too large."""
-    module = _strategy(strategy)
-    original = module.update
 
-    def update(workload: Any, total: Any, *rest: Any, **named: Any) -> None:
-        original(workload, total / torch.tensor([1.0, world.size], dtype=total.dtype), *rest, **named)
+    def step(original: Any, trainable: Any, total: Any, *rest: Any, **named: Any) -> None:
+        original(total / torch.tensor([1.0, world.size], dtype=total.dtype), *rest, **named)
 
-    return mock.patch.object(module, "update", update)
+    return _stepping(strategy, step)
 
 
 def local_count(strategy: str, world: World) -> Patch:
     """Each rank divides by the number of its own terms, as if all ranks had as many."""
     module = _strategy(strategy)
-    original = module.update
     own: list[Any] = []
 
-    def update(workload: Any, total: Any, *rest: Any, **named: Any) -> None:
-        original(workload, sum(own) * world.size if float(sum(own)[1]) else total, *rest, **named)
+    def step(original: Any, trainable: Any, total: Any, *rest: Any, **named: Any) -> None:
+        original(sum(own) * world.size if float(sum(own)[1]) else total, *rest, **named)
         own.clear()
 
-    def loss_of(*arguments: Any) -> Any:
+    def compute_loss(*arguments: Any) -> Any:
         loss, share = loss_original(*arguments)
         own.append(share)
         return loss, share
 
-    loss_original = module.loss_of
+    loss_original = module.compute_loss
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(module, "update", update))
-    stack.enter_context(mock.patch.object(module, "loss_of", loss_of))
+    stack.enter_context(_stepping(strategy, step))
+    stack.enter_context(mock.patch.object(module, "compute_loss", compute_loss))
     return stack
 
 
 def same_slice(strategy: str, world: World) -> Patch:
     """Every rank reads the first rank's part."""
     first = property(lambda mesh: Slice(0, mesh.size("replicate", "shard")))
-    return mock.patch.object(Mesh, "reads", first)
+    return mock.patch.object(Mesh, "data_slice", first)
 
 
 def weights_averaged(strategy: str, world: World) -> Patch:
     """Each rank steps on its own gradients, then the weights are averaged."""
-    module = _strategy(strategy)
-    original_update = module.update
     stack = contextlib.ExitStack()
     stack.enter_context(no_all_reduce(strategy, world))
 
-    def update(workload: Any, total: Any, parameters: Any, *rest: Any, **named: Any) -> None:
+    def step(original: Any, trainable: Any, total: Any, *rest: Any, **named: Any) -> None:
         if strategy != "fsdp":
             total = total / world.size  # the carrier was not reduced: add it up by hand
             dist.all_reduce(total)
-        original_update(workload, total, parameters, *rest, **named)
+        original(total, *rest, **named)
         if strategy == "ddp":
-            for parameter in parameters:
+            for parameter in trainable.parameters:
                 dist.all_reduce(parameter.data)
                 parameter.data /= world.size
 
-    stack.enter_context(mock.patch.object(module, "update", update))
+    stack.enter_context(_stepping(strategy, step))
     return stack
 
 
@@ -151,62 +160,60 @@ def last_micro_batch_dropped(strategy: str, world: World) -> Patch:
 
 def epoch_not_set(strategy: str, world: World) -> Patch:
     """set_epoch is forgotten: every epoch has the order of the first."""
-    import everyrank.loop
+    import everyrank.loop.updates
 
-    original = everyrank.loop.batches_for_updates
+    original = everyrank.loop.updates.batches_for_updates
 
     def batches(workload: Any, dataset: Any, updates: Any, reads: Slice, *rest: Any) -> Any:
         if reads.count > 1:
             updates = [dataclasses.replace(update, epoch=0) for update in updates]
         return original(workload, dataset, updates, reads, *rest)
 
-    return mock.patch.object(everyrank.loop, "batches_for_updates", batches)
+    return mock.patch.object(everyrank.loop.updates, "batches_for_updates", batches)
 
 
 def batch_norm_alone(strategy: str, world: World) -> Patch:
     """Each rank normalises by the statistics of its own samples."""
-    import everyrank.parallel.build
+    import everyrank.parallel.parallelize
 
-    return mock.patch.object(everyrank.parallel.build, "synchronise_batch_norm")
+    return mock.patch.object(everyrank.parallel.parallelize, "apply_batch_norm")
 
 
-def borrowed_sample_counts(strategy: str, world: World) -> Patch:
-    """A borrowed sample takes part in the batch norm statistics."""
+def padding_sample_counts(strategy: str, world: World) -> Patch:
+    """A padding sample takes part in the batch norm statistics."""
     import everyrank.parallel.batch_norm as batch_norm
 
-    class Forgetful(batch_norm.ForwardState):
+    class Forgetful(batch_norm.MicroBatchState):
         def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, False if name == "is_borrowed" else value)
+            super().__setattr__(name, False if name == "is_padding" else value)
 
-    import everyrank.parallel.build
+    import everyrank.parallel.parallelize
 
-    return mock.patch.object(everyrank.parallel.build, "ForwardState", Forgetful)
+    return mock.patch.object(everyrank.parallel.parallelize, "MicroBatchState", Forgetful)
 
 
 def clipped_by_local_norm(strategy: str, world: World) -> Patch:
     """Each rank clips by the norm of its own shards."""
-    module = _strategy(strategy)
-    original = module.update
-    return mock.patch.object(module, "update", lambda *arguments: original(*arguments[:7]))
+    return _stepping(strategy, lambda original, _, total, num_averaged, squares: original(total, num_averaged))
 
 
 def seeded_by_rank(strategy: str, world: World) -> Patch:
     """Every rank builds its own weights, and nobody sends rank 0's round."""
-    import everyrank.parallel.build
-    import everyrank.parallel.construct
+    import everyrank.parallel.init_model
+    import everyrank.parallel.parallelize
 
-    original = everyrank.parallel.construct.seed_everything
+    original = everyrank.parallel.init_model.seed_everything
     stack = contextlib.ExitStack()
     offset = world.rank if strategy == "fsdp" else 1
     stack.enter_context(
         mock.patch.object(
-            everyrank.parallel.construct,
+            everyrank.parallel.init_model,
             "seed_everything",
             lambda seed: original(seed + offset * _is_distributed()),
         )
     )
     if strategy == "fsdp":
-        stack.enter_context(mock.patch.object(everyrank.parallel.build, "broadcast_from_rank_0"))
+        stack.enter_context(mock.patch.object(everyrank.parallel.parallelize, "broadcast_from_rank_0"))
     return stack
 
 
@@ -257,7 +264,7 @@ CASES: list[tuple[Callable[[str, World], Patch], tuple[str, ...], str, str, int,
     (last_micro_batch_dropped, ALL, "frozen", "sgd", 2, ":accumulate=3", "counted"),
     (epoch_not_set, ALL, "frozen", "sgd", 2, "", "set_epoch"),
     (batch_norm_alone, ALL, "norm", "sgd", 2, "", "batch norm"),
-    (borrowed_sample_counts, ALL, "norm", "sgd", 3, "", ""),
+    (padding_sample_counts, ALL, "norm", "sgd", 3, "", ""),
     (clipped_by_local_norm, ("fsdp",), "tied", "sgd", 2, "", ""),
     (seeded_by_rank, ALL, "frozen", "sgd", 2, "", "same weights"),
     (stale_owners, ("zero1",), "frozen", "sgd", 2, "", "different weights"),
@@ -272,7 +279,7 @@ def check(world: World, mutation: Any, strategy: str, name: str, optimizer: str,
     if "accumulate" in keys:
         changes["model"] = lambda: zoo.FrozenModel(counts=False)
     workload = zoo.workload(name, optimizer, **changes)
-    subject = subject_of(workload, *open_data(workload, world), steps=20)
+    subject = parity_case(workload, *open_data(workload, world), steps=20)
     with mutation(strategy, world) if mutation else contextlib.nullcontext():
         return check_layout(subject, parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}"), world, key)[
             0
@@ -320,7 +327,7 @@ def check_local_mean(world: World, key: str) -> Parity:
         return total / count.clamp(min=1), 1
 
     workload = zoo.workload("tied", loss=loss)
-    subject = subject_of(workload, *open_data(workload, world), steps=20)
+    subject = parity_case(workload, *open_data(workload, world), steps=20)
     return check_layout(subject, parse_layout("ddp"), world, key)[0]
 
 
@@ -340,5 +347,5 @@ class Dropping(zoo.FrozenModel):
 
 def check_random_forward(world: World, key: str) -> Parity:
     workload = zoo.workload("frozen", model=Dropping)
-    subject = subject_of(workload, *open_data(workload, world), steps=20)
+    subject = parity_case(workload, *open_data(workload, world), steps=20)
     return check_layout(subject, parse_layout("ddp"), world, key)[0]

@@ -554,7 +554,7 @@ COMMAND = (
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """50 images for training (so that batches are ragged), 23 held out, of 8 x 8 pixels enlarged to 40 x 40."""
     image = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
-    from everyrank.workloads.digits import Digits
+    from everyrank.builtin.digits import Digits
 
     folder = tmp_path_factory.mktemp("images")
     for kind, held_out, count in (("train", False, 50), ("val", True, 23)):

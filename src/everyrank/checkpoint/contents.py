@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 
 from everyrank.checkpoint.generators import generators, set_generators
 from everyrank.errors import UsageError, WorkloadError
-from everyrank.parallel.stage import held_elsewhere
-from everyrank.strategies import Prepared
+from everyrank.parallel.pipeline.blocks import held_elsewhere
+from everyrank.parallel.trainable import Trainable
 from everyrank.world import World
 
-__all__ = ["aliases_of", "model_tensors", "put_back", "targets_for", "tensors_of", "values_of"]
+__all__ = ["aliases_of", "load_state", "model_tensors", "targets_for", "tensors_of", "values_of"]
 
 # A plain number in an optimizer's state is kept as a tensor without dimensions; its key says what it was.
 _NUMBERS: dict[str, type] = {"#bool": bool, "#int": int, "#float": float}
@@ -60,11 +60,11 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def tensors_of(prepared: Prepared, world: World) -> dict[str, Tensor]:
+def tensors_of(trainable: Trainable, world: World) -> dict[str, Tensor]:
     """All tensors of this rank, as they are now: they are not copies."""
-    found = model_tensors(prepared.model) | _averages(prepared)
-    for name, parameter in _named(prepared.model, prepared.optimizer).items():
-        for key, value in prepared.optimizer.state.get(parameter, {}).items():
+    found = model_tensors(trainable.model) | _averages(trainable)
+    for name, parameter in _named(trainable.model, trainable.optimizer).items():
+        for key, value in trainable.optimizer.state.get(parameter, {}).items():
             kept = _as_tensor(value, name, key)
             if kept is not None:
                 found[f"optimizer/{name}/{key}{kept[1]}"] = kept[0]
@@ -72,8 +72,8 @@ def tensors_of(prepared: Prepared, world: World) -> dict[str, Tensor]:
     return found
 
 
-def _averages(prepared: Prepared) -> dict[str, Tensor]:
-    own = prepared.average
+def _averages(trainable: Trainable) -> dict[str, Tensor]:
+    own = trainable.ema
     return {f"average/{name}": tensor for name, tensor in zip(own.names, own.tensors, strict=True)} if own else {}
 
 
@@ -103,35 +103,35 @@ def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     return found
 
 
-def values_of(prepared: Prepared) -> dict[str, Any]:
+def values_of(trainable: Trainable) -> dict[str, Any]:
     """Copies of the optimizer's groups without their parameters, of schedule and loss scale: alike on every rank."""
     groups = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in prepared.optimizer.param_groups
+        for group in trainable.optimizer.param_groups
     ]
-    scale = prepared.scale
+    scaler = trainable.scaler
     return {
         "groups": groups,
-        "kinds": _kinds(prepared),
-        "schedule": copy.deepcopy(prepared.schedule.state_dict()) if prepared.schedule is not None else None,
-        "scale": [scale.scale, scale.good_steps] if scale is not None else None,
+        "kinds": _kinds(trainable),
+        "schedule": copy.deepcopy(trainable.schedule.state_dict()) if trainable.schedule is not None else None,
+        "scale": [scaler.scale, scaler.good_steps] if scaler is not None else None,
     }
 
 
-def _kinds(prepared: Prepared) -> list[str]:
+def _kinds(trainable: Trainable) -> list[str]:
     """Names of the classes of optimizer and schedule."""
-    return [type(prepared.optimizer).__name__, type(prepared.schedule).__name__]
+    return [type(trainable.optimizer).__name__, type(trainable.schedule).__name__]
 
 
-def targets_for(prepared: Prepared, world: World, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+def targets_for(trainable: Trainable, world: World, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """Tensors of this rank to read into: the model's own, and new ones for the optimizer.
 
     Raises `UsageError` where the model is not the one that was saved.
     """
-    found = model_tensors(prepared.model)
-    _check_same(found, {f"model/{name}" for name in held_elsewhere(prepared.model)}, kept)
-    found |= {name: tensor for name, tensor in _averages(prepared).items() if name in kept}
-    parameters = _named(prepared.model, prepared.optimizer)
+    found = model_tensors(trainable.model)
+    _check_same(found, {f"model/{name}" for name in held_elsewhere(trainable.model)}, kept)
+    found |= {name: tensor for name, tensor in _averages(trainable).items() if name in kept}
+    parameters = _named(trainable.model, trainable.optimizer)
     for full, about in kept.items():
         kind, _, rest = full.partition("/")
         name, _, _ = rest.rpartition("/")
@@ -169,12 +169,12 @@ def _empty(parameter: nn.Parameter, about: TensorStorageMetadata) -> Tensor:
 
 
 @torch.no_grad()
-def put_back(prepared: Prepared, world: World, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+def load_state(trainable: Trainable, world: World, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Give optimizer, schedule, scale and generators what was read; the model's tensors were read in place."""
-    optimizer = prepared.optimizer
+    optimizer = trainable.optimizer
     state = optimizer.state_dict()
-    if values["kinds"] != _kinds(prepared):
-        was, now = " and ".join(values["kinds"]), " and ".join(_kinds(prepared))
+    if values["kinds"] != _kinds(trainable):
+        was, now = " and ".join(values["kinds"]), " and ".join(_kinds(trainable))
         raise UsageError(f"it was trained with {was} (optimizer and schedule), this is {now}: another training")
     if len(values["groups"]) != len(state["param_groups"]):
         raise UsageError(
@@ -184,7 +184,7 @@ def put_back(prepared: Prepared, world: World, tensors: Mapping[str, Tensor], va
     for group, saved in zip(state["param_groups"], values["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in _OF_THE_DEVICE})
     # torch numbers the parameters of all groups through; a parameter has the same place in a group here and there
-    own = {id(parameter): name for name, parameter in _named(prepared.model, optimizer).items()}
+    own = {id(parameter): name for name, parameter in _named(trainable.model, optimizer).items()}
     of_name = _by_parameter(tensors)
     pairs = [
         (index, own[id(parameter)])
@@ -193,10 +193,10 @@ def put_back(prepared: Prepared, world: World, tensors: Mapping[str, Tensor], va
     ]
     state["state"] = {index: of_name[name] for index, name in pairs if name in of_name}
     optimizer.load_state_dict(state)
-    if prepared.schedule is not None and values["schedule"] is not None:
-        prepared.schedule.load_state_dict(values["schedule"])
-    if prepared.scale is not None and values["scale"] is not None:
-        prepared.scale.scale, prepared.scale.good_steps = values["scale"]
+    if trainable.schedule is not None and values["schedule"] is not None:
+        trainable.schedule.load_state_dict(values["schedule"])
+    if trainable.scaler is not None and values["scale"] is not None:
+        trainable.scaler.scale, trainable.scaler.good_steps = values["scale"]
     own_generators = tensors.get(f"generators/{world.rank}")
     if own_generators is not None:
         set_generators(own_generators)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from everyrank.checkpoint.contents import put_back, targets_for, tensors_of, values_of
+from everyrank.checkpoint.contents import load_state, targets_for, tensors_of, values_of
 from everyrank.checkpoint.storage import (
     SaveError,
     check_values,
@@ -27,11 +27,10 @@ from everyrank.checkpoint.storage import (
     group_for_saving,
     read,
     read_values,
-    told_by_rank_0,
+    text_of_rank_0,
     write,
     write_values,
 )
-from everyrank.collectives import gather
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.runs import (
     About,
@@ -45,12 +44,13 @@ from everyrank.runs import (
     discard,
     mark_best,
     new_folder,
-    prune,
     refuse_damaged,
+    remove_old_checkpoints,
     write_about,
 )
 from everyrank.strategies import Prepared
 from everyrank.world import World, on_rank_0
+from everyrank.world.collectives import all_gather
 
 __all__ = ["Saver", "load_model", "resume"]
 
@@ -73,8 +73,8 @@ class Saver:
         self.waiting: Future[None] | None = None
         self.stalls: list[float] = []
         self.last_saved: int | None = None
-        check_values(values_of(prepared))  # rather now than after an epoch
-        tensors_of(prepared, world)
+        check_values(values_of(prepared.trainable))  # rather now than after an epoch
+        tensors_of(prepared.trainable, world)
         try:
             check_about(about)
         except (TypeError, ValueError) as error:
@@ -97,7 +97,8 @@ class Saver:
             earlier = error
         try:
             about = dataclasses.replace(self.about, step=step, metrics=metrics)
-            tensors, values = tensors_of(self.prepared, self.world), values_of(self.prepared)
+            trainable = self.prepared.trainable
+            tensors, values = tensors_of(trainable, self.world), values_of(trainable)
             if self.thread is None:
                 self._write(tensors, values, about)
             else:
@@ -125,7 +126,7 @@ class Saver:
         with contextlib.suppress(OSError, UsageError):  # the checkpoint is whole without
             add_metrics(self.run, step, metrics)
             mark_best(self.run, self.about.best_by)
-            prune(self.run, self.keep, step, self.about.best_by)
+            remove_old_checkpoints(self.run, self.keep, step, self.about.best_by)
 
     def finish(self) -> None:
         """Wait for what is still being written. Raises `SaveError`, on every rank, where it failed."""
@@ -155,7 +156,7 @@ class Saver:
         except SaveError:  # every rank has it
             self._discard(folder)
             raise
-        failure = told_by_rank_0(failure, self.group)
+        failure = text_of_rank_0(failure, self.group)
         if failure:
             self._discard(folder)
             raise SaveError(failure)
@@ -175,7 +176,7 @@ class Saver:
             return str(error)
         with contextlib.suppress(OSError):  # the checkpoint is whole; the next one tries again
             mark_best(self.run, about.best_by)
-            prune(self.run, self.keep, about.step, about.best_by)
+            remove_old_checkpoints(self.run, self.keep, about.step, about.best_by)
         return ""
 
     def _discard(self, folder: Path) -> None:
@@ -216,10 +217,10 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
     _check_whole(checkpoint, prepared)
     kept = contents_of(checkpoint)
-    tensors = targets_for(prepared, world, kept)
+    tensors = targets_for(prepared.trainable, world, kept)
     read(tensors, checkpoint, group_for_saving(prepared, world))
     try:
-        put_back(prepared, world, tensors, read_values(checkpoint))
+        load_state(prepared.trainable, world, tensors, read_values(checkpoint))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
@@ -234,10 +235,10 @@ def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None
     _check_whole(checkpoint, prepared)
     whole = contents_of(checkpoint).items()
     kept = {name: about for name, about in whole if name.startswith(("model/", "average/"))}
-    tensors = targets_for(prepared, world, kept)
+    tensors = targets_for(prepared.trainable, world, kept)
     read(tensors, checkpoint, group_for_saving(prepared, world))
-    if prepared.average is not None and not any(name.startswith("average/") for name in kept):
-        prepared.average.begin()  # it was trained without
+    if prepared.trainable.ema is not None and not any(name.startswith("average/") for name in kept):
+        prepared.trainable.ema.reset()  # it was trained without
 
 
 def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
@@ -269,10 +270,10 @@ def _setting(name: str, settings: dict[str, Any]) -> str:
 
 def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:
     """Read all files once, each by one rank, and compare their sums."""
-    own = prepared.mesh.world
+    own = prepared.world
     names = sorted(checkpoint.about.files)[own.rank :: own.size]
     found = damage(checkpoint, names) or ""
-    rows = gather(torch.tensor(list(found.encode()), dtype=torch.uint8), own)
+    rows = all_gather(torch.tensor(list(found.encode()), dtype=torch.uint8), own)
     found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
     if found:
         refuse_damaged(checkpoint, found)

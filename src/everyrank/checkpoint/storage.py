@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from everyrank.collectives import exchange
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.parallel.mesh import local_tensors
 from everyrank.runs import Checkpoint, crc_of, open_file
 from everyrank.strategies import Prepared
 from everyrank.world import World
+from everyrank.world.collectives import all_gather_json
 
 __all__ = [
     "SaveError",
@@ -40,7 +40,7 @@ __all__ = [
     "group_for_saving",
     "read",
     "read_values",
-    "told_by_rank_0",
+    "text_of_rank_0",
     "write",
     "write_values",
 ]
@@ -62,7 +62,7 @@ def group_for_saving(prepared: Prepared, world: World) -> dist.ProcessGroup | No
 
     None for a layout of one process, which has nothing to agree on with others.
     """
-    if world.group is None or prepared.mesh.world.size == 1:
+    if world.group is None or prepared.world.size == 1:
         return None
     timeout = datetime.timedelta(seconds=world.timeout_seconds)
     group: Any = dist.new_group(backend="gloo", timeout=timeout)
@@ -81,7 +81,7 @@ def write(
     except CheckpointException as error:
         needed = sum(tensor.nbytes for tensor in local_tensors(list(tensors.values())))
         # one text for all ranks: rank 0 removes what was written, after which a late one would find room on the disk
-        raise SaveError(told_by_rank_0(_room(folder, needed) + _first_cause(error), group)) from error
+        raise SaveError(text_of_rank_0(_room(folder, needed) + _first_cause(error), group)) from error
     try:
         # DCP puts the rank into the names of its files; the table of contents is rank 0's
         own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
@@ -89,16 +89,16 @@ def write(
         sums: Any = {path.name: (path.stat().st_size, crc_of(path)) for path in own}
     except OSError as error:
         sums = f"{error.filename}: {error.strerror}"
-    rows = exchange(sums, group)
+    rows = all_gather_json(sums, group)
     for row in rows:
         if isinstance(row, str):
             raise SaveError(row)
     return {name: (size, crc) for row in rows for name, (size, crc) in row.items()}
 
 
-def told_by_rank_0(text: str, group: dist.ProcessGroup | None) -> str:
+def text_of_rank_0(text: str, group: dist.ProcessGroup | None) -> str:
     """Rank 0's `text`, on all ranks. A collective."""
-    return exchange(text, group)[0]
+    return all_gather_json(text, group)[0]
 
 
 def check_values(values: Mapping[str, Any]) -> bytes:

@@ -21,13 +21,13 @@ from everyrank.workload import Workload
 
 __all__ = ["export", "read_weights", "with_pretrained"]
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
-def check_suffix(path: Path, flag: str) -> None:
+def check_weights_suffix(path: Path, flag: str) -> None:
     """Raise `UsageError` for a file of weights by another name than these."""
-    if path.suffix not in SUFFIXES:
-        raise UsageError(f"{flag} {path}: give a name that ends in {', '.join(SUFFIXES)}")
+    if path.suffix not in WEIGHT_SUFFIXES:
+        raise UsageError(f"{flag} {path}: give a name that ends in {', '.join(WEIGHT_SUFFIXES)}")
 
 
 def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
 
     Raises `UsageError` for a damaged checkpoint and for a place that cannot be written.
     """
-    check_suffix(path, "export")
+    check_weights_suffix(path, "export")
     require_whole(checkpoint, deep=True)
     there = contents_of(checkpoint)
     kept = {name: about for name, about in there.items() if name.startswith("model/")}
@@ -74,7 +74,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     One level of wrapping is taken off where others put one: {"state_dict": ...}, {"model": ...}, and the `module.` of
     DistributedDataParallel. Raises `UsageError` for a file that is none.
     """
-    check_suffix(path, "--pretrained")
+    check_weights_suffix(path, "--pretrained")
     if not path.is_file():
         raise UsageError(f"--pretrained {path}: there is no such file")
     try:

@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
-    from everyrank import session
+    from everyrank import api
 
     processes: list[int] = args.processes or []
     if len(processes) > 1 and facts_from_environment(os.environ) is not None:
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     kept: list[Record] = []
     try:
         if len(processes) > 1:
-            records = session.bench_scaling(source, layouts, launch, processes, **words, kept=kept)
+            records = api.bench_scaling(source, layouts, launch, processes, **words, kept=kept)
         else:
-            records = session.bench(source, layouts, launch, **words, kept=kept)
+            records = api.bench(source, layouts, launch, **words, kept=kept)
     except UsageError:
         raise
     except BaseException:  # Ctrl-C, SIGTERM, a rank that died: what is known is shown, and then what it ended by

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     data = args.path.with_name("digits.csv.gz")
     if data.name in recipes[args.recipe]:
         if not data.exists():
-            data.write_bytes((importlib.resources.files("everyrank.workloads") / "digits.csv.gz").read_bytes())
+            data.write_bytes((importlib.resources.files("everyrank.builtin") / "digits.csv.gz").read_bytes())
         written.append(str(data))
     print(f"wrote {' and '.join(written)}")
     return 0

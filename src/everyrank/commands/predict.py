@@ -8,7 +8,7 @@ from pathlib import Path
 from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import add_common, check_writable, source_of
 from everyrank.layout import parse_layout
-from everyrank.predictions import check_suffix
+from everyrank.tasks.predictions import check_predictions_suffix
 
 __all__ = ["HELP", "add", "run"]
 
@@ -27,13 +27,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
-    from everyrank import session
+    from everyrank import api
 
-    check_suffix(args.out)
+    check_predictions_suffix(args.out)
     layout = parse_layout(args.layout)
     launch = launch_of(args, layout=layout)
     check_writable(args.out)
-    count = session.predict(
+    count = api.predict(
         source_of(args),
         layout,
         launch,

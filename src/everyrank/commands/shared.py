@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.commands.launching import add_launching
-from everyrank.errors import CHECK_FAILED, CannotRunError, UnfitError, UsageError, printable
+from everyrank.errors import CHECK_FAILED, CannotRunError, UnsupportedLayoutError, UsageError, printable
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.record import Record, write_records
 from everyrank.workload import LR_RULES, Source, parse_settings
@@ -76,7 +76,7 @@ def source_of(args: argparse.Namespace) -> Source:
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
     if args.download and os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this host wait for it at the start
-        from everyrank.sources.download import download
+        from everyrank.datasets.download import download
 
         download(args.workload, args.data)
     return Source(args.workload, settings, args.batch, args.lr_rule)
@@ -144,7 +144,7 @@ def status_of(records: list[Record], args: argparse.Namespace) -> int:
     for record in records:
         if record.parity.status == "refused":
             print(f"everyrank: {printable(f'{record.layout}: {record.parity.reason}')}", file=sys.stderr)
-            return UnfitError.exit_status
+            return UnsupportedLayoutError.exit_status
     for record in records:
         if record.parity.status == "not_verified" and args.layout:
             line = f"{record.layout}: not verified here: {record.parity.reason}"

@@ -74,7 +74,7 @@ def _place(text: str) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
-    from everyrank import session
+    from everyrank import api
 
     layout = parse_layout(args.layout)
     if args.resume is not None and args.pretrained is not None:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (*files, args.json, args.profile):
         check_writable(path)
     try:
-        records = session.run(
+        records = api.run(
             source,
             layout,
             launch,

@@ -32,12 +32,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
-    from everyrank import session
+    from everyrank import api
 
     layouts, launch = layouts_of(args), launch_of(args)
     check_writable(args.json)
     source = source_of(args)
-    records = session.verify(
+    records = api.verify(
         source,
         layouts,
         launch,

@@ -19,7 +19,7 @@ from everyrank.data.order import Update
 from everyrank.data.parts import Keys, Part, parts_for_evaluation, parts_for_updates
 from everyrank.data.seeds import seed_sample
 from everyrank.data.slicing import Slice
-from everyrank.data.stream import Forward, Streamed
+from everyrank.data.stream import Streamed, StreamReader
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -89,7 +89,7 @@ def _fetch(
     takes_rows = _is_tensors(dataset) and workload.collate is None
     read: Any = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
     if isinstance(dataset, Streamed):
-        read = Forward(dataset, workload.seed)
+        read = StreamReader(dataset, workload.seed)
     collate: Callable[[Any], Any] = _as_it_is if takes_rows else workload.collate or default_collate
     is_pinned = world.device.type == "cuda"
     if world.loader_workers == 0 and not is_pinned:

@@ -17,7 +17,7 @@ from torch.utils.data._utils import worker
 from everyrank.data.seeds import seed_sample
 from everyrank.errors import WorkloadError
 
-__all__ = ["Forward", "Streamed", "count_samples", "is_stream"]
+__all__ = ["StreamReader", "Streamed", "count_samples", "is_stream"]
 
 
 def is_stream(dataset: Any) -> bool:
@@ -92,7 +92,7 @@ def _hide_worker() -> None:
         worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
 
 
-class Forward(Dataset[Any]):
+class StreamReader(Dataset[Any]):
     """A stream read by `Keys`, whose samples only ever go up within an epoch.
 
     Randomness inside `decode`, or inside the stream where it has no `decode`, is a function of (seed, epoch, sample).

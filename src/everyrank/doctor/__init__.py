@@ -12,7 +12,7 @@ Each check is a plain function of what it looks at, so that a machine that is il
 """
 
 from everyrank.doctor.examination import Examination, examine, paste
-from everyrank.doctor.findings import Finding
+from everyrank.doctor.findings import CheckResult
 from everyrank.doctor.launching import examine_launch
 
-__all__ = ["Examination", "Finding", "examine", "examine_launch", "paste"]
+__all__ = ["CheckResult", "Examination", "examine", "examine_launch", "paste"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank import __version__
-from everyrank.doctor.findings import PROBLEM, Finding, absent, ok, problem
+from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem
 from everyrank.doctor.machine import check_machine
 from everyrank.doctor.network import check_network
 from everyrank.doctor.software import check_optional, check_software, installed_versions
@@ -28,11 +28,11 @@ _PRIVATE = ("host name", "interfaces", "temporary files")
 class Examination:
     """What was found, by section, and the versions it was found with."""
 
-    sections: dict[str, list[Finding]]
+    sections: dict[str, list[CheckResult]]
     versions: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
-    def problems(self) -> list[Finding]:
+    def problems(self) -> list[CheckResult]:
         """What breaks runs here."""
         return [finding for findings in self.sections.values() for finding in findings if finding.status == PROBLEM]
 
@@ -53,7 +53,7 @@ def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda
     environment = dict(os.environ)
     versions = installed_versions()
     has_driver = any(Path(path).exists() for path in _DRIVERS)
-    sections: dict[str, list[Finding]] = {}
+    sections: dict[str, list[CheckResult]] = {}
     begin("software")
     sections["software"] = check_software(versions, has_driver)
     begin("machine")
@@ -72,8 +72,8 @@ def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda
 
 
 def _backends(
-    known: Sequence[Finding], versions: Mapping[str, str], timeout_seconds: float
-) -> tuple[list[Finding], dict[str, Any] | None]:
+    known: Sequence[CheckResult], versions: Mapping[str, str], timeout_seconds: float
+) -> tuple[list[CheckResult], dict[str, Any] | None]:
     """Self-tests of gloo and nccl, and what torch sees; None where no rank came up."""
     if "torch" not in versions:
         return [absent("gloo", "not tested: torch is not installed")], None
@@ -98,7 +98,7 @@ def _backends(
     return found, facts
 
 
-def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[list[dict[str, Any]] | None, Finding]:
+def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[list[dict[str, Any]] | None, CheckResult]:
     launch = Launch(processes=ranks, device=device, backend=backend, timeout_seconds=timeout)
     try:
         answers = run(launch, Named("everyrank.doctor.selftest:selftest_rank"), launch)
@@ -115,7 +115,7 @@ def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[li
     return results, ok(backend, f"{ranks} rank{'s' * (ranks > 1)} on {device}: {what}")
 
 
-def _devices(facts: dict[str, Any]) -> Finding:
+def _devices(facts: dict[str, Any]) -> CheckResult:
     """The CUDA devices, or why there are none."""
     if facts["devices"]:
         names = [f"{device['name']} ({device['memory_bytes'] / 2**30:.0f} GiB)" for device in facts["devices"]]
@@ -127,9 +127,9 @@ def _devices(facts: dict[str, Any]) -> Finding:
     return absent("devices", f"CPU alone: {why}")
 
 
-def layouts_here(num_cuda: int, runs: bool) -> list[Finding]:
+def layouts_here(num_cuda: int, runs: bool) -> list[CheckResult]:
     """Which layouts can run here."""
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     for name in STRATEGIES:
         if not runs:
             found.append(absent(name, "not verified here: no rank came up"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ABSENT", "OK", "PROBLEM", "WARNING", "Finding", "absent", "ok", "problem", "warning"]
+__all__ = ["ABSENT", "OK", "PROBLEM", "WARNING", "CheckResult", "absent", "ok", "problem", "warning"]
 
 OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line.
 
     what      what was looked at
@@ -32,21 +32,21 @@ class Finding:
         return f"{self.what}: {self.text}" + (f"; {self.fix}" if self.fix else "")
 
 
-def ok(what: str, text: str, private: bool = False) -> Finding:
+def ok(what: str, text: str, private: bool = False) -> CheckResult:
     """All is well."""
-    return Finding(what, OK, text, private=private)
+    return CheckResult(what, OK, text, private=private)
 
 
-def warning(what: str, text: str, fix: str, private: bool = False) -> Finding:
+def warning(what: str, text: str, fix: str, private: bool = False) -> CheckResult:
     """It works here, and would not always."""
-    return Finding(what, WARNING, text, fix, private)
+    return CheckResult(what, WARNING, text, fix, private)
 
 
-def problem(what: str, text: str, fix: str, private: bool = False) -> Finding:
+def problem(what: str, text: str, fix: str, private: bool = False) -> CheckResult:
     """Runs fail, or come out wrong."""
-    return Finding(what, PROBLEM, text, fix, private)
+    return CheckResult(what, PROBLEM, text, fix, private)
 
 
-def absent(what: str, text: str, fix: str | None = None) -> Finding:
+def absent(what: str, text: str, fix: str | None = None) -> CheckResult:
     """It is not there, which is no fault."""
-    return Finding(what, ABSENT, text, fix)
+    return CheckResult(what, ABSENT, text, fix)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everyrank.doctor.findings import PROBLEM, Finding, absent, ok, problem, warning
+from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem, warning
 from everyrank.doctor.network import check_network
 from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import Launch, Named, mpi, ray, run, slurm
@@ -29,7 +29,7 @@ __all__ = ["check_rendezvous", "check_slurm", "check_start", "examine_launch"]
 _MOST_SKEW_SECONDS = 1.0
 
 
-def examine_launch(launch: Launch, begin: Callable[[str], None] = lambda _: None) -> dict[str, list[Finding]]:
+def examine_launch(launch: Launch, begin: Callable[[str], None] = lambda _: None) -> dict[str, list[CheckResult]]:
     """By section. Starts the ranks of `launch` once, unless something is found that would keep them from starting."""
     begin("environment")
     environment = [*check_network(os.environ), *check_slurm(os.environ), check_program(launch)]
@@ -41,7 +41,7 @@ def examine_launch(launch: Launch, begin: Callable[[str], None] = lambda _: None
     return {"environment": environment, "meeting": meeting, "start": not_tried or check_start(launch)}
 
 
-def check_program(launch: Launch) -> Finding:
+def check_program(launch: Launch) -> CheckResult:
     """Whether the launcher is here."""
     try:
         if launch.launcher == "mpi":
@@ -57,7 +57,7 @@ def check_program(launch: Launch) -> Finding:
     return ok(launch.launcher, "comes with everyrank" if launch.launcher == "spawn" else "starts in this Python")
 
 
-def check_slurm(environment: Mapping[str, str]) -> list[Finding]:
+def check_slurm(environment: Mapping[str, str]) -> list[CheckResult]:
     """Variables of Slurm that contradict each other, or mpirun's."""
     job = environment.get("SLURM_JOB_ID")
     if job is None:
@@ -89,9 +89,9 @@ def check_slurm(environment: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def check_rendezvous(launch: Launch) -> list[Finding]:
+def check_rendezvous(launch: Launch) -> list[CheckResult]:
     """The place where the ranks would meet, and the interface they would talk over."""
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     endpoint = launch.rendezvous
     if endpoint is None and isinstance(launch.init_method, str) and launch.init_method.startswith("tcp://"):
         endpoint = launch.init_method.removeprefix("tcp://")
@@ -114,7 +114,7 @@ def check_rendezvous(launch: Launch) -> list[Finding]:
     return found
 
 
-def _check_endpoint(host: str, port: int) -> Finding:
+def _check_endpoint(host: str, port: int) -> CheckResult:
     """Free where this is the host itself, else answered, or refused, by another."""
     if any(is_loopback(address) or address in usable_interfaces().values() for address in addresses_of(host)):
         try:
@@ -138,7 +138,7 @@ def _check_endpoint(host: str, port: int) -> Finding:
         )
 
 
-def check_start(launch: Launch) -> list[Finding]:
+def check_start(launch: Launch) -> list[CheckResult]:
     """Start the ranks, and look at where each of them is."""
     begun = time.monotonic()
     try:

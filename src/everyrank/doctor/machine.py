@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from everyrank.doctor.findings import Finding, absent, ok, problem, warning
+from everyrank.doctor.findings import CheckResult, absent, ok, problem, warning
 from everyrank.launch import cgroup_quota, num_cores, threads_asked
 
 __all__ = ["check_cores", "check_files", "check_machine", "check_shared_memory", "check_space", "check_threads"]
@@ -22,7 +22,7 @@ _MIB = 2**20
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def check_machine(environment: Mapping[str, str]) -> list[Finding]:
+def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
     """All checks of this file, on this machine."""
     cores = num_cores()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -47,7 +47,7 @@ def check_machine(environment: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def check_cores(usable: int, present: int, quota: float | None) -> Finding:
+def check_cores(usable: int, present: int, quota: float | None) -> CheckResult:
     """Cores this process may use; a container may be allowed less than it sees."""
     text = f"{usable} of {present}" if usable != present else str(usable)
     if quota is not None and quota < usable:
@@ -59,7 +59,7 @@ def check_cores(usable: int, present: int, quota: float | None) -> Finding:
     return ok("cores", text)
 
 
-def check_threads(environment: Mapping[str, str], cores: int) -> Finding:
+def check_threads(environment: Mapping[str, str], cores: int) -> CheckResult:
     """The variables that set the number of threads, against the cores; without any a rank gets cores // ranks."""
     for name in _THREAD_VARIABLES:
         text = environment.get(name)
@@ -82,7 +82,7 @@ def check_threads(environment: Mapping[str, str], cores: int) -> Finding:
     return ok("threads", f"each rank gets {cores} cores // ranks on this host")
 
 
-def check_shared_memory(total: int, free: int, writable: bool = True) -> Finding:
+def check_shared_memory(total: int, free: int, writable: bool = True) -> CheckResult:
     """/dev/shm, through which loader workers hand over batches."""
     text = f"/dev/shm has {_size(free)} free of {_size(total)}"
     if not writable:
@@ -104,7 +104,7 @@ def check_shared_memory(total: int, free: int, writable: bool = True) -> Finding
     return ok("shared memory", text)
 
 
-def check_files(soft: int, hard: int) -> Finding:
+def check_files(soft: int, hard: int) -> CheckResult:
     """Open files: each rank and each loader worker takes some."""
     if soft != resource.RLIM_INFINITY and soft < 1024:
         most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
@@ -117,7 +117,7 @@ def check_files(soft: int, hard: int) -> Finding:
     return ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft}")
 
 
-def check_space(folder: Path, free: int, writable: bool = True) -> Finding:
+def check_space(folder: Path, free: int, writable: bool = True) -> CheckResult:
     """Where ranks meet over a file and logs are kept."""
     if not writable:
         return problem("temporary files", f"{folder} cannot be written", "set TMPDIR to a folder that can", True)

@@ -8,17 +8,17 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from everyrank.doctor.findings import Finding, ok, problem, warning
+from everyrank.doctor.findings import CheckResult, ok, problem, warning
 from everyrank.errors import UsageError
 from everyrank.launch import facts_from_environment
 from everyrank.launch.hosts import addresses_of, usable_interfaces
 
-__all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_port"]
+__all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_rendezvous_port"]
 
 _DEFAULT_PORT = 29500  # torchrun's
 
 
-def check_network(environment: Mapping[str, str]) -> list[Finding]:
+def check_network(environment: Mapping[str, str]) -> list[CheckResult]:
     """All checks of this file, on this machine."""
     interfaces = usable_interfaces()
     name = socket.gethostname()
@@ -28,13 +28,13 @@ def check_network(environment: Mapping[str, str]) -> list[Finding]:
         found += [finding] if finding is not None else []
     names = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
     found.append(ok("interfaces", names, True) if names else problem("interfaces", "none is up", "ip link set lo up"))
-    found.append(check_port("127.0.0.1", 0))
-    found.append(check_port("127.0.0.1", _DEFAULT_PORT))
+    found.append(check_rendezvous_port("127.0.0.1", 0))
+    found.append(check_rendezvous_port("127.0.0.1", _DEFAULT_PORT))
     found.append(check_launcher(environment))
     return found
 
 
-def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> Finding:
+def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> CheckResult:
     """Ranks of other hosts come to the address that this host's name stands for."""
     outside = [interface for interface, address in interfaces.items() if not ipaddress.ip_address(address).is_loopback]
     choose = f"GLOO_SOCKET_IFNAME={outside[0]}" if outside else "GLOO_SOCKET_IFNAME to the interface between the hosts"
@@ -56,7 +56,7 @@ def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str
     return ok("host name", text, private=True)
 
 
-def check_interface(variable: str, value: str | None, interfaces: Sequence[str]) -> Finding | None:
+def check_interface(variable: str, value: str | None, interfaces: Sequence[str]) -> CheckResult | None:
     """Whether `variable` names an interface of this machine; None where it is not set."""
     if not value:
         return None
@@ -93,7 +93,7 @@ def _first_outside(interfaces: Sequence[str]) -> str:
     return next((name for name in interfaces if not name.startswith("lo")), "lo0" if sys.platform == "darwin" else "lo")
 
 
-def check_port(address: str, port: int) -> Finding:
+def check_rendezvous_port(address: str, port: int) -> CheckResult:
     """Whether a rendezvous can be opened; port 0 is any free one."""
     what = "ports" if port == 0 else f"port {port}"
     with socket.socket() as probe:
@@ -112,7 +112,7 @@ def check_port(address: str, port: int) -> Finding:
         return ok(what, f"free on {address}" + (" (torchrun's default)" if port else ""))
 
 
-def check_launcher(environment: Mapping[str, str]) -> Finding:
+def check_launcher(environment: Mapping[str, str]) -> CheckResult:
     """Variables of a launcher: none, or one full set."""
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     try:

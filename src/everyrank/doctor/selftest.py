@@ -14,7 +14,7 @@ import torch.distributed as dist
 import everyrank
 from everyrank.launch import Launch, RankFacts
 from everyrank.launch.hosts import host_name
-from everyrank.world import World, meet, open_world
+from everyrank.world import World, open_world, store_barrier
 
 __all__ = ["introduce_rank", "selftest_rank"]
 
@@ -45,7 +45,7 @@ def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
             "skew_seconds": _clock_skew(world),
         }
         world.store.set(f"introduced/{world.rank}", json.dumps(own))
-        meet(world, "looked at")
+        store_barrier(world, "looked at")
         if world.rank != 0:
             return []
         return [json.loads(world.store.get(f"introduced/{rank}")) for rank in range(world.size)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from everyrank import __version__
-from everyrank.doctor.findings import Finding, absent, ok, problem, warning
+from everyrank.doctor.findings import CheckResult, absent, ok, problem, warning
 
 __all__ = ["check_combinations", "check_optional", "check_software", "installed_versions"]
 
@@ -54,21 +54,21 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def check_software(versions: Mapping[str, str], has_driver: bool) -> list[Finding]:
+def check_software(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
     """All checks of this file."""
     found = [ok("everyrank", f"{__version__} on Python {platform.python_version()} ({platform.platform()})")]
     found += check_combinations(versions, has_driver)
     return found
 
 
-def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Finding]:
+def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
     """torch, and what is known not to work with it."""
     text = versions.get("torch")
     if text is None:
         return [problem("torch", "not installed", "pip install torch")]
     torch = _numbers(text)
     is_cpu_build = "+cpu" in text
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     if torch < (2, 11):
         found.append(problem("torch", f"{text}: everyrank needs 2.11 or newer", "pip install 'torch>=2.11'"))
     elif torch >= (2, 14):
@@ -104,9 +104,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_optional(
     versions: Mapping[str, str], find_program: Callable[[str], str | None] = shutil.which
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Optional packages and programs: the version, or what it would be for and how to get it."""
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     for name, (purpose, how) in _OPTIONAL_PACKAGES.items():
         if name in versions:
             found.append(ok(name, f"{versions[name]}, for {purpose}"))

@@ -162,7 +162,7 @@ def check_init_method(text: str) -> None:
 class Named:
     """A function by its name, imported where it is called: the caller's own process needs no torch.
 
-    `Named("everyrank.train:train_rank")(facts, ...)`.
+    `Named("everyrank.tasks.train:train_rank")(facts, ...)`.
     """
 
     target: str

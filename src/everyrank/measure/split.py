@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from everyrank.measure.clock import interval
 from everyrank.measure.profiling import events_of, profiler
-from everyrank.parallel.phases import observe_phases
+from everyrank.parallel.trainable import Trainable
 from everyrank.record import Breakdown
 
 __all__ = ["PHASES", "breakdown", "exposed_shares", "marked_phases", "phases"]
@@ -36,8 +36,8 @@ _MARK = "everyrank:"
 _ON_CUDA = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def phases(updates: Iterable[Any], device: torch.device) -> list[dict[str, float]]:
-    """Seconds of each phase in each update, while `updates` runs to its end."""
+def phases(trainable: Trainable, updates: Iterable[Any], device: torch.device) -> list[dict[str, float]]:
+    """Seconds of each phase in each update of `trainable`, while `updates` runs to its end."""
     rows: list[list[tuple[str, Any]]] = []
     read = _stream_event if device.type == "cuda" else time.perf_counter
 
@@ -45,7 +45,7 @@ def phases(updates: Iterable[Any], device: torch.device) -> list[dict[str, float
         if rows[-1][-1][0] != phase:
             rows[-1].append((phase, read()))
 
-    with observe_phases(enter):
+    with _observed(trainable, enter):
         iterator = iter(updates)
         while True:
             rows.append([("data", read())])
@@ -55,6 +55,16 @@ def phases(updates: Iterable[Any], device: torch.device) -> list[dict[str, float
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return [_durations(row) for row in rows[:-1]]
+
+
+@contextlib.contextmanager
+def _observed(trainable: Trainable, enter: Callable[[str], None]) -> Generator[None]:
+    """Call `enter` with forward, backward or optimizer whenever a step enters that phase."""
+    trainable.phase_observers.append(enter)
+    try:
+        yield
+    finally:
+        trainable.phase_observers.remove(enter)
 
 
 def _stream_event() -> torch.cuda.Event:
@@ -70,7 +80,7 @@ def _durations(row: list[tuple[str, Any]]) -> dict[str, float]:
     return seconds
 
 
-def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> dict[str, float]:
+def exposed_shares(trainable: Trainable, updates: Iterator[Any], count: int, device: torch.device) -> dict[str, float]:
     """For each phase, the part of its time that was exposed communication, over the next `count` updates.
 
     NaN on CUDA where the profiler delivers no kernels, as in a container that may not count: nobody has seen then
@@ -78,7 +88,7 @@ def exposed_shares(updates: Iterator[Any], count: int, device: torch.device) -> 
     """
     with profiler(device) as finished:
         for _ in range(count):
-            with marked_phases(device):
+            with marked_phases(trainable, device):
                 next(updates)
     return _shares_in([event for event in events_of(finished) if event["name"] != "[memory]"], device.type)
 
@@ -100,7 +110,7 @@ def _shares_in(events: list[dict[str, Any]], device_type: str) -> dict[str, floa
 
 
 @contextlib.contextmanager
-def marked_phases(device: torch.device) -> Generator[None]:
+def marked_phases(trainable: Trainable, device: torch.device) -> Generator[None]:
     """One update, each phase of it under a name that the profiler keeps.
 
     On CUDA each phase is waited for at its end: kernels run later than they are called, and would be under the name of
@@ -121,7 +131,7 @@ def marked_phases(device: torch.device) -> Generator[None]:
             current[0].__enter__()
 
     try:
-        with observe_phases(enter):
+        with _observed(trainable, enter):
             yield
     finally:
         leave()

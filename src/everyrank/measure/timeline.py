@@ -15,17 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from everyrank.collectives import gather
 from everyrank.measure.profiling import profiler, trace_of
 from everyrank.measure.split import marked_phases
+from everyrank.parallel.trainable import Trainable
 from everyrank.world import World
+from everyrank.world.collectives import all_gather
 
 __all__ = ["merge", "with_one_profiled"]
 
 T = TypeVar("T")
 
 
-def with_one_profiled(items: Iterator[T], index: int, world: World, path: Path) -> Iterator[T]:
+def with_one_profiled(items: Iterator[T], index: int, trainable: Trainable, world: World, path: Path) -> Iterator[T]:
     """The same items; while number `index` is made, every rank profiles, and rank 0 writes the trace of all to `path`.
 
     A collective at that item.
@@ -33,11 +34,11 @@ def with_one_profiled(items: Iterator[T], index: int, world: World, path: Path) 
     for number in range(index):
         del number
         yield next(items)
-    with profiler(world.device) as finished, marked_phases(world.device):
+    with profiler(world.device) as finished, marked_phases(trainable, world.device):
         item = next(items)
     own = {"host": platform.node(), "trace": trace_of(finished)}
     packed = gzip.compress(json.dumps(own).encode(), compresslevel=1)
-    rows = gather(torch.frombuffer(bytearray(packed), dtype=torch.uint8), world)
+    rows = all_gather(torch.frombuffer(bytearray(packed), dtype=torch.uint8), world)
     if world.rank == 0:
         parts = [json.loads(gzip.decompress(bytes(row.numpy()))) for row in rows]
         _write(merge([part["trace"] for part in parts], [part["host"] for part in parts]), path)

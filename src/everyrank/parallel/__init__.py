@@ -1,10 +1,22 @@
-"""One mechanism a file, plain functions over a module. Strategies compose them in the one right order.
+"""The mechanisms, plain functions over a module. Strategies compose them in the one right order (parallelize.py).
 
-build.py        the model, seeded and in its precision; recomputation and compilation
-rows.py         losses over the whole batch
-average.py      a moving average of the weights
-batch_norm.py   statistics over all ranks, on CPU too
-replicate.py    every rank holds the whole model (DistributedDataParallel)
-partition.py    every rank owns a part of the optimizer
-shard.py        every rank holds a part of everything (fully_shard)
+mesh.py           where a rank stands on each axis of its layout; process groups along the axes
+precision.py      dtypes, autocast, loss scaling
+micro_batch.py    what a forward pass knows of its micro-batch
+batch_gather.py   losses over the whole batch
+loss.py           loss and metrics as (sum, count)
+ema.py            a moving average of the weights
+gradients.py      gradients over groups of ranks, and their norm
+trainable.py      a model with its optimizer: what an update changes
+batch_norm.py     statistics over all ranks, on CPU too
+init_model.py     build the model: seeded, or on the meta device
+tensor/           split matrices
+context/          split sequences
+parallelize.py    the model of one rank, all of the above in order
+ddp.py            every rank holds the whole model (DistributedDataParallel)
+zero1.py          every rank owns a part of the optimizer
+fsdp.py           every rank holds a part of everything (fully_shard)
+pipeline/         every rank holds some of the blocks
+full_state.py     the full state dict of a model that lies in parts
+check_equal.py    before the first update: the same in parts as it is as a whole?
 """

@@ -1,7 +1,7 @@
 """Batch norm whose statistics span one micro-batch over all ranks, on CPU as well as CUDA.
 
 torch.nn.SyncBatchNorm raises on CPU tensors; this one is the same mathematics written with one gather forward and
-one all-reduce backward. A borrowed sample (see data.Batch) takes no part in the statistics.
+one all-reduce backward. A padding sample (see data.Batch) takes no part in the statistics.
 
 Source: Ioffe and Szegedy 2015; the pairwise combination of variances is Chan, Golub and LeVeque 1979.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -21,45 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from everyrank.errors import WorkloadError
+from everyrank.parallel.micro_batch import MicroBatchState
 from everyrank.world import World
 
-__all__ = ["ForwardState", "find_batch_norms", "has_batch_norm", "refuse_lone_samples", "synchronise_batch_norm"]
-
-
-@dataclass
-class ForwardState:
-    """What the forward pass in progress must know of its batch.
-
-    contexts   made and entered around each micro-batch: forward, loss and backward
-    again      of these, those that a block needs when it runs again in backward
-    """
-
-    is_borrowed: bool = False
-    is_recomputing: bool = False
-    is_looked_at: bool = False
-    contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = field(default_factory=list[Any])
-    again: list[Callable[[], contextlib.AbstractContextManager[Any]]] = field(default_factory=list[Any])
-
-    @contextlib.contextmanager
-    def passing(self, is_borrowed: bool) -> Generator[None]:
-        """While a micro-batch goes through the model, forward or backward."""
-        self.is_borrowed = is_borrowed
-        with contextlib.ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context())
-            yield
-
-    @contextlib.contextmanager
-    def recomputing(self) -> Generator[None]:
-        """While a block runs its forward again: running statistics have already seen this batch."""
-        self.is_recomputing = True
-        try:
-            with contextlib.ExitStack() as stack:
-                for context in self.again:  # torch runs backward outside of the modes of its caller
-                    stack.enter_context(context())
-                yield
-        finally:
-            self.is_recomputing = False
+__all__ = ["apply_batch_norm", "find_batch_norms", "has_batch_norm", "refuse_lone_samples"]
 
 
 _KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -71,11 +35,11 @@ def find_batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether some statistics of the model span the samples of a batch; also after `synchronise_batch_norm`."""
+    """Whether some statistics of the model span the samples of a batch; also after `apply_batch_norm`."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())  # pyright: ignore[reportPrivateUsage]
 
 
-def synchronise_batch_norm(model: nn.Module, state: ForwardState, world: World) -> None:
+def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> None:
     """Let every batch norm of the model take its statistics over all ranks. State dict keys stay as they are.
 
     Raises `WorkloadError` for a subclass with a forward of its own, which cannot be known to be the same mathematics.
@@ -113,7 +77,7 @@ def refuse_lone_samples(model: nn.Module, lone: str) -> Generator[None]:
 
 
 class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
-    everyrank: tuple[ForwardState, World]
+    everyrank: tuple[MicroBatchState, World]
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's name)
         if input.dim() < 2:
@@ -125,9 +89,9 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
             return self._with_running_statistics(input)
         self._check_input_dim(input)
         state, world = self.everyrank
-        output, mean, unbiased = _Normalise.apply(input, self.weight, self.bias, self.eps, world, state.is_borrowed)
+        output, mean, unbiased = _Normalise.apply(input, self.weight, self.bias, self.eps, world, state.is_padding)
         if self.training and self.track_running_stats and not state.is_recomputing:
-            self._follow(mean, unbiased)
+            self.update_running_stats(mean, unbiased)
         return output
 
     def _with_running_statistics(self, values: Tensor) -> Tensor:
@@ -138,7 +102,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         output = F.batch_norm(values.to(wide), self.running_mean, self.running_var, weight, bias, eps=self.eps)
         return output.to(values.dtype)
 
-    def _follow(self, mean: Tensor, unbiased: Tensor) -> None:
+    def update_running_stats(self, mean: Tensor, unbiased: Tensor) -> None:
         """Move the running statistics; the running variance is the unbiased one."""
         running_mean, running_variance, seen = self.running_mean, self.running_var, self.num_batches_tracked
         assert running_mean is not None
@@ -161,7 +125,7 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         world: World,
-        borrowed: bool,
+        is_padding: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
         over = [dim for dim in range(wide.dim()) if dim != 1]
@@ -170,8 +134,8 @@ class _Normalise(torch.autograd.Function):
         mean = wide.mean(over)
         # not torch.var_mean, which takes ten times as long on CPU
         squares = (wide - mean.view(along)).square_().sum(over)
-        # a borrowed sample has a count of zero, and its squares must not count either
-        mean, variance, total = _over_ranks(mean, squares, size, borrowed, world)
+        # a padding sample has a count of zero, and its squares must not count either
+        mean, variance, total = _over_ranks(mean, squares, size, is_padding, world)
         if isinstance(total, float) and total <= 1:
             raise ValueError(
                 f"batch norm over {int(total)} value per channel: the micro-batch over all ranks is too small"
@@ -183,7 +147,7 @@ class _Normalise(torch.autograd.Function):
         else:
             output = torch.addcmul(_in(wide.dtype, bias).view(along), normal, _in(wide.dtype, weight).view(along))
         ctx.save_for_backward(normal, inverse, weight)
-        ctx.world, ctx.over, ctx.along, ctx.total, ctx.borrowed = world, over, along, total, borrowed
+        ctx.world, ctx.over, ctx.along, ctx.total, ctx.is_padding = world, over, along, total, is_padding
         # a total of one has no variance either, and is no error on CUDA
         others = torch.clamp(total - 1, min=1) if isinstance(total, Tensor) else total - 1
         unbiased = variance * (total / others)
@@ -204,20 +168,23 @@ class _Normalise(torch.autograd.Function):
         shared = sums.clone()
         if ctx.world.size > 1:
             dist.all_reduce(shared, group=ctx.world.group)
-        if not ctx.borrowed:  # a borrowed sample is not part of the mean it was normalised by
+        if not ctx.is_padding:  # a padding sample is not part of the mean it was normalised by
             from_mean, from_variance = (shared / ctx.total).view(2, *ctx.along).unbind()
             wide = (wide - from_mean).addcmul_(normal, from_variance, value=-1)
         return _in(grad.dtype, wide * inverse.view(ctx.along)), weight_grad, bias_grad, None, None, None
 
 
 def _over_ranks(
-    mean: Tensor, squares: Tensor, size: float, borrowed: bool, world: World
+    mean: Tensor, squares: Tensor, size: float, is_padding: bool, world: World
 ) -> tuple[Tensor, Tensor, float | Tensor]:
-    """Mean, variance and count over all ranks. On CUDA the count stays a tensor: reading it would make us wait."""
+    """Mean (C,), variance (C,) and count over all ranks, from this rank's mean (C,), sum of squares (C,) and count.
+
+    On CUDA the count stays a tensor: reading it would make the device wait.
+    """
     if world.size == 1:
         return mean, squares / size, size
     own = torch.cat([mean, squares, mean.new_tensor([size])])
-    if borrowed:
+    if is_padding:
         own[len(mean) :] = 0
     rows = own.new_empty(world.size, len(own))
     dist.all_gather(list(rows.unbind()), own, group=world.group)

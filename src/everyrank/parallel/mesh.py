@@ -31,36 +31,37 @@ from everyrank.data import Slice
 from everyrank.layout import AXES, Layout
 from everyrank.world import World
 
-__all__ = ["Mesh", "local", "local_tensors", "open_mesh"]
+__all__ = ["Mesh", "full", "local", "local_tensors", "open_mesh"]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's place on every axis, outermost first; an axis that the layout does not have is one rank long."""
+    """A rank's coordinate on every axis, outermost first; an axis that the layout does not have is one rank long."""
 
     world: World
     sizes: Mapping[str, int]
-    place: Mapping[str, int]
+    coordinate: Mapping[str, int]
 
     def size(self, *axes: str) -> int:
         """How many ranks the axes have together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
-    def reads(self) -> Slice:
+    def data_slice(self) -> Slice:
         """The part of each micro-batch that this rank reads."""
         return Slice(
-            self.place["replicate"] * self.sizes["shard"] + self.place["shard"], self.size("replicate", "shard")
+            self.coordinate["replicate"] * self.sizes["shard"] + self.coordinate["shard"],
+            self.size("replicate", "shard"),
         )
 
     @property
-    def draws(self) -> int:
-        """A number that ranks with other samples, or other positions, have another of: what dropout is seeded with."""
-        return self.reads.index * self.sizes["context"] + self.place["context"]
+    def rng_stream(self) -> int:
+        """Which random numbers dropout draws here: another stream for ranks with other samples, or other positions."""
+        return self.data_slice.index * self.sizes["context"] + self.coordinate["context"]
 
     def is_first(self, *axes: str) -> bool:
         """Whether this rank is the first on all these axes: of ranks that hold the same, the one that counts."""
-        return all(self.place[axis] == 0 for axis in axes)
+        return all(self.coordinate[axis] == 0 for axis in axes)
 
     def group(self, *axes: str, use: str = "") -> dist.ProcessGroup | None:
         """The ranks that differ from this one in these axes alone; None where that is nobody.
@@ -71,29 +72,31 @@ class Mesh:
             return None
         if self.size(*axes) == self.world.size and not use:
             return self.world.group
-        key = ("groups", tuple(self.sizes.items()), axes, use)
-        if key not in self.world.made:
-            self.world.made[key] = self._made(axes)
-        return self.world.made[key]
+        cache = self.world.group_cache
+        key = (tuple(self.sizes.items()), axes, use)
+        if key not in cache.groups:
+            group = cache.groups[key] = self._new_group(axes)
+            cache.axes[group.group_name] = self._axes_text(axes)
+        return cache.groups[key]
 
-    def _made(self, axes: tuple[str, ...]) -> Any:
+    def _new_group(self, axes: tuple[str, ...]) -> Any:
         """The groups along these axes, made in the same order by every rank; this rank's own."""
         everywhere = itertools.product(*(range(size) for size in self.sizes.values()))
         members: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(everywhere):
-            others = tuple(at for axis, at in zip(self.sizes, place, strict=True) if axis not in axes)
+        for rank, coordinate in enumerate(everywhere):
+            others = tuple(at for axis, at in zip(self.sizes, coordinate, strict=True) if axis not in axes)
             members.setdefault(others, []).append(rank)
         timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
         return dist.new_subgroups_by_enumeration(list(members.values()), timeout=timeout)[0]
 
-    def rank_at(self, **place: int) -> int:
-        """The rank that differs from this one in the given places."""
+    def rank_at(self, **coordinate: int) -> int:
+        """The rank that differs from this one in the given coordinates."""
         rank = 0
         for axis, size in self.sizes.items():
-            rank = rank * size + place.get(axis, self.place[axis])
+            rank = rank * size + coordinate.get(axis, self.coordinate[axis])
         return rank
 
-    def devices(self, *axes: str) -> DeviceMesh:
+    def device_mesh(self, *axes: str) -> DeviceMesh:
         """Torch's mesh over these of the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
 
         `context` counts as a part of `shard` where there is one, because parameters are the same along it.
@@ -101,30 +104,33 @@ class Mesh:
         sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
         sizes["shard"] *= self.sizes["context"]
         kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
-        key = ("devices", kept)
-        if key not in self.world.made:
+        cache = self.world.group_cache
+        if kept not in cache.device_meshes:
             names, lengths = zip(*kept, strict=True)
-            self.world.made[key] = init_device_mesh(self.world.device.type, lengths, mesh_dim_names=names)
-        return self.world.made[key][axes]
+            mesh = cache.device_meshes[kept] = init_device_mesh(self.world.device.type, lengths, mesh_dim_names=names)
+            for axis in names:
+                along = ("shard", "context") if axis == "shard" else (axis,)
+                cache.axes.setdefault(mesh.get_group(axis).group_name, self._axes_text(along) or axis)
+        return cache.device_meshes[kept][axes]
 
-    def names(self) -> dict[str, str]:
+    def group_axes(self) -> dict[str, str]:
         """Name of a process group -> the axes it goes along, for whoever counts what travels."""
-        used = " x ".join(axis for axis, size in self.sizes.items() if size > 1)
-        found = {getattr(self.world.group, "group_name", ""): used}
-        for (kind, sizes, *axes), made in self.world.made.items():
-            if kind == "groups" and sizes == tuple(self.sizes.items()):
-                found[made.group_name] = " x ".join(axis for axis in axes[0] if self.sizes[axis] > 1)
-            elif kind == "devices" and math.prod(size for _, size in sizes) == self.world.size:
-                for axis in made.mesh_dim_names:
-                    along = ("shard", "context") if axis == "shard" else (axis,)  # see `devices`
-                    name = " x ".join(one for one in along if self.sizes[one] > 1)
-                    found.setdefault(made.get_group(axis).group_name, name or axis)
-        return found
+        of_world = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
+        return self.world.group_cache.axes | of_world
+
+    def _axes_text(self, axes: Iterable[str]) -> str:
+        """`replicate x context`: of these axes those that are longer than one rank."""
+        return " x ".join(axis for axis in axes if self.sizes[axis] > 1)
 
 
 def local(tensor: Tensor) -> Tensor:
     """The rank's own part of a tensor; one that is not split as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(value: Any) -> Any:
+    """All of a tensor that ranks have parts of, on each of them; anything else as it is. A collective of these."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -136,8 +142,8 @@ def open_mesh(layout: Layout, world: World) -> Mesh:
     """The mesh of a layout in this world. Raises `LayoutError` for degrees that do not multiply to its size."""
     degrees = layout.mesh(world.size) if layout.axis is not None else {}
     sizes = {axis: degrees.get(axis, 1) for axis in AXES}
-    place: dict[str, int] = {}
+    coordinate: dict[str, int] = {}
     left = world.rank
     for axis in reversed(AXES):
-        left, place[axis] = divmod(left, sizes[axis])
-    return Mesh(world, sizes, {axis: place[axis] for axis in AXES})
+        left, coordinate[axis] = divmod(left, sizes[axis])
+    return Mesh(world, sizes, {axis: coordinate[axis] for axis in AXES})

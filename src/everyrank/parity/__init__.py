@@ -23,8 +23,8 @@ The rules (docs/parity.md):
     check.py       all of it for one layout
 """
 
+from everyrank.parity.case import ParityCase, parity_case
 from everyrank.parity.check import check_layout
-from everyrank.parity.subject import Subject, subject_of
 from everyrank.parity.trace import Trace, trace
 
-__all__ = ["Subject", "Trace", "check_layout", "subject_of", "trace"]
+__all__ = ["ParityCase", "Trace", "check_layout", "parity_case", "trace"]

@@ -28,14 +28,14 @@ from torch import Tensor
 from everyrank.data import Slice, Update, batches_for_evaluation, batches_for_updates
 from everyrank.errors import is_own
 from everyrank.layout import Layout
-from everyrank.loop import blame_workload
-from everyrank.parallel.construct import on_cpu, seed_everything
+from everyrank.loop import wrap_user_errors
+from everyrank.parallel.init_model import on_cpu, seed_everything
+from everyrank.parity.case import ParityCase, Segments
 from everyrank.parity.rows import leaves
-from everyrank.parity.subject import Segments, Subject
 from everyrank.parity.trace import Trace
 from everyrank.world import World
 
-__all__ = ["decode_segments", "encode_segments", "load", "name_of", "save"]
+__all__ = ["decode_segments", "encode_segments", "load_references", "name_of", "save"]
 
 _LARGEST = 1 << 29  # bytes of one file; what is larger is run again
 _TOTAL = 1 << 31  # of all files: the oldest go
@@ -49,7 +49,7 @@ def folder() -> Path:
     return Path(os.path.expanduser(base)) / "everyrank" / "references"  # noqa: PTH111  (which raises then)
 
 
-def name_of(subject: Subject, single: Layout, world: World) -> str | None:
+def name_of(subject: ParityCase, single: Layout, world: World) -> str | None:
     """The file's name; None for a workload that came by value: what its functions do stands in no file."""
     workload = subject.workload
     if workload.source is None:
@@ -66,7 +66,7 @@ def name_of(subject: Subject, single: Layout, world: World) -> str | None:
     add(workload.source, str(single), workload.seed, workload.global_batch, workload.clip_norm, workload.order)
     for path in sorted(_files_of_the_person()):
         content.update(path.encode() + hashlib.sha256(Path(path).read_bytes()).digest())
-    with blame_workload():
+    with wrap_user_errors():
         seed_everything(workload.seed)
         model = on_cpu(workload)
         optimizer = workload.optimizer(model)
@@ -84,7 +84,7 @@ def name_of(subject: Subject, single: Layout, world: World) -> str | None:
     return f"{content.hexdigest()[:40]}.safetensors"
 
 
-def _batches(subject: Subject, single: Layout, world: World) -> Iterator[Any]:
+def _batches(subject: ParityCase, single: Layout, world: World) -> Iterator[Any]:
     whole = Slice(0, 1)
     for updates in subject.planned(single.precision):
         data = (subject.workload, subject.train_data, updates, whole, single.accumulate, world, torch.float64)
@@ -123,7 +123,7 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def load(name: str) -> tuple[Trace, dict[str, Any]] | None:
+def load_references(name: str) -> tuple[Trace, dict[str, Any]] | None:
     """(the run, the other fields of its `Reference`); None where there is none that can be read."""
     try:
         with safe_open(folder() / name, framework="pt") as file:

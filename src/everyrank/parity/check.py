@@ -6,12 +6,12 @@ import dataclasses
 import functools
 from typing import Any
 
-from everyrank.errors import CannotRunError, UnfitError
+from everyrank.errors import CannotRunError, UnsupportedLayoutError
 from everyrank.layout import Layout
-from everyrank.parity.compare import Finding, compare
+from everyrank.parity.case import ParityCase, single_like
+from everyrank.parity.compare import Comparison, compare
 from everyrank.parity.diagnose import locate
 from everyrank.parity.reference import ensure_references
-from everyrank.parity.subject import Subject, single_like
 from everyrank.parity.trace import Trace, trace_in_place
 from everyrank.record import Parity
 from everyrank.world import World, from_rank_0
@@ -20,7 +20,7 @@ __all__ = ["check_layout"]
 
 
 def check_layout(
-    subject: Subject, layout: Layout, world: World, key: str, by_name: bool = True
+    subject: ParityCase, layout: Layout, world: World, key: str, by_name: bool = True
 ) -> tuple[Parity, list[float]]:
     """Compare `layout` with `single`: the outcome on every rank, and the losses in the layout's own precision.
 
@@ -32,11 +32,11 @@ def check_layout(
         ensure_references(subject, layout, world, key)
     except (
         CannotRunError,
-        UnfitError,
+        UnsupportedLayoutError,
     ) as error:  # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
     checks = list(subject.notes)
-    finding: Finding | None = None
+    finding: Comparison | None = None
     losses: list[float] = []
     for precision in subject.precisions(layout):
         variant = dataclasses.replace(layout, precision=precision)
@@ -46,11 +46,11 @@ def check_layout(
             run = trace_in_place(
                 subject, variant, world, here, subject.segments[single], evaluates=precision == "float64"
             )
-        except (CannotRunError, UnfitError) as error:
+        except (CannotRunError, UnsupportedLayoutError) as error:
             return _left_out(error, by_name), []
         losses = run.losses if run is not None else []
         compared = functools.partial(_compare, subject, single, precision, run)
-        own = Finding(**from_rank_0(world, f"{here}/compare", compared))
+        own = Comparison(**from_rank_0(world, f"{here}/compare", compared))
         if not own.is_equal and subject.forget_kept(single):  # a kept run does not convict alone
             return check_layout(subject, layout, world, f"{key}/anew", by_name)
         if not own.is_equal:
@@ -70,17 +70,17 @@ def check_layout(
     return parity, losses
 
 
-def _left_out(error: CannotRunError | UnfitError, by_name: bool) -> Parity:
-    is_refused = by_name and isinstance(error, UnfitError)
+def _left_out(error: CannotRunError | UnsupportedLayoutError, by_name: bool) -> Parity:
+    is_refused = by_name and isinstance(error, UnsupportedLayoutError)
     return Parity("refused" if is_refused else "not_verified", reason=str(error))
 
 
-def _compare(subject: Subject, single: str, precision: str, run: Trace | None) -> dict[str, Any]:
+def _compare(subject: ParityCase, single: str, precision: str, run: Trace | None) -> dict[str, Any]:
     assert run is not None, "rank 0 takes part in every run"
     return dataclasses.asdict(compare(subject.references[single], run, precision))
 
 
-def _different(finding: Finding, first: str, cause: str | None, checks: list[str]) -> Parity:
+def _different(finding: Comparison, first: str, cause: str | None, checks: list[str]) -> Parity:
     return Parity(
         "different",
         bitwise=False,

@@ -10,7 +10,7 @@ from torch import Tensor
 from everyrank.parity.reference import UNSTEADY, Reference, relative, tensor_distance
 from everyrank.parity.trace import Trace
 
-__all__ = ["Finding", "compare", "largest", "tensor_tolerance"]
+__all__ = ["Comparison", "compare", "largest", "tensor_tolerance"]
 
 _LOSS_BASE = {"float64": 1e-10, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 # how many times farther than perturbed runs of `single` a run may be: in float64 these are few, and close
@@ -22,7 +22,7 @@ _EVALUATION_BASE = 1e-9
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """How a run compares with `single`.
 
     `difference` and `tolerance` are those that decided: of the first thing that differs, or where nothing does, of
@@ -55,7 +55,7 @@ class _Place:
     cause: str | None = None
 
 
-def compare(reference: Reference, run: Trace, precision: str) -> Finding:
+def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     """Hold `run` against `single`, with what rounding does to that as the measure."""
     single = reference.trace
     base, factor = _LOSS_BASE[precision], _LOSS_FACTOR[precision]
@@ -71,7 +71,7 @@ def compare(reference: Reference, run: Trace, precision: str) -> Finding:
     )
     worst, scope = max(differences), _scope(reference)
     if place is not None:
-        return Finding(
+        return Comparison(
             False,
             place.difference,
             place.tolerance,
@@ -85,7 +85,7 @@ def compare(reference: Reference, run: Trace, precision: str) -> Finding:
     _, difference, tolerance = max((d / t, d, t) for d, t in zip(differences, tolerances, strict=True))
     text = f"{len(differences)} losses differ by at most {worst:.1e} (tolerance {tolerance:.0e}), "
     text += _about_tensors(reference, run, precision)
-    return Finding(True, difference, tolerance, worst, scope, text)
+    return Comparison(True, difference, tolerance, worst, scope, text)
 
 
 def _scope(reference: Reference) -> str:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everyrank.collectives import gather
 from everyrank.data import Update
 from everyrank.layout import Layout
-from everyrank.parallel.construct import on_cpu
-from everyrank.parity.compare import Finding, largest
+from everyrank.parallel.init_model import on_cpu
+from everyrank.parity.case import ParityCase, Segments, single_like
+from everyrank.parity.compare import Comparison, largest
 from everyrank.parity.probes import probe_evaluation, probe_update
 from everyrank.parity.reference import BY_NOISE, Reference, relative, tensor_distance
 from everyrank.parity.rows import missing_rows
-from everyrank.parity.subject import Segments, Subject, single_like
 from everyrank.parity.trace import Trace, distance, trace, trace_in_place
-from everyrank.world import World, alone, from_rank_0
+from everyrank.world import World, from_rank_0, single_process_world
+from everyrank.world.collectives import all_gather
 
 __all__ = ["locate"]
 
@@ -31,7 +31,7 @@ _FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first u
 class _Case:
     """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on."""
 
-    subject: Subject
+    subject: ParityCase
     world: World
     updates: Sequence[Update]
     reference: Trace
@@ -39,13 +39,13 @@ class _Case:
     watched: Sequence[list[float]]
 
 
-def locate(subject: Subject, layout: Layout, world: World, key: str, finding: Finding) -> tuple[str, str | None]:
+def locate(subject: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
     """("update 3, tensor layers.0.weight", the likely cause) of a finding. A collective."""
     single = single_like(subject, layout, layout.precision)
     number, segments, done = _up_to(subject, subject.segments[str(single)], finding.update)
     if finding.kind == "single":  # the workload itself: no layout has to run for it
         update = segments[0][done - 1]
-        probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(subject, alone(world), update))
+        probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(subject, single_process_world(world), update))
         return finding.what, probed or finding.cause
     if finding.cause is not None:
         return finding.what, finding.cause
@@ -55,10 +55,10 @@ def locate(subject: Subject, layout: Layout, world: World, key: str, finding: Fi
 
     def look() -> tuple[str, str | None]:
         assert run is not None
-        reference = trace(subject, single, alone(world), segments, keep=True)
+        reference = trace(subject, single, single_process_world(world), segments, keep=True)
         case = _Case(subject, world, segments[0], reference, run, rows or [_counted(run.rows)])
         if finding.kind == "evaluation":
-            cause = probe_evaluation(subject, alone(world))
+            cause = probe_evaluation(subject, single_process_world(world))
             return finding.what, cause or _about_rows(case, len(segments[0]), "evaluation") or _EVALUATION
         known = subject.references.get(str(single))
         first = _first_difference(reference.states, run.states, known, number)
@@ -78,7 +78,7 @@ _EVALUATION = (
 )
 
 
-def _up_to(subject: Subject, segments: Segments, index: int) -> tuple[int, Segments, int]:
+def _up_to(subject: ParityCase, segments: Segments, index: int) -> tuple[int, Segments, int]:
     """Number, updates and length of the segment, up to update `index` (counted over all of them; -1: the last one)."""
     number = 0
     while len(segments[number]) <= index:
@@ -98,7 +98,7 @@ def _counted(rows: Sequence[Tensor]) -> list[float]:
 
 def _rows_of_all(run: Trace | None, world: World) -> list[Tensor]:
     assert run is not None
-    return gather(torch.tensor(_counted(run.rows), dtype=torch.float64), world)
+    return all_gather(torch.tensor(_counted(run.rows), dtype=torch.float64), world)
 
 
 def _about_rows(case: _Case, place: int, what: str) -> str | None:
@@ -168,7 +168,7 @@ def _cause_in_loss(case: _Case, index: int) -> str:
     """The likely cause of a loss, or a count of its terms, that differs before any weight does."""
     place = min(index, len(case.updates) - 1)
     update, reference, run = case.updates[place], case.reference, case.run
-    found = probe_update(case.subject, alone(case.world), update)
+    found = probe_update(case.subject, single_process_world(case.world), update)
     if found is not None:
         return found
     about_rows = _about_rows(case, place, f"update {update.step}")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from everyrank.data import Batch, Slice, Update, batches_for_evaluation, batches_for_updates
 from everyrank.layout import Layout
-from everyrank.parallel.rows import told_of_gather
+from everyrank.parallel.batch_gather import watch_gather
+from everyrank.parity.case import ParityCase
 from everyrank.parity.rows import cut_rows, leaves, row_values
-from everyrank.parity.subject import Subject
 from everyrank.strategies import Prepared, prepare
 from everyrank.world import World
 
@@ -26,7 +26,7 @@ _ROUNDING = 1e-8
 _Read = Callable[[Slice], Batch]
 
 
-def probe_update(subject: Subject, world: World, update: Update) -> str | None:
+def probe_update(subject: ParityCase, world: World, update: Update) -> str | None:
     """What about the workload is no sum over the samples of this update; None where everything is."""
 
     def read(part: Slice) -> Batch:
@@ -36,7 +36,7 @@ def probe_update(subject: Subject, world: World, update: Update) -> str | None:
     return _probe(subject, world, read, "train")
 
 
-def probe_evaluation(subject: Subject, world: World) -> str | None:
+def probe_evaluation(subject: ParityCase, world: World) -> str | None:
     """The same of the evaluation: of its first batch, and its last."""
 
     def reader(index: int) -> _Read:
@@ -48,7 +48,7 @@ def probe_evaluation(subject: Subject, world: World) -> str | None:
     return _probe(subject, world, reader(0), "eval") or _probe(subject, world, reader(-1), "eval")
 
 
-def _probe(subject: Subject, world: World, read: _Read, mode: str) -> str | None:
+def _probe(subject: ParityCase, world: World, read: _Read, mode: str) -> str | None:
     whole, halves = read(Slice(0, 1)), [read(Slice(index, 2)) for index in range(2)]
     if any(half.size == 0 for half in halves):
         return None
@@ -102,14 +102,14 @@ def _mixing(whole: Batch, halves: list[Batch], read: _Read) -> str | None:
     )
 
 
-def _sum_and_count(subject: Subject, output: Any, target: Any) -> tuple[float, float]:
+def _sum_and_count(subject: ParityCase, output: Any, target: Any) -> tuple[float, float]:
     total, count = subject.workload.loss(output, target)
     return float(total), float(count)
 
 
-def _loss_in_parts(subject: Subject, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
+def _loss_in_parts(subject: ParityCase, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
     """Whether the loss of one output is the sum of those of its rows."""
-    with told_of_gather() as asked:
+    with watch_gather() as asked:
         total, count = _sum_and_count(subject, output, whole.target)
     if asked:
         return None  # it is meant to look at the whole batch, and gets that

@@ -20,10 +20,10 @@ from torch import Tensor
 from everyrank.errors import NotFiniteError
 from everyrank.layout import Layout
 from everyrank.parity import cache
-from everyrank.parity.spread import spread
-from everyrank.parity.subject import Segments, Subject, by_gradient, single_like
+from everyrank.parity.case import ParityCase, Segments, by_gradient, single_like
+from everyrank.parity.spread import run_on_all_ranks
 from everyrank.parity.trace import Trace, distance
-from everyrank.world import World, alone, from_rank_0
+from everyrank.world import World, from_rank_0, single_process_world
 
 __all__ = [
     "BY_NOISE",
@@ -32,7 +32,7 @@ __all__ = [
     "ensure_references",
     "make_reference",
     "relative",
-    "shortened",
+    "shorten_segments",
     "tensor_distance",
 ]
 
@@ -86,7 +86,7 @@ class Reference:
         return bool(moved) and self.floors[number][name] > BY_NOISE * moved
 
 
-def ensure_references(subject: Subject, layout: Layout, world: World, key: str) -> None:
+def ensure_references(subject: ParityCase, layout: Layout, world: World, key: str) -> None:
     """Run `single` as `layout` needs it, where that has not been done yet, and see how far it can be compared.
 
     `key` is a name used once. A collective. Raises `NotFiniteError` where `single` has no number to compare with.
@@ -99,7 +99,9 @@ def ensure_references(subject: Subject, layout: Layout, world: World, key: str) 
         if not missing:
             return
         here = f"{key}/references/{attempt}"
-        told = from_rank_0(world, f"{here}/kept", functools.partial(_from_cache, subject, missing, alone(world)))
+        told = from_rank_0(
+            world, f"{here}/kept", functools.partial(_from_cache, subject, missing, single_process_world(world))
+        )
         for text, segments in told.items():
             subject.segments[text] = cache.decode_segments(segments)
             subject.from_disk.add(text)
@@ -118,19 +120,19 @@ def ensure_references(subject: Subject, layout: Layout, world: World, key: str) 
             subject.segments[text] = cache.decode_segments(segments)
 
 
-def _from_cache(subject: Subject, singles: dict[str, Layout], world: World) -> dict[str, Any]:
+def _from_cache(subject: ParityCase, singles: dict[str, Layout], world: World) -> dict[str, Any]:
     """Those that an earlier call has left on the disk, on rank 0: their segments."""
     found: dict[str, Any] = {}
     for text, single in singles.items() if subject.is_cached else ():
         subject.names[text] = cache.name_of(subject, single, world)
-        kept = cache.load(subject.names[text] or "")
+        kept = cache.load_references(subject.names[text] or "")
         if kept is not None:
             subject.references[text] = Reference(kept[0], **kept[1])
             found[text] = cache.encode_segments(subject.references[text].segments)
     return found
 
 
-def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -> dict[str, Any]:
+def _run(subject: ParityCase, singles: dict[str, Layout], world: World, key: str) -> dict[str, Any]:
     """Each of these and its perturbed runs, spread over the ranks, cut until rounding is small; on rank 0."""
     planned = {text: _plan(subject, single.precision) for text, single in singles.items()}
     plans = dict(planned)
@@ -139,7 +141,7 @@ def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -
     while left := {text: plan for text, plan in plans.items() if text not in done}:
         attempt += 1
         jobs = [(text, options) for text in left for options in _runs_of(singles[text])]
-        traces = spread(subject, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
+        traces = run_on_all_ranks(subject, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
         found: dict[str, Reference] = {}
         if world.rank == 0:
             for text in left:
@@ -151,7 +153,7 @@ def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -
             lambda found=found: {text: _steady_length(one, singles[text].precision) for text, one in found.items()},
         )
         for text, plan in left.items():
-            shorter = plan if lengths[text] is None else shortened(planned[text], lengths[text])
+            shorter = plan if lengths[text] is None else shorten_segments(planned[text], lengths[text])
             if shorter == plan:
                 is_cut = plan != planned[text]
                 done[text] = replace(found[text], is_cut=is_cut) if world.rank == 0 else None
@@ -159,7 +161,7 @@ def _run(subject: Subject, singles: dict[str, Layout], world: World, key: str) -
     return done
 
 
-def _plan(subject: Subject, precision: str) -> Segments:
+def _plan(subject: ParityCase, precision: str) -> Segments:
     planned = subject.planned(precision)
     if not subject.by_gradient:
         return planned
@@ -174,7 +176,7 @@ def _runs_of(single: Layout) -> list[dict[str, Any]]:
     return [{**one, "evaluates": single.precision == "float64"} for one in ({"measure": True}, *perturbed)]
 
 
-def shortened(segments: Segments, length: int) -> Segments:
+def shorten_segments(segments: Segments, length: int) -> Segments:
     """The updates in segments of at most `length`: the first ones, and those from the last one of an epoch on."""
     if all(len(segment) <= length for segment in segments):
         return segments
@@ -265,7 +267,7 @@ def _tells_nothing(made: dict[str, Any]) -> bool:
     return any(reference.trace.gradients and not is_told(reference) for reference in made.values())
 
 
-def _keep(subject: Subject, made: dict[str, Any]) -> dict[str, Any]:
+def _keep(subject: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
     """Keep what was made, on the disk too; the segments of each."""
     subject.references.update(made)
     for text, reference in made.items():

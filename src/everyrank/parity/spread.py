@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.layout import Layout
-from everyrank.parity.subject import Segments, Subject
+from everyrank.parity.case import ParityCase, Segments
 from everyrank.parity.trace import Trace, trace
-from everyrank.world import World, alone, on_each_rank
+from everyrank.world import World, on_each_rank, single_process_world
 
-__all__ = ["spread"]
+__all__ = ["run_on_all_ranks"]
 
 
-def spread(
-    subject: Subject, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
+def run_on_all_ranks(
+    subject: ParityCase, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
 ) -> list[Trace]:
     """The runs, each done by one rank on its own device; all of them on rank 0, [] elsewhere."""
-    here = replace(alone(world), threads=world.threads, loader_workers=world.loader_workers)
+    here = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
     holders = _shared_out(
         jobs, world.size, world.device.type == "cuda" and world.local_size > torch.cuda.device_count()
     )

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyrank.collectives import all_equal, sum_over_ranks
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.loop import blame_workload, evaluate, restore, run_updates, snapshot
+from everyrank.loop import evaluate, run_updates, wrap_user_errors
 from everyrank.parallel.mesh import local_tensors
+from everyrank.parallel.precision import DTYPES
+from everyrank.parity.case import ParityCase, Segments
 from everyrank.parity.rows import row_values
-from everyrank.parity.subject import Segments, Subject
 from everyrank.strategies import Prepared, prepare
-from everyrank.world import World, alone, on_rank_0
+from everyrank.world import World, on_rank_0, single_process_world
+from everyrank.world.collectives import all_equal, sum_over_ranks
 
 __all__ = ["Trace", "trace", "trace_in_place"]
-
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A sum over a whole batch overflows fp16 a little earlier than its parts do, and a skipped update is no rounding:
 # the comparison starts at a loss scale where nothing overflows.
@@ -54,7 +53,7 @@ class Trace:
 
 
 def trace(
-    subject: Subject,
+    subject: ParityCase,
     layout: Layout,
     world: World,
     segments: Segments,
@@ -73,23 +72,23 @@ def trace(
     """
     workload = subject.workload
     if jitter:
-        step = torch.finfo(_DTYPES[layout.precision]).eps
+        step = torch.finfo(DTYPES[layout.precision]).eps
         workload = dataclasses.replace(workload, model=lambda *at: _moved(subject.workload.model(*at), step, jitter))
-    with blame_workload():
+    with wrap_user_errors():
         prepared = prepare(workload, layout, world)
     rows: list[Tensor] = []
     watched = _watched(prepared, rows) if keep else prepared
-    if prepared.scale is not None:
-        prepared.scale.scale = _QUIET_SCALE
+    if prepared.trainable.scaler is not None:
+        prepared.trainable.scaler.scale = _QUIET_SCALE
     initial = prepared.state() if measure or keep else {}
-    saved = snapshot(prepared) if len(segments) > 1 else {}
+    saved = prepared.trainable.snapshot() if len(segments) > 1 else {}
     found = Trace([], [], {}, [], True, states=[initial] if keep else [], rows=rows)
     shares: list[Tensor] = []
     replicas_equal = True
     for number, updates in enumerate(segments):
         if number:
-            restore(prepared, saved)
-        for share in run_updates(workload, subject.train_data, layout, world, watched, updates, reverse):
+            prepared.trainable.restore(saved)
+        for share in run_updates(watched, subject.train_data, updates, reverse):
             shares.append(share)
             if keep:
                 found.states.append(prepared.state())
@@ -97,13 +96,13 @@ def trace(
                 _largest_gradients(prepared.model, found.gradients)
         found.finals.append(prepared.state())
         # before the next segment puts the replicas back
-        replicas_equal = all_equal(local_tensors(prepared.replicas), prepared.mesh.world) and replicas_equal
+        replicas_equal = all_equal(local_tensors(prepared.replicas), prepared.world) and replicas_equal
         if measure:
             found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
-    totals = sum_over_ranks(torch.stack(shares), prepared.mesh.world)
+    totals = sum_over_ranks(torch.stack(shares), prepared.world)
     evaluation: dict[str, tuple[float, float]] = {}
     if subject.eval_ends is not None and evaluates:
-        evaluation = evaluate(workload, subject.eval_ends, layout, world, watched)
+        evaluation = evaluate(watched, subject.eval_ends)
     del prepared, watched, saved
     gc.collect()
     return dataclasses.replace(
@@ -158,9 +157,11 @@ def _watched(prepared: Prepared, rows: list[Tensor]) -> Prepared:
 
 
 def trace_in_place(
-    subject: Subject, layout: Layout, world: World, key: str, segments: Segments, **options: Any
+    subject: ParityCase, layout: Layout, world: World, key: str, segments: Segments, **options: Any
 ) -> Trace | None:
     """`trace` where the layout runs: on all ranks, or on rank 0 alone while the others wait (None there)."""
     if layout.axis is not None:
         return trace(subject, layout, world, segments, **options)
-    return on_rank_0(world, f"{key}/alone", lambda: trace(subject, layout, alone(world), segments, **options))
+    return on_rank_0(
+        world, f"{key}/alone", lambda: trace(subject, layout, single_process_world(world), segments, **options)
+    )

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from everyrank.doctor.findings import Finding
+from everyrank.doctor.findings import CheckResult
 from everyrank.errors import printable
 from everyrank.report.table import Table
 
@@ -45,7 +45,7 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", "bold red"), "absent": ("·", "dim")}
 
 
-def print_findings(sections: Mapping[str, Sequence[Finding]]) -> None:
+def print_findings(sections: Mapping[str, Sequence[CheckResult]]) -> None:
     """What `doctor` found: a sign, what was looked at, what was found, and the fix below it."""
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -29,13 +29,13 @@ from everyrank.runs.folder import (
     discard,
     find_checkpoint,
     is_better,
-    leave_behind,
     mark_best,
     new_folder,
-    prune,
     refuse_damaged,
+    remove_old_checkpoints,
     require_whole,
     score_of,
+    set_aside_newer,
 )
 from everyrank.runs.lock import hold
 
@@ -56,13 +56,13 @@ __all__ = [
     "find_checkpoint",
     "hold",
     "is_better",
-    "leave_behind",
     "mark_best",
     "new_folder",
     "open_file",
-    "prune",
     "refuse_damaged",
+    "remove_old_checkpoints",
     "require_whole",
     "score_of",
+    "set_aside_newer",
     "write_about",
 ]

@@ -25,13 +25,13 @@ __all__ = [
     "find_checkpoint",
     "is_better",
     "last_good",
-    "leave_behind",
     "mark_best",
     "new_folder",
-    "prune",
     "refuse_damaged",
+    "remove_old_checkpoints",
     "require_whole",
     "score_of",
+    "set_aside_newer",
 ]
 
 _FOLDER = "checkpoints"
@@ -108,7 +108,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def prune(run: Path, keep: int, step: int, best_by: str) -> None:
+def remove_old_checkpoints(run: Path, keep: int, step: int, best_by: str) -> None:
     """Remove all but the last `keep` checkpoints up to this step, and the best one; newer ones are not touched."""
     there = checkpoints_of(run)
     best = best_of(there, best_by)
@@ -211,7 +211,7 @@ def checkpoint_named(path: Path) -> Checkpoint:
         raise UsageError(f"{error}{_offer(path)}") from None
 
 
-def leave_behind(checkpoint: Checkpoint) -> None:
+def set_aside_newer(checkpoint: Checkpoint) -> None:
     """Make this the newest checkpoint of its run, for a training that goes on from it: damaged newer ones are renamed.
 
     Raises `UsageError` where a newer one is whole: going on would leave two trainings in one folder.

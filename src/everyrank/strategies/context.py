@@ -30,6 +30,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Replicate the model on every rank of the world, and give each a part of every sequence.
 
     To the gradients it makes no difference whether ranks have other samples or other positions of the same ones: it is
-    ddp on a mesh whose ranks all lie along the context axis. What cuts the sequences is in parallel/context.py.
+    ddp on a mesh whose ranks all lie along the context axis. What cuts the sequences is in parallel/context/apply.py.
     """
     return ddp.prepare(workload, layout, world)

@@ -19,21 +19,15 @@ from everyrank.data import Batch
 from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import has_batch_norm
-from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
-from everyrank.strategies._update import (
-    backward,
-    begin,
-    full_state,
-    loss_of,
-    make_optimizer,
-    make_scale,
-    passes,
-    update,
-)
 from everyrank.workload import Workload
-from everyrank.world import World, alone
+from everyrank.world import World, single_process_world
 
 __all__ = ["prepare"]
 
@@ -43,52 +37,53 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     Raises `CannotRunError` without two CUDA devices, and for a model with batch norm.
     """
-    num_cuda = torch.cuda.device_count()
-    num_devices = min(world.local_size, num_cuda) if world.local_size > 1 else num_cuda
-    if world.device.type != "cuda" or num_devices < 2:
-        raise CannotRunError("needs 2 CUDA devices")
-    world = alone(world)
+    devices = _devices(world)
+    world = single_process_world(world)
     mesh = open_mesh(layout, world)
-    model = build(workload, layout, mesh).model
+    parallel = parallelize(workload, layout, mesh)
+    model = parallel.model
     if has_batch_norm(model):
         raise CannotRunError("each device would normalise its own part of a batch; ddp has batch norm over all ranks")
-    devices = list(range(num_devices))
-    parallel = nn.DataParallel(_Called(model), device_ids=devices, output_device=devices[0])
-    optimizer, schedule = make_optimizer(workload, model)
-    scale = make_scale(layout)
-    parameters = list(model.parameters())
+    copied = nn.DataParallel(_OneArgument(model), device_ids=devices, output_device=devices[0])
+    trainable = make_trainable(workload, layout, model)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        begin(parameters)
+        trainable.zero_grad()
         shares: list[Tensor] = []
-        for _, batch in passes(batches):
+        for _, batch in trainable.iter_micro_batches(batches):
             with autocast(layout, world):
-                loss, share = loss_of(workload, parallel(batch.input), batch, mesh)
-            backward(workload, scale, loss)
+                loss, share = compute_loss(workload, copied(batch.input), batch, mesh)
+            trainable.backward(loss)
             shares.append(share)
         total = sum(shares[1:], shares[0])
-        update(workload, total, parameters, optimizer, schedule, scale)
+        trainable.optimizer_step(total)
         return total
 
     def predict(batch: Batch) -> Any:
         with autocast(layout, world):
-            return parallel(batch.input)
+            return copied(batch.input)
 
     return Prepared(
-        mesh=mesh,
-        step=step,
-        predict=predict,
-        state=lambda: full_state(model, rank=0),
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: replicated_state_dict(model, rank=0),
         replicas=[],
-        micro_batches=layout.accumulate,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scale=scale,
+        num_micro_batches=layout.accumulate,
     )
 
 
-class _Called(nn.Module):
+def _devices(world: World) -> list[int]:
+    """The devices that the model is copied to. Raises `CannotRunError` where there are no two."""
+    num_cuda = torch.cuda.device_count()
+    num_devices = min(world.local_size, num_cuda) if world.local_size > 1 else num_cuda
+    if world.device.type != "cuda" or num_devices < 2:
+        raise CannotRunError("needs 2 CUDA devices")
+    return list(range(num_devices))
+
+
+class _OneArgument(nn.Module):
     """A model that takes its input whole, so that DataParallel can cut tensors, tuples and dicts alike."""
 
     def __init__(self, model: nn.Module) -> None:

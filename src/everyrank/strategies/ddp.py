@@ -23,21 +23,15 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.check_equal import check_equal
+from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.rehearsal import rehearse
-from everyrank.parallel.replicate import check_all_used, global_total, replicate
+from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared, fsdp
-from everyrank.strategies._update import (
-    backward,
-    begin,
-    full_state,
-    loss_of,
-    make_optimizer,
-    make_scale,
-    passes,
-    update,
-)
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -49,44 +43,38 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     mesh = open_mesh(layout, world)
     if mesh.size("tensor") > 1:  # replicas of split matrices: replicas of shards, with one shard
         return fsdp.prepare(workload, layout, world)
-    built = build(workload, layout, mesh, is_sent_round=False)  # DistributedDataParallel does that
-    model = built.model
-    ddp = replicate(model, layout, world)
-    optimizer, schedule = make_optimizer(workload, model)
-    scale = make_scale(layout)
-    parameters = list(model.parameters())
-    everything = list(ddp.parameters())  # with the carrier of the count
-    names = dict(model.named_parameters())
+    parallel = parallelize(workload, layout, mesh, broadcast=False)  # DistributedDataParallel does that
+    model = parallel.model
+    ddp = apply_ddp(model, layout, world)
+    trainable = make_trainable(workload, layout, model)
+    named = dict(model.named_parameters())
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        built.once(lambda: rehearse(workload, layout, built, batches[0]))
-        begin(everything)
+        parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
+        trainable.zero_grad(ddp.module.carrier)
         shares: list[Tensor] = []
-        for is_last, batch in passes(batches):
+        for is_last, batch in trainable.iter_micro_batches(batches):
             # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
-            with built.passing(batch) as part, contextlib.nullcontext() if is_last else ddp.no_sync():
+            with parallel.micro_batch(batch) as part, contextlib.nullcontext() if is_last else ddp.no_sync():
                 with autocast(layout, world):
                     output, carrier = ddp(part.input)
-                    loss, share = loss_of(workload, output, part, mesh)
-                backward(workload, scale, loss, (carrier, share.to(carrier.dtype)))
+                    loss, share = compute_loss(workload, output, part, mesh)
+                trainable.backward(loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
-        check_all_used(names, layout)
-        update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale, averaged=world.size)
+        check_unused_parameters(named, layout)
+        trainable.optimizer_step(global_sum_and_count(ddp, world), num_averaged=world.size)
         return sum(shares[1:], shares[0])
 
     def predict(batch: Batch) -> Any:
-        with built.passing(batch) as part, autocast(layout, world):
-            return built.whole(call(model, part.input))
+        with parallel.micro_batch(batch) as part, autocast(layout, world):
+            return parallel.gather_output(call(model, part.input))
 
     return Prepared(
-        mesh=mesh,
-        step=step,
-        predict=predict,
-        state=lambda: full_state(model, world.rank),
-        replicas=[*parameters, *model.buffers()],
-        micro_batches=layout.accumulate,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scale=scale,
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: replicated_state_dict(model, world.rank),
+        replicas=[*trainable.parameters, *model.buffers()],
+        num_micro_batches=layout.accumulate,
     )

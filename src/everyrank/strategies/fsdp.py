@@ -30,24 +30,17 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.parallel.build import build, call, find_blocks
-from everyrank.parallel.construct import materialise
+from everyrank.layout.table import FSDPOptions
+from everyrank.parallel.check_equal import check_equal
+from everyrank.parallel.fsdp import apply_fsdp, reshard, scalar_parameters, set_requires_all_reduce
+from everyrank.parallel.full_state import full_state_dict
+from everyrank.parallel.gradients import average_replicated_grads, norm_params, sum_squares
+from everyrank.parallel.init_model import materialise
+from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.norm import counted, sum_squares
-from everyrank.parallel.rehearsal import rehearse
-from everyrank.parallel.replicate import average_gradients
-from everyrank.parallel.shard import reduce_over_replicas, reshard, scalar_parameters, shard
-from everyrank.parallel.state import gathered_state
+from everyrank.parallel.parallelize import call, find_blocks, parallelize
+from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
-from everyrank.strategies._update import (
-    backward,
-    begin,
-    loss_of,
-    make_optimizer,
-    make_scale,
-    passes,
-    update,
-)
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -57,57 +50,52 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Shard the model over every rank of the world."""
     mesh = open_mesh(layout, world)
-    built = build(workload, layout, mesh)
-    model = built.model
-    shard(model, find_blocks(workload, model), layout, mesh)
-    if layout.options.get("meta"):
-        materialise(model, built.full, world)
+    parallel = parallelize(workload, layout, mesh)
+    model = parallel.model
+    apply_fsdp(model, find_blocks(workload, model), layout, mesh)
+    if layout.read(FSDPOptions).meta:
+        materialise(model, parallel.full, world)
     # Sharding replaced the parameters, so the optimizer is built after it.
-    optimizer, schedule = make_optimizer(workload, model)
-    scale = make_scale(layout)
-    parameters = list(model.parameters())
-    whole = scalar_parameters(model)
-    squares = functools.partial(sum_squares, counted(parameters, mesh), mesh)
+    trainable = make_trainable(workload, layout, model)
+    replicated = scalar_parameters(model)
+    squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
+    # fully_shard averages over all ranks that read: over all but those that split a matrix
+    num_averaged = world.size // mesh.size("tensor")
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        built.once(lambda: rehearse(workload, layout, built, batches[0]))
-        begin(parameters)
+        parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
+        trainable.zero_grad()
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
         total, counting = own, None
-        for is_last, batch in passes(batches):
-            reduce_over_replicas(model, is_last)
-            with built.passing(batch) as part:
-                loss, share = loss_of(workload, call(model, part.input), part, mesh)
-                own += built.share(share)
+        for is_last, batch in trainable.iter_micro_batches(batches):
+            set_requires_all_reduce(model, is_last)
+            with parallel.micro_batch(batch) as part:
+                loss, share = compute_loss(workload, call(model, part.input), part, mesh)
+                own += parallel.share(share)
                 if is_last:
                     # The count travels while the last backward computes.
                     total = own.clone()
                     counting = dist.all_reduce(total, group=world.group, async_op=True)
-                backward(workload, scale, loss)
-        average_gradients(whole, mesh)
-        built.finish()
+                trainable.backward(loss)
+        average_replicated_grads(replicated, mesh)
+        parallel.reduce_partial_grads()
         assert counting is not None
         counting.wait()
-        # fully_shard has averaged over all that read: over all but the ranks that split a matrix
-        averaged = world.size // mesh.size("tensor")
-        update(workload, total, parameters, optimizer, schedule, scale, averaged, squares)
+        trainable.optimizer_step(total, num_averaged, squares)
         return own
 
     def predict(batch: Batch) -> Any:
-        with built.passing(batch) as part:
+        with parallel.micro_batch(batch) as part:
             output = call(model, part.input)
         reshard(model)  # no backward follows that would
-        return built.whole(output)
+        return parallel.gather_output(output)
 
     return Prepared(
-        mesh=mesh,
-        step=step,
-        predict=predict,
-        state=lambda: gathered_state(model, mesh),
-        replicas=whole,
-        micro_batches=layout.accumulate,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scale=scale,
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: full_state_dict(model, mesh),
+        replicas=replicated,
+        num_micro_batches=layout.accumulate,
     )

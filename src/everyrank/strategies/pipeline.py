@@ -31,20 +31,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.data import Batch
-from everyrank.errors import UnfitError
+from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
-from everyrank.parallel.build import autocast, build, call
+from everyrank.layout.table import PipelineOptions
+from everyrank.parallel.batch_gather import raise_on_all_ranks
+from everyrank.parallel.fsdp import apply_fsdp_to_blocks, is_sharded
+from everyrank.parallel.full_state import full_state_dict
+from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares, zero_missing_grads
+from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.norm import counted, sum_squares
-from everyrank.parallel.pipe import Pipe
-from everyrank.parallel.rows import raise_together
-from everyrank.parallel.shard import is_sharded, shard_each
-from everyrank.parallel.stage import cut_stages
-from everyrank.parallel.state import gathered_state
-from everyrank.parallel.sums import average_over, fill_in
-from everyrank.parallel.tensor import is_split
+from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.pipeline.deferred import WeightGradQueue
+from everyrank.parallel.pipeline.run import PipelineRun
+from everyrank.parallel.pipeline.stage import apply_pipeline
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.tensor.apply import is_split
+from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
-from everyrank.strategies._update import backward, begin, loss_of, make_optimizer, make_scale, update
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -53,83 +56,77 @@ __all__ = ["prepare"]
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Cut the model into stages over the pipeline axis; shard or replicate each over the others."""
-    mesh = open_mesh(layout, world)
-    built = build(workload, layout, mesh)
-    model = built.model
-    stages = cut_stages(model, workload, layout, mesh)
-    shard_each(stages.own_blocks(), layout, mesh)
+    mesh, options = open_mesh(layout, world), layout.read(PipelineOptions)
+    weight_grads = WeightGradQueue(is_used=options.schedule == "zero-bubble")
+    parallel = parallelize(workload, layout, mesh, contexts=[weight_grads.context])
+    model = parallel.model
+    stages = apply_pipeline(model, workload, layout, mesh)
+    apply_fsdp_to_blocks(stages.own_blocks(), layout, mesh)
     # Cutting and sharding replaced parameters, so the optimizer is built after them.
-    optimizer, schedule = make_optimizer(workload, model)
-    scale = make_scale(layout)
-    parameters = list(model.parameters())
+    trainable = make_trainable(workload, layout, model)
     own = stages.own_parameters()
-    squares = functools.partial(sum_squares, counted(parameters, mesh, set(own)), mesh)
-    outside = [parameter for parameter in parameters if parameter not in set(own)]
-    pipe = Pipe(mesh, stages, layout)
-    refused: list[UnfitError] = []  # by the stage that takes the loss, while the others wait for its gradient
-    built.forward.contexts.append(pipe.deferring)
-    built.forward.again.append(pipe.deferring)
+    outside = [parameter for parameter in trainable.parameters if parameter not in set(own)]
+    squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh, set(own)), mesh)
+    pipeline = PipelineRun(mesh, stages, options, weight_grads, trainable.enter_phase)
+    refused: list[UnsupportedLayoutError] = []  # by the stage that takes the loss, while others wait for its gradient
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        begin(parameters)
-        is_first = built.once(lambda: rehearse(batches[0]))
+        trainable.zero_grad()
+        is_first = parallel.before_first_update(lambda: check_block_order(batches[0]))
         share = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for first in range(0, len(batches), pipe.in_flight):
-            share += flow(batches[first : first + pipe.in_flight])
-        raise_together(refused, world, is_first)
-        built.finish()
-        flags = torch.tensor([parameter.grad is not None for parameter in outside], device=world.device)
-        total = torch.cat([share, flags.double()])
+        for first in range(0, len(batches), pipeline.num_microbatches):
+            share += flow(batches[first : first + pipeline.num_microbatches])
+        raise_on_all_ranks(refused, world, is_first)
+        parallel.reduce_partial_grads()
+        has_grad = torch.tensor([parameter.grad is not None for parameter in outside], device=world.device)
+        total = torch.cat([share, has_grad.double()])
         dist.all_reduce(total, group=world.group)
-        fill_in(outside, total[2:])
-        average_over(outside, mesh, "pipeline")
-        average_over([parameter for parameter in own if not is_sharded(parameter)], mesh)
-        readers = mesh.size("replicate", "shard")  # all gradients are averaged over them by now
-        update(workload, total[:2], parameters, optimizer, schedule, scale, readers, squares)
+        zero_missing_grads(outside, total[2:])
+        all_reduce_grads(outside, mesh, "pipeline")
+        all_reduce_grads([parameter for parameter in own if not is_sharded(parameter)], mesh)
+        # all gradients are averaged over the ranks that read by now
+        trainable.optimizer_step(total[:2], mesh.size("replicate", "shard"), squares)
         return share
 
-    def rehearse(batch: Batch) -> None:
-        with built.passing(batch) as part:
-            stages.rehearse(lambda: call(model, part.input))
+    def check_block_order(batch: Batch) -> None:
+        with parallel.micro_batch(batch) as part:
+            stages.check_block_order(lambda: call(model, part.input))
 
     def flow(batches: Sequence[Batch]) -> Tensor:
-        """Micro-batches through the pipeline, forward and backward; this rank's share of (sum, count)."""
+        """Micro-batches through the pipeline, forward and backward; this rank's share of (sum, count), shape (2,)."""
         shares = [torch.zeros(2, dtype=torch.float64, device=world.device)]
 
-        def forward(stage: int, micro: int, received: Tensor | None) -> Tensor:
-            with built.passing(batches[micro]) as part, autocast(layout, world):
+        def forward(stage: int, index: int, received: Tensor | None) -> Tensor:
+            with parallel.micro_batch(batches[index]) as part, autocast(layout, world):
                 output, is_end = stages.run(stage, received, lambda: call(model, part.input))
                 if is_end:
-                    output, share = loss_of(workload, output, part, mesh, refused)
-                    shares.append(built.share(share))
+                    output, share = compute_loss(workload, output, part, mesh, refused)
+                    shares.append(parallel.share(share))
             return output
 
-        def back(micro: int, output: Tensor, gradient: Tensor | None) -> None:
-            with built.passing(batches[micro]):
+        def backward(index: int, output: Tensor, gradient: Tensor | None) -> None:
+            with parallel.micro_batch(batches[index]):
                 if gradient is None:
-                    backward(workload, scale, output)
+                    trainable.backward(output)
                 elif output.requires_grad:
                     torch.autograd.backward(output, gradient)
 
-        pipe.run(batches, forward, back)
+        pipeline.run(batches, forward, backward)
         return torch.stack(shares).sum(0)
 
     def predict(batch: Batch) -> Any:
-        with built.passing(batch) as part, autocast(layout, world):
+        with parallel.micro_batch(batch) as part, autocast(layout, world):
             forward = functools.partial(call, model, part.input)
-            output = pipe.through(batch, lambda stage, received: stages.run(stage, received, forward))
-        return built.whole(output)
+            output = pipeline.forward_only(batch, lambda stage, received: stages.run(stage, received, forward))
+        return parallel.gather_output(output)
 
     return Prepared(
-        mesh=mesh,
-        step=step,
-        predict=predict,
-        state=lambda: gathered_state(model, mesh, stages),
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: full_state_dict(model, mesh, stages),
         replicas=[tensor for tensor in [*outside, *stages.outside_buffers()] if not is_split(tensor)],
-        micro_batches=layout.accumulate * pipe.in_flight,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scale=scale,
-        idle=pipe.idle,
+        num_micro_batches=layout.accumulate * pipeline.num_microbatches,
+        idle=pipeline.idle,
     )

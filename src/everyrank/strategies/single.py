@@ -16,44 +16,37 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
-from everyrank.strategies._update import (
-    backward,
-    begin,
-    full_state,
-    loss_of,
-    make_optimizer,
-    make_scale,
-    passes,
-    update,
-)
 from everyrank.workload import Workload
-from everyrank.world import World, alone
+from everyrank.world import World, single_process_world
 
 __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Build the model and train it here, whatever the world."""
-    world = alone(world)
+    world = single_process_world(world)
     mesh = open_mesh(layout, world)
-    model = build(workload, layout, mesh).model
-    optimizer, schedule = make_optimizer(workload, model)
-    scale = make_scale(layout)
-    parameters = list(model.parameters())
+    parallel = parallelize(workload, layout, mesh)
+    model = parallel.model
+    trainable = make_trainable(workload, layout, model)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        begin(parameters)
+        trainable.zero_grad()
         shares: list[Tensor] = []
-        for _, batch in passes(batches):
+        for _, batch in trainable.iter_micro_batches(batches):
             with autocast(layout, world):
-                loss, share = loss_of(workload, call(model, batch.input), batch, mesh)
-            backward(workload, scale, loss)
+                loss, share = compute_loss(workload, call(model, batch.input), batch, mesh)
+            trainable.backward(loss)
             shares.append(share)
         total = sum(shares[1:], shares[0])
-        update(workload, total, parameters, optimizer, schedule, scale)
+        trainable.optimizer_step(total)
         return total
 
     def predict(batch: Batch) -> Any:
@@ -61,14 +54,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             return call(model, batch.input)
 
     return Prepared(
-        mesh=mesh,
-        step=step,
-        predict=predict,
-        state=lambda: full_state(model, rank=0),
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: replicated_state_dict(model, rank=0),
         replicas=[],
-        micro_batches=layout.accumulate,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scale=scale,
+        num_micro_batches=layout.accumulate,
     )

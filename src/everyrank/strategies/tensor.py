@@ -20,7 +20,7 @@ Source    Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
 Keys: sequence=true splits the activations between the matrices along the sequence: instead of their all-reduces, a
 reduce-scatter behind each split layer and an all-gather before the next, and the other way round in backward; per
 update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence.
-What is split how is `Workload.tensor_plan`, in the words of parallel/tensor.py.
+What is split how is `Workload.tensor_plan`, in the words of parallel/tensor/apply.py.
 """
 
 from __future__ import annotations
@@ -33,22 +33,16 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.check_equal import check_equal
+from everyrank.parallel.full_state import full_state_dict
+from everyrank.parallel.gradients import norm_params, sum_squares
+from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.norm import counted, sum_squares
-from everyrank.parallel.rehearsal import rehearse
-from everyrank.parallel.state import gathered_state
-from everyrank.parallel.tensor import is_split
+from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.tensor.apply import is_split
+from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
-from everyrank.strategies._update import (
-    backward,
-    begin,
-    loss_of,
-    make_optimizer,
-    make_scale,
-    passes,
-    update,
-)
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -58,43 +52,38 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Split the matrices of the model over every rank of the world."""
     mesh = open_mesh(layout, world)
-    built = build(workload, layout, mesh)
-    model = built.model
+    parallel = parallelize(workload, layout, mesh)
+    model = parallel.model
     # Splitting replaced parameters, so the optimizer is built after it.
-    optimizer, schedule = make_optimizer(workload, model)
-    scale = make_scale(layout)
-    parameters = list(model.parameters())
-    squares = functools.partial(sum_squares, counted(parameters, mesh), mesh)
+    trainable = make_trainable(workload, layout, model)
+    squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        built.once(lambda: rehearse(workload, layout, built, batches[0]))
-        begin(parameters)
+        parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
+        trainable.zero_grad()
         shares: list[Tensor] = []
-        for _, batch in passes(batches):
-            with built.passing(batch):
+        for _, batch in trainable.iter_micro_batches(batches):
+            with parallel.micro_batch(batch):
                 with autocast(layout, world):
-                    loss, share = loss_of(workload, call(model, batch.input), batch, mesh)
-                backward(workload, scale, loss)
+                    loss, share = compute_loss(workload, call(model, batch.input), batch, mesh)
+                trainable.backward(loss)
             shares.append(share)
-        built.finish()
+        parallel.reduce_partial_grads()
         # Every rank has computed the loss of all samples: the count need not travel.
         total = sum(shares[1:], shares[0])
-        update(workload, total, parameters, optimizer, schedule, scale, squares=squares)
-        return built.share(total)
+        trainable.optimizer_step(total, squares=squares)
+        return parallel.share(total)
 
     def predict(batch: Batch) -> Any:
-        with built.passing(batch), autocast(layout, world):
-            return built.whole(call(model, batch.input))
+        with parallel.micro_batch(batch), autocast(layout, world):
+            return parallel.gather_output(call(model, batch.input))
 
     return Prepared(
-        mesh=mesh,
-        step=step,
-        predict=predict,
-        state=lambda: gathered_state(model, mesh),
-        replicas=[tensor for tensor in [*parameters, *model.buffers()] if not is_split(tensor)],
-        micro_batches=layout.accumulate,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scale=scale,
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: full_state_dict(model, mesh),
+        replicas=[tensor for tensor in [*trainable.parameters, *model.buffers()] if not is_split(tensor)],
+        num_micro_batches=layout.accumulate,
     )

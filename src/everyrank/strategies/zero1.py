@@ -20,21 +20,15 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.parallel.build import autocast, build, call
+from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.partition import assign_owners, broadcast_from_owners, prune
-from everyrank.parallel.replicate import check_all_used, global_total, replicate
+from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import make_trainable
+from everyrank.parallel.zero1 import assign_owners, broadcast_from_owners, keep_owned_parameters
 from everyrank.strategies import Prepared
-from everyrank.strategies._update import (
-    backward,
-    begin,
-    full_state,
-    loss_of,
-    make_optimizer,
-    make_scale,
-    passes,
-    update,
-)
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -44,48 +38,43 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Replicate the model on every rank; keep of the optimizer what this rank owns."""
     mesh = open_mesh(layout, world)
-    built = build(workload, layout, mesh, is_sent_round=False)  # DistributedDataParallel does that
-    model = built.model
-    ddp = replicate(model, layout, world)
-    optimizer, schedule = make_optimizer(workload, model)
-    scale = make_scale(layout)
-    parameters = list(model.parameters())
-    everything = list(ddp.parameters())  # with the carrier of the count
-    names = dict(model.named_parameters())
+    parallel = parallelize(workload, layout, mesh, broadcast=False)  # DistributedDataParallel does that
+    model = parallel.model
+    ddp = apply_ddp(model, layout, world)
+    trainable = make_trainable(workload, layout, model)
+    named = dict(model.named_parameters())
     # Every rank comes to the same assignment, because all go through the same parameters in the same order.
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in trainable.parameters if parameter.requires_grad]
     owners = assign_owners(trained, world.size)
-    prune(optimizer, {p for p, owner in zip(trained, owners, strict=True) if owner == world.rank})
+    owned = {parameter for parameter, owner in zip(trained, owners, strict=True) if owner == world.rank}
+    keep_owned_parameters(trainable.optimizer, owned)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        begin(everything)
+        trainable.zero_grad(ddp.module.carrier)
         shares: list[Tensor] = []
-        for is_last, batch in passes(batches):
+        for is_last, batch in trainable.iter_micro_batches(batches):
             # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
-            with built.passing(batch), contextlib.nullcontext() if is_last else ddp.no_sync():
+            with parallel.micro_batch(batch), contextlib.nullcontext() if is_last else ddp.no_sync():
                 with autocast(layout, world):
                     output, carrier = ddp(batch.input)
-                    loss, share = loss_of(workload, output, batch, mesh)
-                backward(workload, scale, loss, (carrier, share.to(carrier.dtype)))
+                    loss, share = compute_loss(workload, output, batch, mesh)
+                trainable.backward(loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
-        check_all_used(names, layout)
-        update(workload, global_total(ddp, world), parameters, optimizer, schedule, scale, averaged=world.size)
+        check_unused_parameters(named, layout)
+        trainable.optimizer_step(global_sum_and_count(ddp, world), num_averaged=world.size)
         broadcast_from_owners(trained, owners, world)
         return sum(shares[1:], shares[0])
 
     def predict(batch: Batch) -> Any:
-        with built.passing(batch), autocast(layout, world):
+        with parallel.micro_batch(batch), autocast(layout, world):
             return call(model, batch.input)
 
     return Prepared(
-        mesh=mesh,
-        step=step,
-        predict=predict,
-        state=lambda: full_state(model, world.rank),
-        replicas=[*parameters, *model.buffers()],
-        micro_batches=layout.accumulate,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scale=scale,
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: replicated_state_dict(model, world.rank),
+        replicas=[*trainable.parameters, *model.buffers()],
+        num_micro_batches=layout.accumulate,
     )

@@ -1,15 +1,10 @@
-"""Train: a run as a person follows it, and as it survives.
+"""Train: a run as a person follows it, and as it survives. What one rank is asked to do is in tasks/train.py.
 
-trackers.py   TensorBoard and Weights & Biases behind one small interface
-log.py        log.jsonl, log.csv and epochs.csv of a run
-pace.py       how fast it goes
-watch.py      the progress bar, and the lines a person reads
-hook.py       a person's own function after each epoch
-subject.py    what is trained, and how good it is
-training.py   updates, and between them evaluations, checkpoints, an answer to a request to stop
-rank.py       what one rank is asked to do
+trackers.py     TensorBoard and Weights & Biases behind one small interface
+log.py          log.jsonl, log.csv and epochs.csv of a run
+display.py      the progress bar, and the lines a person reads
+throughput.py   how fast it goes
+job.py          what is trained, and how good it is
+on_epoch.py     a person's own function after each epoch
+training.py     updates, and between them evaluations, checkpoints, an answer to a request to stop
 """
-
-from everyrank.train.rank import train_rank
-
-__all__ = ["train_rank"]

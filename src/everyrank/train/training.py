@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.collectives import sum_over_ranks
 from everyrank.data import Update, all_updates
 from everyrank.errors import EveryrankError, NotFiniteError, StoppedError, WorkloadError
-from everyrank.finite import check_finite, lost
 from everyrank.launch import Stop
 from everyrank.loop import run_updates
+from everyrank.loop.finite import check_finite, nonfinite_loss_error
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
 from everyrank.runs import is_better
-from everyrank.train.hook import after_epoch
+from everyrank.train.display import Display, format_metrics
+from everyrank.train.job import Job, evaluate_job
 from everyrank.train.log import Log
-from everyrank.train.pace import Pace
-from everyrank.train.subject import Subject, evaluated
-from everyrank.train.watch import Watch, numbers
+from everyrank.train.on_epoch import after_epoch
+from everyrank.train.throughput import ThroughputMeter
 from everyrank.world import from_rank_0
+from everyrank.world.collectives import sum_over_ranks
 
 __all__ = ["Training"]
 
@@ -56,17 +56,17 @@ class Training:
 
     def __init__(
         self,
-        subject: Subject,
+        job: Job,
         options: TrainOptions,
-        pace: Pace,
-        watch: Watch,
+        pace: ThroughputMeter,
+        watch: Display,
         log: Log | None,
         saver: Saver | None,
         stop: Stop,
         earlier: Sequence[dict[str, Any]],
         best: float | None,
     ) -> None:
-        self.subject, self.options, self.pace = subject, options, pace
+        self.job, self.prepared, self.options, self.pace = job, job.prepared, options, pace
         self.watch, self.log, self.saver, self.stop = watch, log, saver, stop
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.metrics: dict[str, float] = {}
@@ -89,11 +89,10 @@ class Training:
         return self._at_end(end)
 
     def _updates(self, updates: Sequence[Update]) -> None:
-        workload, data, _, layout, world, prepared = self.subject
-        shares = run_updates(workload, data, layout, world, prepared, updates)
+        shares = run_updates(self.prepared, self.job.train_data, updates)
         if self.options.profile is not None:
             step = min(_PROFILED_UPDATE, len(updates) - 1)
-            shares = with_one_profiled(shares, step, world, self.options.profile)
+            shares = with_one_profiled(shares, step, self.prepared.trainable, self.prepared.world, self.options.profile)
         waiting: list[_Done] = []
         look_every = 1
         rate = self._rate()
@@ -129,7 +128,7 @@ class Training:
 
     def _rate(self) -> float:
         """The learning rate of the next update; of the first group where they differ."""
-        rate = self.subject.prepared.optimizer.param_groups[0].get("lr")
+        rate = self.prepared.trainable.optimizer.param_groups[0].get("lr")
         return rate if isinstance(rate, float | int) else math.nan
 
     def _look(self, waiting: list[_Done]) -> tuple[bool, int]:
@@ -137,7 +136,7 @@ class Training:
         seconds = (time.perf_counter() - self.looked_at) / len(waiting)
         self.looked_at = time.perf_counter()
         next_look = max(1, min(_MOST_UPDATES, int(_LOOK_SECONDS / max(seconds, 1e-9))))
-        mesh = self.subject.prepared.mesh
+        mesh = self.prepared.mesh
         # the first rank's clock counts
         own = [self.stop.asked is not None, next_look if mesh.world.rank == 0 else 0]
         note = torch.tensor([own], dtype=torch.float64, device=waiting[0].share.device)
@@ -160,7 +159,7 @@ class Training:
             raise WorkloadError(f"update {update.step}: the loss counted 0 terms over all ranks")
         loss = total / count
         if not math.isfinite(loss):
-            raise lost(self.subject.prepared, update.step, loss)
+            raise nonfinite_loss_error(self.prepared, update.step, loss)
         self.losses.append(loss)
         self.in_epoch[0] += total
         self.in_epoch[1] += count
@@ -174,9 +173,9 @@ class Training:
 
     def _evaluates_at(self, done: int) -> bool:
         every = self.pace.per_epoch if self.options.evaluate_every is None else self.options.evaluate_every
-        if self.subject.prepared.listens and done % self.pace.per_epoch == 0:
+        if self.prepared.trainable.follows_evaluation and done % self.pace.per_epoch == 0:
             return True
-        return self.subject.eval_data is not None and every > 0 and done % every == 0
+        return self.job.eval_data is not None and every > 0 and done % every == 0
 
     def _saves_at(self, done: int) -> bool:
         every = self.pace.per_epoch if self.options.save_every is None else self.options.save_every
@@ -184,9 +183,9 @@ class Training:
 
     def _between(self, done: int) -> None:
         """What stands between two updates. An evaluation comes last: what raises in it must not lose the epoch."""
-        check_finite(self.subject.prepared, done)
+        check_finite(self.prepared, done)
         # a schedule that listens to the evaluation is saved when it has heard, or a resumed one would not know of it
-        is_saved = self._saves_at(done) and not self.subject.prepared.listens
+        is_saved = self._saves_at(done) and not self.prepared.trainable.follows_evaluation
         if is_saved:
             self._save(done)
         is_better_one = self._evaluates_at(done) and self._evaluate(done)
@@ -199,7 +198,7 @@ class Training:
         """Evaluate; whether this is the best so far. A checkpoint of this very state learns how good it is."""
         start = time.perf_counter()
         try:
-            self.metrics = evaluated(self.subject)
+            self.metrics = evaluate_job(self.job)
         except Exception:
             if self.saver is not None:
                 with contextlib.suppress(SaveError):  # every rank comes to its end, whichever of them has failed
@@ -225,15 +224,15 @@ class Training:
         self.in_epoch = [0.0, 0.0]
         seconds = self.pace.epoch()
         now = self.metrics if self.evaluated_at == done else {}
-        self.subject.prepared.hear(now.get("eval_loss"))
+        self.prepared.trainable.report_eval_loss(now.get("eval_loss"))
         if self.log is not None:
             row = {"step": done, "epoch": epoch, "epoch_seconds": seconds, "mean_loss": mean, "evaluation": now}
             self.log.event({**row, "time": time.time()})
             self.log.flush()
         if done < self.pace.end:
-            rest = f", {numbers(now)}" if now else ""
+            rest = f", {format_metrics(now)}" if now else ""
             self.watch.line(f"epoch {epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
-        after_epoch(self.subject.workload, self.subject.layout, self.subject.prepared, epoch, now)
+        after_epoch(self.prepared, epoch, now)
 
     def _save(self, done: int, is_last: bool = False) -> None:
         """Save; a failure is said, and the training goes on: nothing of it is lost, and the next attempt may do."""
@@ -279,7 +278,7 @@ class Training:
         except EveryrankError as error:
             failure = str(error)
         # rank 0 alone knows whether all of it is on the disk
-        failure = from_rank_0(self.subject.world, "stopped", lambda: failure)
+        failure = from_rank_0(self.prepared.world, "stopped", lambda: failure)
         if failure:
             raise EveryrankError(f"{text}; {failure}")
         raise StoppedError(f"{text}; saved in {self.saver.run}; go on with --out {self.saver.run} --resume")
@@ -288,20 +287,20 @@ class Training:
         """The last evaluation and the last checkpoint."""
         failure: EveryrankError | None = None
         with self.pace.pause():
-            check_finite(self.subject.prepared, end)
+            check_finite(self.prepared, end)
             is_due = self.saver is not None and self.saver.last_saved != end and self.pace.begin < end
-            if is_due and not self.subject.prepared.listens:
+            if is_due and not self.prepared.trainable.follows_evaluation:
                 try:
                     self._save(end, is_last=True)
                 except EveryrankError as error:  # how good the model is, is worth to know all the more
                     failure = error
-            if self.subject.eval_data is not None and self.evaluated_at != end:
+            if self.job.eval_data is not None and self.evaluated_at != end:
                 self._evaluate(end)
             if end % self.pace.per_epoch == 0 and self.pace.begin < end:
                 self._end_epoch(end)
             if failure is not None:
                 raise failure
-            if is_due and self.subject.prepared.listens:
+            if is_due and self.prepared.trainable.follows_evaluation:
                 self._save(end, is_last=True)
             elif self.saver is not None:
                 self._finish_saving()

@@ -8,8 +8,8 @@ A workload never knows how many ranks there are, which devices they have, or how
 """
 
 from everyrank.workload.batch import LR_RULES
-from everyrank.workload.finding import BUILT_IN, check_place, find_workload, load, parse_settings
-from everyrank.workload.noun import Source, Workload
+from everyrank.workload.find import BUILT_IN, check_place, find_workload, load, parse_settings
+from everyrank.workload.workload import Source, Workload
 
 __all__ = [
     "BUILT_IN",

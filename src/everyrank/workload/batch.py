@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from everyrank.errors import UsageError
-from everyrank.workload.noun import Workload
+from everyrank.workload.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn

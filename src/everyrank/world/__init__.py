@@ -5,28 +5,36 @@
 
 A world of one has the same interface. Every wait here has a timeout that names who was missing.
 
-    noun.py      World, and what is chosen for it: device, backend, threads
-    stores.py    the store that all ranks share, by each init method
-    meeting.py   who waits for whom
-    company.py   who the others are, whether they still live, who failed first
-    opening.py   open_world
+    world.py           World, and what is chosen for it: device, backend, threads
+    barrier.py         who waits for whom, over the store
+    collectives.py     sums and gathers of small tensors, outside the timed steps
+    rendezvous.py      the store that all ranks share, by each init method
+    heartbeat.py       who the other ranks are, whether they still live, which failed first
+    process_group.py   open_world: where a process group is made, and ended
 """
 
-from everyrank.world.meeting import from_rank_0, meet, on_each_rank, on_rank_0, tell
-from everyrank.world.noun import World, alone, choose_backend, choose_device, choose_threads, use_threads
-from everyrank.world.opening import open_world
+from everyrank.world.barrier import broadcast_text, from_rank_0, on_each_rank, on_rank_0, store_barrier
+from everyrank.world.process_group import open_world
+from everyrank.world.world import (
+    World,
+    choose_backend,
+    choose_device,
+    choose_threads,
+    single_process_world,
+    use_threads,
+)
 
 __all__ = [
     "World",
-    "alone",
+    "broadcast_text",
     "choose_backend",
     "choose_device",
     "choose_threads",
     "from_rank_0",
-    "meet",
     "on_each_rank",
     "on_rank_0",
     "open_world",
-    "tell",
+    "single_process_world",
+    "store_barrier",
     "use_threads",
 ]

@@ -1,0 +1,7 @@
+"""The built-in models. Shapes: B samples, C channels, H and W pixels, T tokens, D width, V vocabulary."""
+
+from everyrank.builtin.convnet import ConvNet
+from everyrank.builtin.decoder import DECODER_PLAN, Decoder, DecoderShape
+from everyrank.builtin.resnet import RESNET_DEPTHS, ResNet
+
+__all__ = ["DECODER_PLAN", "RESNET_DEPTHS", "ConvNet", "Decoder", "DecoderShape", "ResNet"]

@@ -1,0 +1,240 @@
+"""causal-lm: a language model of Hugging Face's `transformers`, built from a config, reads the bytes that `text` reads.
+
+`from_transformers` does the same for any config of a causal language model: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyrank.builtin.text import text
+from everyrank.errors import CannotRunError, WorkloadError
+from everyrank.workload import Workload
+
+__all__ = ["CausalLM", "FromTransformers", "from_transformers", "workload"]
+
+LENGTH = 64
+"""How many tokens a sample of `text` has."""
+
+FAMILIES = ("llama", "qwen", "gpt2")
+
+VOCABULARY_WORDS = {
+    "colwise": "colwise",
+    "colwise_gather_output": "colwise_gather",
+    "colwise_rep": "colwise_gather",
+    "embedding_rowwise": "vocabulary",
+    "replicate": "replicate",
+    "replicated_with_grad_allreduce": "replicate_sum",
+    "rowwise": "rowwise",
+    "sequence_parallel": "sequence",
+}
+"""How `transformers` calls a way to split a layer -> how `Workload.tensor_plan` does."""
+
+
+class CausalLM(nn.Module):
+    """Next-token logits of a model of `transformers`: tokens (B, T) and positions (B, T), integers -> (B, T, V).
+
+    The attention is causal in the order of the tokens as they are given, whatever their positions.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(B, T), (B, T) -> (B, T, V)."""
+        # Without a mask, transformers takes positions that jump for several texts in one row, and masks them from each
+        # other; with one that hides nothing it looks for none, and attention stays `is_causal=True`. Either costs one
+        # look at a number on the device.
+        everything = torch.ones_like(tokens, dtype=torch.bool)
+        return self.model(input_ids=tokens, position_ids=positions, attention_mask=everything, use_cache=False).logits
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTransformers:
+    """What a `Workload` needs of a model: its three fields of the same names.
+
+    model        () -> CausalLM, with weights as the model's own initialisation draws them
+    blocks       dotted path of its decoder layers
+    tensor_plan  its own plan in our words; None where it has none
+    """
+
+    model: Callable[[], nn.Module]
+    blocks: str
+    tensor_plan: Mapping[str, str] | None
+
+
+def from_transformers(config: Any, blocks: str | None = None, tensor: bool = True) -> FromTransformers:
+    """The causal language model of a `transformers` config: `Workload(model=found.model, blocks=found.blocks, ...)`.
+
+    config   such as `LlamaConfig(...)`; set its dropouts to 0 for `everyrank verify`. It is not changed
+    blocks   dotted path of the repeated blocks, where the model has several lists of them
+    tensor   whether to translate its plan; False: `tensor_plan` is None, and tensor-parallel layouts are not possible
+
+    Attention is torch's `scaled_dot_product_attention`. An RMSNorm that computes in float32 whatever it is given
+    becomes `nn.RMSNorm` with the same weight, where the two are the same function; so float64 means float64.
+
+    Raises `CannotRunError` without transformers, `WorkloadError` for a config that makes no such model, a model whose
+    blocks cannot be found, and a plan with a word that we have not.
+    """
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        outline = CausalLM(_build(config))
+    if blocks is None:
+        blocks = _find_blocks(outline)
+    return FromTransformers(
+        model=lambda: _with_torch_norms(CausalLM(_build(config))),
+        blocks=blocks,
+        tensor_plan=_translate(outline) if tensor else None,
+    )
+
+
+def _import() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise CannotRunError("causal-lm needs transformers: pip install 'everyrank[transformers]'") from None
+    return transformers
+
+
+def _build(config: Any) -> Any:
+    """The model of `transformers`, in float32."""
+    auto: Any = _import().AutoModelForCausalLM
+    try:
+        return auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    except (ValueError, ImportError) as error:  # no causal model, none with torch's attention, or one that needs more
+        raise WorkloadError(f"{type(config).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _find_blocks(outline: CausalLM) -> str:
+    """The list of modules of the classes that the model wants whole on one device: its own block list."""
+    whole: Any = outline.model._no_split_modules or ()
+    found = [
+        name
+        for name, module in outline.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(type(child).__name__ in whole for child in module.children())
+    ]
+    if len(found) != 1:
+        has = f"has {len(found)} lists of blocks: {', '.join(found)}" if found else "names no list of blocks"
+        raise WorkloadError(f"{type(outline.model).__name__} {has}; give from_transformers(config, blocks=...) one")
+    return found[0]
+
+
+def _translate(outline: CausalLM) -> dict[str, str] | None:
+    """The model's own tensor-parallel plan in our words, for the parts that it has; None where there is none."""
+    model: Any = outline.model
+    names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
+    plan: dict[str, str] = {}
+    for pattern, word in (model.tp_plan or {}).items():
+        expression = re.escape(pattern).replace(r"\*", r"\d+")
+        if not any(re.fullmatch(expression, name) for name in names):
+            continue
+        if word not in VOCABULARY_WORDS:
+            raise WorkloadError(
+                f"{type(model).__name__} splits {pattern} {word!r}, and everyrank has no word for that; "
+                "from_transformers(config, tensor=False) trains it under all other layouts"
+            )
+        plan[f"model.{pattern}"] = VOCABULARY_WORDS[word]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        words = {embedding: "vocabulary", head: "colwise_gather"}
+        ends = {name: words[module] for name, module in outline.named_modules() if module in words}
+        if plan.keys() & ends.keys():  # one weight: split alike, or not at all
+            plan |= ends
+    return plan or None
+
+
+def _with_torch_norms(model: CausalLM) -> CausalLM:
+    """The model with torch's RMSNorm, where that is the same function.
+
+    Rounding to float32 turns a difference of 1e-16 between two layouts into one of 1e-7 now and then.
+    """
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+            weight: Any = getattr(norm, "weight", None)
+            if not type(norm).__name__.endswith("RMSNorm") or eps is None or weight is None or weight.dim() != 1:
+                continue
+            ours = nn.RMSNorm(weight.numel(), eps=eps)
+            ours.weight = weight
+            probe = torch.linspace(-1.0, 2.0, weight.numel())
+            with torch.no_grad():
+                if torch.allclose(norm(probe), ours(probe), rtol=1e-5, atol=1e-6):  # Gemma's multiplies by 1 + weight
+                    setattr(parent, name, ours)
+    return model
+
+
+def _config(family: str, num_blocks: int, width: int, heads: int, tied: bool) -> Any:
+    """A small config of each family, without dropout."""
+    transformers = _import()
+    if family == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=256,
+            n_positions=LENGTH,
+            n_embd=width,
+            n_layer=num_blocks,
+            n_head=heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+            tie_word_embeddings=tied,
+        )
+    shape: dict[str, Any] = {
+        "vocab_size": 256,
+        "max_position_embeddings": LENGTH,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": heads,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": tied,
+    }
+    if family == "llama":
+        return transformers.LlamaConfig(**shape)
+    # two heads of queries share one of keys and values
+    return transformers.Qwen3Config(
+        **shape, num_key_value_heads=heads if heads % 2 else heads // 2, head_dim=width // heads
+    )
+
+
+def workload(
+    family: str = "llama",
+    lr: float = 2e-3,
+    batch: int = 32,
+    steps: int = 350,
+    num_blocks: int = 4,
+    width: int = 64,
+    heads: int = 4,
+    tied: bool = False,
+    seed: int = 0,
+    data: str | None = None,
+) -> Workload:
+    """A small Llama, Qwen 3 or GPT-2 of `transformers`, with random weights: 64 tokens, as `text`."""
+    if family not in FAMILIES:
+        raise WorkloadError(f"--set family={family}: give one of {', '.join(FAMILIES)}")
+    for name, value in (("num_blocks", num_blocks), ("width", width), ("heads", heads)):
+        if value < 1:
+            raise WorkloadError(f"--set {name}={value}: give at least 1")
+    if width % (2 * heads):
+        raise WorkloadError(f"--set width={width} heads={heads}: give a width that is a multiple of {2 * heads}")
+    found = from_transformers(_config(family, num_blocks, width, heads, tied))
+    return dataclasses.replace(
+        text(lr=lr, batch=batch, steps=steps, seed=seed, data=data),
+        name="causal-lm",
+        model=found.model,
+        blocks=found.blocks,
+        tensor_plan=found.tensor_plan,
+    )

@@ -1,0 +1,99 @@
+"""What the workloads that classify images have in common: loss, top-1, top-5, and the optimizer of their papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everyrank.builtin import RESNET_DEPTHS
+from everyrank.builtin.schedules import MILESTONES, make_lr_schedule
+from everyrank.data import updates_per_epoch
+from everyrank.errors import WorkloadError
+from everyrank.workload import Workload
+
+__all__ = ["best_class", "check_depth", "classify", "loss", "place_of", "top1", "top5"]
+
+
+def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Cross entropy (B, classes), (B,) -> summed over the images, and how many there are."""
+    return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+def top1(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """How many images are classified right: (B, classes), (B,) -> (number, of how many)."""
+    return (output.argmax(1) == target).sum(), len(target)
+
+
+def top5(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """For how many images the right class is among the five likeliest: (B, classes), (B,) -> (number, of how many)."""
+    likeliest = output.topk(min(5, output.shape[1]), dim=1).indices
+    return (likeliest == target.unsqueeze(1)).any(1).sum(), len(target)
+
+
+def best_class(output: Tensor) -> Tensor:
+    """(B, classes) -> (B,): the likeliest class of each image."""
+    return output.argmax(1)
+
+
+def check_depth(depth: int) -> None:
+    """Raise `WorkloadError` for a depth that no `ResNet` has."""
+    if depth not in RESNET_DEPTHS:
+        raise WorkloadError(f"--set depth={depth}: give one of {', '.join(map(str, RESNET_DEPTHS))}")
+
+
+def place_of(data: str | None, name: str, expected: str) -> Path:
+    """Where the data is. Raises `WorkloadError` with what is expected there, and where it comes from."""
+    if data is None:
+        raise WorkloadError(f"{name} needs --data DIR: {expected}")
+    place = Path(data)
+    if not place.exists():
+        raise WorkloadError(f"--data {data}: nothing is there; {name} needs {expected}")
+    return place
+
+
+def classify(
+    name: str,
+    model: Callable[[], nn.Module],
+    train_data: Callable[[], Any],
+    eval_data: Callable[[], Any],
+    *,
+    lr: float,
+    batch: int,
+    epochs: int,
+    seed: int,
+    schedule: str,
+    warmup: float,
+    weight_decay: float,
+    milestones: Sequence[float] | None = None,
+    order: str = "global",
+) -> Workload:
+    """A workload that trains `model` with SGD and momentum; `warmup` and `milestones` are in epochs."""
+    if isinstance(milestones, int | float):
+        milestones = (milestones,)
+    parts = tuple(place / epochs for place in milestones) if milestones is not None else MILESTONES
+    updates_an_epoch = updates_per_epoch(len(train_data()), batch)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+
+    return Workload(
+        name=name,
+        model=model,
+        train_data=train_data,
+        eval_data=eval_data,
+        loss=loss,
+        metrics={"top1": top1, "top5": top5},
+        predict=best_class,
+        optimizer=optimizer,
+        schedule=make_lr_schedule(schedule, epochs * updates_an_epoch, round(warmup * updates_an_epoch), parts),
+        order=order,
+        global_batch=batch,
+        epochs=epochs,
+        seed=seed,
+        blocks="blocks",
+    )

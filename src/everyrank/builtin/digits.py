@@ -1,0 +1,64 @@
+"""digits: a convolutional network with batch norm reads 1,797 real handwritten digits.
+
+The data is shipped with the package (DIGITS.md says where it is from). Every fifth image is held out.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from everyrank.builtin import ConvNet
+from everyrank.builtin.classify import best_class, loss, top1
+from everyrank.errors import WorkloadError
+from everyrank.workload import Workload
+
+__all__ = ["DATA", "Digits", "workload"]
+
+DATA = Path(__file__).with_name("digits.csv.gz")
+
+
+class Digits(TensorDataset):
+    """The images as (1, 8, 8) in 0 to 1, and their digits; `held_out` chooses every fifth one or the others."""
+
+    def __init__(self, held_out: bool) -> None:
+        packed = DATA.read_bytes()
+        self.checksum = "sha256:" + hashlib.sha256(packed).hexdigest()
+        text = gzip.decompress(packed).decode()
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(io.StringIO(text))])
+        is_held_out = torch.arange(len(rows)) % 5 == 4
+        rows = rows[is_held_out if held_out else ~is_held_out]
+        super().__init__((rows[:, :64] / 16).reshape(-1, 1, 8, 8), rows[:, 64])
+
+
+def workload(
+    lr: float = 0.05, batch: int = 64, epochs: int = 10, width: int = 16, norm: str = "batch", seed: int = 0
+) -> Workload:
+    """The workload, with what `--set` may change. `norm` is batch or group."""
+    if norm not in ("batch", "group"):
+        raise WorkloadError(f"--set norm={norm}: give batch or group")
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+
+    return Workload(
+        name="digits",
+        model=lambda: ConvNet(width=width, norm=norm),
+        train_data=lambda: Digits(held_out=False),
+        eval_data=lambda: Digits(held_out=True),
+        loss=loss,
+        metrics={"top1": top1},
+        predict=best_class,
+        optimizer=optimizer,
+        global_batch=batch,
+        epochs=epochs,
+        seed=seed,
+        blocks="blocks",
+    )

@@ -1,0 +1,182 @@
+"""A layout, and how it is written.
+
+A layout is written `name[:key=value,...]`: `single`, `ddp`, `ddp:accumulate=4,precision=bf16`, `fsdp:shard=2`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from everyrank.errors import LayoutError
+from everyrank.layout.table import AXES, STRATEGIES, Kind, problem_with
+
+__all__ = ["PRECISIONS", "Layout", "parse_layout"]
+
+PRECISIONS = ("float64", "float32", "bf16", "fp16")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the mathematics runs.
+
+    strategy    a key of `STRATEGIES`
+    degrees     ranks along a mesh axis, where they are fixed; the strategy's own axis takes what is left
+    accumulate  micro-batches that each update is cut into, before it is cut over ranks
+    precision   float64, float32, bf16 or fp16 (the last with loss scaling)
+    recompute   activation checkpointing of `Workload.blocks`
+    compile     torch.compile
+    options     keys of the strategy's own
+
+    Raises `LayoutError` for a value that the strategy does not know.
+    """
+
+    strategy: str
+    degrees: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+    accumulate: int = 1
+    precision: str = "float32"
+    recompute: bool = False
+    compile: bool = False
+    options: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise LayoutError(f"layout {self.strategy!r}: {_known(self.strategy, STRATEGIES)}")
+        strategy = STRATEGIES[self.strategy]
+        if self.accumulate < 1:
+            raise LayoutError(f"layout {self}: accumulate={self.accumulate}: give at least 1 micro-batch")
+        if self.precision not in PRECISIONS:
+            raise LayoutError(f"layout {self}: precision={self.precision}: give one of {', '.join(PRECISIONS)}")
+        for axis, degree in self.degrees.items():
+            if axis != strategy.axis and axis not in strategy.also_axes:
+                raise LayoutError(f"layout {self}: {self.strategy} has no mesh axis {axis}; {_keys_of(self.strategy)}")
+            if degree < 1:
+                raise LayoutError(f"layout {self}: {axis}={degree}: give at least 1 rank")
+        kinds = strategy.kinds()
+        for key, value in self.options.items():
+            if key not in kinds:
+                raise LayoutError(f"layout {self}: {self.strategy} has no key {key}; {_keys_of(self.strategy)}")
+            problem = problem_with(value, kinds[key])
+            if problem:
+                raise LayoutError(f"layout {self}: {key}={_text(value)}: {problem}")
+        for options in strategy.options:
+            problem = self.read(options).conflict(self)
+            if problem:
+                raise LayoutError(f"layout {self}: {problem}")
+
+    def read(self, kind: type[T]) -> T:
+        """The options of one kind (a dataclass of table.py); defaults where the layout says nothing."""
+        names = {option.name for option in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+        return kind(**{key: value for key, value in self.options.items() if key in names})
+
+    def __str__(self) -> str:
+        """The layout as one types it, defaults left out; `parse_layout` reads it back."""
+        parts = [f"{axis}={degree}" for axis, degree in self.degrees.items()]
+        if self.accumulate != 1:
+            parts.append(f"accumulate={self.accumulate}")
+        if self.precision != "float32":
+            parts.append(f"precision={self.precision}")
+        parts += [key for key in ("recompute", "compile") if getattr(self, key)]
+        parts += [f"{key}={_text(value)}" for key, value in self.options.items()]
+        return self.strategy + (":" + ",".join(parts) if parts else "")
+
+    @property
+    def axis(self) -> str | None:
+        """The strategy's own mesh axis; None for a strategy of one process."""
+        return STRATEGIES[self.strategy].axis
+
+    def mesh(self, world_size: int) -> dict[str, int]:
+        """Ranks along each mesh axis, outermost first, for a world of this size; {} for one process.
+
+        Raises `LayoutError`, with the product, when the degrees do not multiply to the world size.
+        """
+        axis = self.axis
+        if axis is None:
+            return {}
+        degrees = dict(self.degrees)
+        fixed = math.prod(degree for key, degree in degrees.items() if key != axis)
+        degrees.setdefault(axis, max(1, world_size // fixed))
+        product = math.prod(degrees.values())
+        if product != world_size:
+            shown = " x ".join(f"{key} {degrees[key]}" for key in AXES if key in degrees)
+            raise LayoutError(
+                f"layout {self}: {shown} = {product}, but there are {world_size} processes; "
+                f"give --processes {product}, or leave out {axis}= to take all of them"
+            )
+        return {key: degrees[key] for key in AXES if key in degrees}
+
+
+def parse_layout(text: str) -> Layout:
+    """Read `name[:key=value,...]`; a key without a value means true. Raises `LayoutError`."""
+    strategy, colon, rest = text.partition(":")
+    if strategy not in STRATEGIES:
+        raise LayoutError(f"layout {text!r}: {_known(strategy, STRATEGIES)}")
+    words = rest.split(",") if colon else []
+    pairs: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or (equals and not value):
+            raise LayoutError(f"layout {text!r}: {word!r} is not key=value; for example {strategy}:accumulate=4")
+        if key in pairs:
+            raise LayoutError(f"layout {text!r}: {key} is given twice")
+        pairs[key] = value if equals else "true"
+    options = STRATEGIES[strategy].kinds()
+    common: dict[str, type] = {"accumulate": int, "precision": str, "recompute": bool, "compile": bool}
+    found: dict[str, dict[str, object]] = {"degrees": {}, "common": {}, "options": {}}
+    for key, value in pairs.items():
+        if key in AXES:
+            found["degrees"][key] = _read(text, key, value, int)
+        elif key in common:
+            found["common"][key] = _read(text, key, value, common[key])
+        elif key in options:
+            found["options"][key] = _read(text, key, value, options[key])
+        else:
+            known = [*common, *AXES, *options]
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise LayoutError(f"layout {text!r}: no key {key!r}; {hint}{_keys_of(strategy)}")
+    return Layout(
+        strategy,
+        degrees=found["degrees"],  # type: ignore[arg-type]
+        options=found["options"],
+        **found["common"],  # type: ignore[arg-type]
+    )
+
+
+def _read(text: str, key: str, value: str, kind: Kind) -> object:
+    if isinstance(kind, tuple):
+        return value  # `Layout` knows which words may be
+    truths = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if kind is bool:
+        if value.lower() not in truths:
+            raise LayoutError(f"layout {text!r}: {key}={value}: give true or false")
+        return truths[value.lower()]
+    try:
+        return kind(value)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise LayoutError(f"layout {text!r}: {key}={value}: give {wanted}") from None
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _keys_of(strategy: str) -> str:
+    entry = STRATEGIES[strategy]
+    own = [*([entry.axis] if entry.axis else []), *entry.also_axes, *entry.kinds()]
+    return f"{strategy} takes accumulate, precision, recompute, compile{''.join(', ' + key for key in own)}"
+
+
+def _known(name: str, table: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, table, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}give one of {', '.join(table)}"

@@ -1,0 +1,232 @@
+"""The strategies, one row each, and the options that a strategy has beside what is common to all layouts.
+
+The options of a mechanism are a dataclass: the names of its fields are the keys, their annotations say what a value may
+be (bool, int, float, or a Literal of words), their defaults hold where a layout leaves a key out. A strategy takes the
+options of the mechanisms that it composes, and reads them with `layout.read(DDPOptions)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from everyrank.layout.layout import Layout
+
+__all__ = [
+    "AXES",
+    "STRATEGIES",
+    "ContextOptions",
+    "DDPOptions",
+    "DataParallelOptions",
+    "DeviceOptions",
+    "FSDPOptions",
+    "PipelineOptions",
+    "Strategy",
+    "TensorOptions",
+    "problem_with",
+]
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too.
+
+(An expert axis would stand between context and tensor.)
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one mechanism."""
+
+    def conflict(self, layout: Layout) -> str:
+        """What in `layout` these options do not go together with; nothing: an empty text."""
+        del layout
+        return ""
+
+
+@dataclass(frozen=True)
+class DDPOptions(Options):
+    """DistributedDataParallel.
+
+    bucket_mb      size of a gradient bucket in MiB; None: torch's own
+    static_graph   every update uses the same parameters
+    find_unused    some updates leave parameters out
+    """
+
+    bucket_mb: float | None = None
+    static_graph: bool = False
+    find_unused: bool = False
+
+    def conflict(self, layout: Layout) -> str:
+        """Torch learns a static graph in the first backward that sends gradients."""
+        if self.static_graph and layout.accumulate > 1:
+            return (
+                "torch learns a static graph while it sends gradients, and the first backward of several micro-batches "
+                "sends none; leave out static_graph or accumulate"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class FSDPOptions(Options):
+    """`fully_shard`.
+
+    reshard_after_forward   gathered blocks are let go of after forward, and gathered again in backward
+    meta                    build the model in full on rank 0's CPU alone
+    """
+
+    reshard_after_forward: bool = True
+    meta: bool = False
+
+
+@dataclass(frozen=True)
+class TensorOptions(Options):
+    """Split matrices. `sequence`: activations between them are split along the sequence."""
+
+    sequence: bool = False
+
+    def conflict(self, layout: Layout) -> str:
+        """Only a layout with a tensor axis has a use for it."""
+        return _needs_axis(layout, "sequence", "tensor")
+
+
+@dataclass(frozen=True)
+class ContextOptions(Options):
+    """Split sequences. `method`: how attention reaches over the ranks."""
+
+    method: Literal["ring", "ulysses"] = "ring"
+
+    def conflict(self, layout: Layout) -> str:
+        """Only a layout with a context axis has a use for it."""
+        return _needs_axis(layout, "method", "context")
+
+
+@dataclass(frozen=True)
+class PipelineOptions(Options):
+    """Stages of blocks.
+
+    schedule       which rank does what when
+    microbatches   how many go through together; None: twice the ranks of the pipeline
+    chunks         stages on each rank, under schedule=interleaved
+    """
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    microbatches: int | None = None
+    chunks: int = 2
+
+    def conflict(self, layout: Layout) -> str:
+        """What a schedule does not go together with."""
+        split = [axis for axis in ("shard", "tensor") if layout.degrees.get(axis, 1) > 1]
+        if self.schedule == "zero-bubble" and split:
+            return f"gradients of weights that lie in parts ({split[0]}) cannot wait; use schedule=1f1b"
+        if self.schedule == "zero-bubble" and layout.compile:
+            return "the compiler does not know of weight gradients that wait; leave out compile, or use schedule=1f1b"
+        if "chunks" in layout.options and self.schedule != "interleaved":
+            return "chunks is for schedule=interleaved"
+        return ""
+
+
+@dataclass(frozen=True)
+class DeviceOptions(Options):
+    """Devices of each rank, for models that lie on several."""
+
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class DataParallelOptions(Options):
+    """nn.DataParallel has no options; what it does not go together with is said here."""
+
+    def conflict(self, layout: Layout) -> str:
+        """Its copies of the model are made anew in every step."""
+        if layout.recompute:
+            return "its copies of the model do not survive recompute; use ddp"
+        if layout.compile:
+            return (
+                "what is compiled keeps the weights of the first device, and each copy of the model would answer with "
+                "them; leave out compile, or use ddp:compile"
+            )
+        return ""
+
+
+def _needs_axis(layout: Layout, key: str, axis: str) -> str:
+    if key in layout.options and layout.axis != axis and layout.degrees.get(axis, 1) == 1:
+        return f"{key} is for an axis that this layout has not; give {axis}=2, say"
+    return ""
+
+
+Kind = type | tuple[str, ...]
+"""What a value may be: a type, or one of some words."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table below.
+
+    module      where its `prepare` is
+    axis        the mesh axis that takes the ranks; None: it runs in one process, whatever the world
+    options     those of the mechanisms that it composes
+    also_axes   further mesh axes that it goes with
+    """
+
+    module: str
+    axis: str | None
+    options: tuple[type[Any], ...] = ()
+    also_axes: tuple[str, ...] = ()
+
+    def kinds(self) -> Mapping[str, Kind]:
+        """Key -> what its value may be, for all options of the strategy."""
+        return {
+            field.name: _kind(typing.get_type_hints(options)[field.name])
+            for options in self.options
+            for field in dataclasses.fields(options)
+        }
+
+
+def _kind(annotation: Any) -> Kind:
+    if typing.get_origin(annotation) is Literal:
+        return typing.get_args(annotation)
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # X | None
+        return typing.get_args(annotation)[0]
+    return annotation
+
+
+def problem_with(value: object, kind: Kind) -> str:
+    """What is wrong with the value of a key; nothing: an empty text."""
+    if isinstance(kind, tuple):
+        return "" if value in kind else f"give one of {', '.join(kind)}"
+    if kind is int and not (isinstance(value, int) and value >= 1):
+        return "give at least 1"
+    if kind is float and not (isinstance(value, int | float) and 0 < value < math.inf):
+        return "give a size above 0 MiB"
+    return ""
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "single": Strategy("everyrank.strategies.single", None, (DeviceOptions,)),
+    "dataparallel": Strategy("everyrank.strategies.dataparallel", None, (DataParallelOptions,)),
+    "ddp": Strategy(
+        "everyrank.strategies.ddp",
+        "replicate",
+        (DDPOptions, ContextOptions, TensorOptions, DeviceOptions),
+        ("context", "tensor"),
+    ),
+    "zero1": Strategy("everyrank.strategies.zero1", "replicate", (DDPOptions,)),
+    "fsdp": Strategy(
+        "everyrank.strategies.fsdp",
+        "shard",
+        (FSDPOptions, ContextOptions, TensorOptions),
+        ("replicate", "context", "tensor"),
+    ),
+    "tensor": Strategy("everyrank.strategies.tensor", "tensor", (TensorOptions,)),
+    "context": Strategy("everyrank.strategies.context", "context", (ContextOptions, DDPOptions)),
+    "pipeline": Strategy(
+        "everyrank.strategies.pipeline", "pipeline", (PipelineOptions,), ("replicate", "shard", "tensor")
+    ),
+}
+"""Deleting a strategy is removing its file and its row here (and options that no other row has)."""

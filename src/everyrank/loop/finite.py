@@ -1,0 +1,102 @@
+"""What is not finite: a loss that became none, the first tensor that is to blame, what the last update has spoiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.errors import NotFiniteError
+from everyrank.parallel.loss import evaluate_batch
+from everyrank.parallel.mesh import local_tensors
+from everyrank.strategies import Prepared
+from everyrank.world.collectives import all_gather
+
+__all__ = ["check_finite", "first_bad_tensor", "first_of_all_ranks", "has_nonfinite", "nonfinite_loss_error"]
+
+_THE_LOSS = "the loss itself; parameters, input and all outputs are finite"
+_NONE_AGAIN = "none now: the same forward pass, run again, is finite"
+
+
+def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch], step: int) -> str:
+    """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss.
+
+    The forward pass runs again for it: nothing has been updated since, and no step has to keep its outputs in case.
+    All ranks have to come here together.
+    """
+    bad_outputs: list[str] = []
+    losses: list[Tensor] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            if has_nonfinite(output):
+                bad_outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
+
+        return hook
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in prepared.model.named_modules()]
+    try:
+        for batch in batches:
+            with torch.no_grad(), contextlib.suppress(Exception):  # a metric of the person's may not take such numbers
+                losses.append(evaluate_batch(prepared.workload, prepared.predict(batch), batch)[0])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    name = _bad_parameter(prepared)
+    if name:
+        before = "the update before; lower the learning rate or set clip_norm" if step else "model() itself"
+        return f"parameter {name}, made so by {before}"
+    if any(has_nonfinite(batch.input) for batch in batches):
+        return "the input itself"
+    return next(iter(bad_outputs), _THE_LOSS if has_nonfinite(losses) else _NONE_AGAIN)
+
+
+def first_of_all_ranks(found: str, prepared: Prepared) -> str:
+    """What the first rank has found that found something; all ranks say the same. A collective."""
+    return min(
+        _of_all_ranks(found, prepared), key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS)
+    )  # the first that says most
+
+
+def check_finite(prepared: Prepared, done: int) -> None:
+    """Raise `NotFiniteError` on every rank where a parameter is not finite after `done` updates. A collective.
+
+    What the last update has spoilt, no loss shows any more.
+    """
+    found = next(filter(None, _of_all_ranks(_bad_parameter(prepared), prepared)), "")
+    if found:
+        before = (
+            f"update {done - 1}: it made parameter {found} infinite or NaN; lower the learning rate or set clip_norm"
+        )
+        raise NotFiniteError(before if done else f"parameter {found} is infinite or NaN; model() itself made it so")
+
+
+def _bad_parameter(prepared: Prepared) -> str:
+    """The name of the first parameter of which this rank's own part is not finite; "" where none is."""
+    named = prepared.model.named_parameters()
+    return next((name for name, parameter in named if has_nonfinite(local_tensors([parameter])[0])), "")
+
+
+def _of_all_ranks(text: str, prepared: Prepared) -> list[str]:
+    """Every rank's text. A collective."""
+    rows = all_gather(torch.tensor(list(text.encode()), dtype=torch.uint8), prepared.world)
+    return [bytes(row.tolist()).decode() for row in rows]
+
+
+def has_nonfinite(value: Any) -> bool:
+    """Whether some tensor in `value` is not finite."""
+    bad: list[bool] = []
+    map_tensors(value, lambda tensor: bad.append(not bool(tensor.isfinite().all())) or tensor)
+    return any(bad)
+
+
+def nonfinite_loss_error(prepared: Prepared, step: int, loss: float) -> NotFiniteError:
+    """The error of a loss that was seen to be no number after its update."""
+    bad = _bad_parameter(prepared)
+    where = f"parameter {bad}" if bad else "the loss itself"
+    return NotFiniteError(f"update {step}: the loss is {loss}; first bad tensor: {where}")

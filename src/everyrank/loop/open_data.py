@@ -1,0 +1,107 @@
+"""The data of a workload, with a length that all ranks agree on; and whose fault it is when a person's code raises."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from everyrank.data import Streamed, count_samples, is_stream, samples_per_epoch, updates_per_epoch
+from everyrank.data.parts import weights_of
+from everyrank.errors import EveryrankError, WorkloadError, describe
+from everyrank.parallel.init_model import seed_everything
+from everyrank.workload import Workload
+from everyrank.world import World
+from everyrank.world.collectives import all_equal, all_gather
+
+__all__ = ["open_data", "planned_updates", "wrap_user_errors"]
+
+
+@contextlib.contextmanager
+def wrap_user_errors() -> Generator[None]:
+    """Turn an exception out of a person's code into a `WorkloadError` of one line. For before the first update."""
+    try:
+        yield
+    except (EveryrankError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise WorkloadError(describe(error)) from error
+
+
+def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
+    """The training and the evaluation data (None without). A collective.
+
+    A stream is counted where it has no length. Raises `WorkloadError` for data that cannot be cut, or that is not the
+    same length on every rank.
+    """
+    seed_everything(workload.seed)  # data made up at random is the same data in every rank
+    with wrap_user_errors():
+        train_data: Any = workload.train_data()
+        eval_data: Any = workload.eval_data() if workload.eval_data else None
+    limit = workload.steps * workload.global_batch if workload.steps is not None else None
+    train_data = _counted("train_data", train_data, limit, world)
+    if workload.eval_data is not None:
+        eval_data = _counted("eval_data", eval_data, None, world)
+    if len(train_data) < world.size:
+        raise WorkloadError(
+            f"{world.size} ranks read, but train_data has {len(train_data)} samples; use --processes {len(train_data)}"
+        )
+    if workload.weights is not None:
+        _check_weights(workload.weights, train_data, world)
+    if not samples_per_epoch(workload, len(train_data)):
+        raise WorkloadError(
+            f"drop_last=True: train_data has {len(train_data)} samples, not one batch of {workload.global_batch}; "
+            f"use a global_batch of at most {len(train_data)}"
+        )
+    return train_data, eval_data
+
+
+def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: World) -> None:
+    """Ranks with other weights would draw other samples, each by itself, in silence."""
+    if isinstance(data, Streamed):
+        raise WorkloadError(
+            "weights: train_data is a stream, which comes in its own order; give a dataset with a length"
+        )
+    with wrap_user_errors():
+        found = weights_of(weights, len(data))
+    if not all_equal([found], world):
+        raise WorkloadError("weights: not the same on all ranks; make them of the data alone")
+
+
+def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
+    """The data, which has a length from here on: the same on every rank."""
+    if isinstance(data, DataLoader):
+        raise WorkloadError(f"{name}: a DataLoader; give the dataset: batches and workers are made here")
+    if is_stream(data):
+        try:
+            with wrap_user_errors():
+                data = Streamed(data, *count_samples(data, limit, world.timeout_seconds))
+        except WorkloadError as error:
+            raise WorkloadError(f"{name}: {error}") from error.__cause__
+    elif not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        kind = type(data).__name__
+        raise WorkloadError(f"{name}: {kind} is no dataset; give one with __len__ and __getitem__, or with __iter__")
+    try:
+        own = len(data)
+    except (TypeError, ValueError, OverflowError) as error:  # below zero, or more than fits
+        raise WorkloadError(f"{name}: {type(data).__name__} has no length: {error}") from error
+    if own == 0:
+        raise WorkloadError(f"{name}: the dataset is empty")
+    lengths = [int(length) for length in all_gather(torch.tensor([own]), world)]
+    for rank, length in enumerate(lengths):
+        if length != lengths[0]:
+            raise WorkloadError(
+                f"{name}: {length} samples on rank {rank} and {lengths[0]} on rank 0; "
+                "return all of the data on every rank: it is divided here"
+            )
+    return data
+
+
+def planned_updates(workload: Workload, length: int) -> int:
+    """How many updates the workload's `epochs` or `steps` come to."""
+    if workload.steps is not None:
+        return workload.steps
+    return (workload.epochs or 1) * updates_per_epoch(samples_per_epoch(workload, length), workload.global_batch)

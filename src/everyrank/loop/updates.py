@@ -1,0 +1,70 @@
+"""The updates of a training, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch, Update, batches_for_updates, lone_sample, samples_per_epoch
+from everyrank.data.seeds import mix
+from everyrank.errors import NotFiniteError, WorkloadError
+from everyrank.loop.finite import first_bad_tensor, first_of_all_ranks
+from everyrank.loop.open_data import wrap_user_errors
+from everyrank.parallel.batch_norm import refuse_lone_samples
+from everyrank.strategies import Prepared
+
+__all__ = ["run_updates"]
+
+
+def run_updates(prepared: Prepared, dataset: Any, updates: Iterable[Update], reverse: bool = False) -> Iterator[Tensor]:
+    """Do the updates in order; yield this rank's share of (sum, count), float64, shape (2,), after each.
+
+    The generator is the loop: whoever takes its values decides what happens between two updates, and nothing does
+    unless they say so. `reverse` turns the samples of each micro-batch round. Raises `NotFiniteError` with the update
+    and the first bad tensor, on every rank alike.
+    """
+    updates = updates if isinstance(updates, Sequence) else list(updates)
+    workload = prepared.workload
+    batches = batches_for_updates(
+        workload,
+        dataset,
+        updates,
+        prepared.data_slice,
+        prepared.num_micro_batches,
+        prepared.world,
+        prepared.dtype,
+        reverse,
+    )
+    lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
+    return _run(prepared, updates, batches, lone)
+
+
+def _run(prepared: Prepared, updates: Sequence[Update], batches: Iterator[list[Batch]], lone: str) -> Iterator[Tensor]:
+    for place, update in enumerate(updates):
+        with wrap_user_errors() if place == 0 else contextlib.nullcontext():
+            micro_batches = next(batches)
+            _seed_update(prepared, update)
+            try:
+                with refuse_lone_samples(prepared.model, lone if place == 0 else ""):
+                    share = prepared.step(micro_batches)
+                if prepared.trainable.ema is not None:
+                    prepared.trainable.ema.update()
+            except NotFiniteError as error:
+                _seed_update(prepared, update)
+                where = first_of_all_ranks(first_bad_tensor(prepared, micro_batches, update.step), prepared)
+                raise NotFiniteError(f"update {update.step}: {error}; first bad tensor: {where}") from None
+            except WorkloadError as error:
+                raise type(error)(f"update {update.step}: {error}") from error.__cause__
+        yield share
+
+
+def _seed_update(prepared: Prepared, update: Update) -> None:
+    """Make dropout a function of (seed, step, rank); ranks that compute on the same activations draw the same."""
+    seed = mix(prepared.workload.seed, update.step, prepared.mesh.rng_stream)
+    torch.default_generator.manual_seed(seed)
+    if prepared.world.device.type == "cuda":
+        torch.cuda.manual_seed(seed)

@@ -1,0 +1,77 @@
+"""What one layout does inside a few updates: peak memory, what travels, and how much of that nobody hides.
+
+On an instance of its own, in runs apart from all that is timed: counting and profiling slow a step down.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from everyrank.data import all_updates, samples_per_epoch, updates_per_epoch
+from everyrank.layout import Layout
+from everyrank.loop import planned_updates, run_updates, wrap_user_errors
+from everyrank.measure.comm_counter import CommCounter
+from everyrank.measure.memory import peak_memory
+from everyrank.measure.split import PHASES, exposed_shares
+from everyrank.record import Collective
+from everyrank.strategies import prepare
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["Instrumented", "run_instrumented"]
+
+_WARM_UP = (
+    3  # DistributedDataParallel rebuilds its buckets in the second update, optimizers make their state in the first
+)
+_PROFILED = 10
+_IDLE = 10
+
+
+@dataclass(frozen=True)
+class Instrumented:
+    """What one rank saw. `exposed_shares` is NaN where the workload is too short to look.
+
+    idle                of a pipeline, `Prepared.idle` added up over a few updates without instruments
+    peak_memory_bytes   most bytes of tensors alive at once, from building the model to the end of the third update
+    collectives         of one update
+    exposed_shares      part of each phase that was exposed communication, in the order of `measure.split.PHASES`
+    """
+
+    peak_memory_bytes: int
+    idle: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    collectives: list[Collective] = field(default_factory=list[Collective])
+    exposed_shares: list[float] = field(default_factory=lambda: [math.nan] * len(PHASES))
+
+
+def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: World) -> Instrumented:
+    """Run a few updates of `layout` under the instruments. A collective."""
+    planned = planned_updates(workload, len(dataset))  # a schedule may refuse to go beyond
+    samples = samples_per_epoch(workload, len(dataset))
+    updates = all_updates(planned, updates_per_epoch(samples, workload.global_batch))
+    with peak_memory(world.device) as memory:
+        with wrap_user_errors():
+            prepared = prepare(workload, layout, world)
+        # parity has checked it already, and the whole model of that check would count in the memory
+        prepared.parallel.is_checked = True
+        shares = run_updates(prepared, dataset, updates)
+        for _ in range(min(_WARM_UP, planned)):
+            next(shares)
+    left = planned - _WARM_UP - 1
+    if left < 1:
+        return Instrumented(memory.bytes)
+    idle = (0.0, 0.0, 0.0)
+    if prepared.idle is not None:
+        for _ in range(min(_IDLE, left - 1)):
+            next(shares)
+            theory, seconds, waiting = prepared.idle()
+            idle = (theory, idle[1] + seconds, idle[2] + waiting)
+            left -= 1
+    with CommCounter(prepared.mesh.group_axes()) as traffic:
+        next(shares)
+    exposed = exposed_shares(prepared.trainable, shares, min(_PROFILED, left), world.device)
+    del prepared, shares
+    gc.collect()
+    return Instrumented(memory.bytes, idle, traffic.collectives(), [exposed[phase] for phase in PHASES])

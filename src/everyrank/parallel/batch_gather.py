@@ -1,0 +1,193 @@
+"""Losses over the whole batch: the rows of all ranks in the order of their samples, with their gradient.
+
+A contrastive loss compares each sample with all others of the batch, of which a rank has a part. Inside a loss or a
+metric, `gather(x)` gives the rows that the others have, too. Backward adds up what all ranks' losses say of a row, and
+leaves it with the rank that has the sample.
+
+    rank 0   x0 x1 x2 ─┐                    ┌─► loss of 0, 1, 2 against all
+                       ├─► x0 x1 x2 x3 x4 ──┤
+    rank 1   x3 x4 ────┘                    └─► loss of 3, 4 against all
+
+Which ranks these are, and how many rows each has, follows from the batch whose loss is being taken: nothing is asked
+of the other ranks but the rows themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from everyrank.data import Batch, Slice, cut
+from everyrank.errors import UnsupportedLayoutError, WorkloadError
+from everyrank.parallel.mesh import Mesh
+from everyrank.world import World
+from everyrank.world.collectives import all_gather as everywhere
+from everyrank.world.collectives import sum_over_ranks
+
+__all__ = ["first_row", "gather", "loss_scope", "raise_on_all_ranks", "watch_gather"]
+
+
+@dataclass(frozen=True)
+class _LossScope:
+    """The part of a batch whose loss is being taken, and where it runs; a refusal goes into `deferred_errors`."""
+
+    batch: Batch
+    mesh: Mesh
+    order: str
+    deferred_errors: list[UnsupportedLayoutError] | None
+
+
+_scope: ContextVar[_LossScope | None] = ContextVar("everyrank_rows", default=None)
+_asked: ContextVar[list[bool] | None] = ContextVar("everyrank_rows_asked", default=None)
+
+
+@contextlib.contextmanager
+def loss_scope(
+    batch: Batch, mesh: Mesh, order: str = "global", deferred_errors: list[UnsupportedLayoutError] | None = None
+) -> Generator[None]:
+    """While a person's loss or metric looks at this part of a batch.
+
+    What `gather` cannot be had for raises `UnsupportedLayoutError`, or is put into `deferred_errors`
+    where only some ranks take the loss, and raising would leave the others waiting.
+    """
+    token = _scope.set(_LossScope(batch, mesh, order, deferred_errors))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+@contextlib.contextmanager
+def watch_gather() -> Generator[list[bool]]:
+    """The list is not empty when a loss that was called in the block has asked for the rows of others."""
+    asked: list[bool] = []
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def _note_asked() -> None:
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(True)
+
+
+def gather(values: Tensor) -> Tensor:
+    """The rows of the whole global batch in the order of its samples, (B, ...), from this rank's own, (b, ...).
+
+    For losses over the batch: call it in `Workload.loss` (or a metric), equally often on every rank, with one row for
+    each sample and rows of one shape on all ranks. It is differentiable: backward sums the gradients of all ranks. On
+    one device, and outside of a training by everyrank, it is the identity. `first_row` says where the own rows stand.
+
+    Raises `WorkloadError` for a tensor that has not one row for each sample, and `UnsupportedLayoutError` where the
+    loss is taken of less than a batch or of parts of samples: under accumulate, in a pipeline, under context, with
+    order="shard".
+    """
+    _note_asked()
+    scope = _scope.get()
+    if scope is None or _is_refused(scope):
+        return values
+    values = values.full_tensor() if isinstance(values, DTensor) else values
+    batch, reads = scope.batch, scope.mesh.data_slice
+    if values.dim() == 0 or len(values) != max(batch.size, 1):
+        raise WorkloadError(
+            f"gather: a tensor of shape {tuple(values.shape)} for {max(batch.size, 1)} samples; give it one row for "
+            "each sample, (B, ...), several views one after the other"
+        )
+    if reads.count == 1:
+        return values
+    # the group that batch norm spans, which is there already: a new one would be a collective of all ranks
+    group = scope.mesh.group("replicate", "shard", "context")
+    return _Gather.apply(values, _sizes(batch.total, reads.count), reads.index, group)
+
+
+def first_row() -> int:
+    """The row of `gather(x)` at which this rank's own rows begin; 0 on one device.
+
+    Sample i of the rank is row `first_row() + i`. A padding sample (of weight zero, where a rank has none) is row 0.
+    Raises what `gather` raises.
+    """
+    scope = _scope.get()
+    if scope is None or _is_refused(scope) or not scope.batch.size:
+        return 0
+    return scope.batch.start
+
+
+def _is_refused(scope: _LossScope) -> bool:
+    """Whether there is no such batch here: raises `UnsupportedLayoutError`, or defers it."""
+    reason = ""
+    if scope.batch.parts > 1:
+        reason = (
+            f"a loss over the whole batch, of which accumulate or a pipeline makes {scope.batch.parts} micro-batches: "
+            "it would be another loss; use ddp, zero1 or fsdp with accumulate=1 (recompute saves memory, too)"
+        )
+    elif scope.mesh.size("context") > 1:
+        reason = "a loss over the whole batch, and under context a rank has parts of sequences; use ddp, zero1 or fsdp"
+    elif scope.order == "shard" and scope.mesh.data_slice.count > 1:
+        reason = "order='shard' gives each rank samples of its own, in no order of the batch; use order='global'"
+    if not reason:
+        return False
+    error = UnsupportedLayoutError(f"gather: {reason}")
+    if scope.deferred_errors is None:
+        raise error
+    scope.deferred_errors.append(error)
+    return True
+
+
+def raise_on_all_ranks(refused: list[UnsupportedLayoutError], world: World, is_first: bool) -> None:
+    """Raise on every rank what some have kept for later. A collective in the first update, where that is found out."""
+    if not is_first:
+        if refused:  # a loss that gathers now and then
+            raise refused[0]
+        return
+    if not float(sum_over_ranks(torch.tensor([len(refused)]), world)):
+        return
+    rows = everywhere(torch.tensor(list(str(next(iter(refused), "")).encode()), dtype=torch.uint8), world)
+    raise UnsupportedLayoutError(next(text for row in rows if (text := bytes(row.tolist()).decode())))
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(total: int, count: int) -> tuple[int, ...]:
+    """How many rows of a batch each rank has."""
+    return tuple(len(cut(total, Slice(index, count))) for index in range(count))
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of this rank (b, ...) -> rows of all ranks (B, ...).
+
+    torch.distributed.nn.all_gather wants parts of one size, and its gradient is wrong over gloo.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sizes: tuple[int, ...], index: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group, ctx.shape, ctx.rows = group, own.shape, slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        kind = torch.uint8 if own.dtype is torch.bool else own.dtype
+        padded = torch.zeros(max(sizes), *own.shape[1:], dtype=kind, device=own.device)
+        padded[: sizes[index]] = own[: sizes[index]]  # a padding sample is no row of the batch
+        rows = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(rows, padded, group=group)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(own.dtype)
+
+    @staticmethod
+    @once_differentiable  # a gradient of this gradient would leave out what came from the other ranks
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        grad: Tensor = grads[0]
+        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        total = grad.to(wide, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        own = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
+        part = total[ctx.rows]
+        own[: len(part)] = part
+        return own, None, None, None

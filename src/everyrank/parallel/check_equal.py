@@ -1,0 +1,138 @@
+"""Before the first update: does the model say the same in parts as it does as a whole?
+
+Splitting matrices or sequences changes what runs, and a model can be such that it still runs and is another one: heads
+counted in a view, positions counted on a part of a sequence, a mean over positions. Watching for each of these by name
+would never be complete. So one sample goes through both, and outputs and loss are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout.table import FSDPOptions
+from everyrank.parallel.fsdp import reshard
+from everyrank.parallel.full_state import without_advice
+from everyrank.parallel.init_model import init_model
+from everyrank.parallel.mesh import full
+from everyrank.parallel.parallelize import ParallelModel, call
+from everyrank.workload import Workload
+
+__all__ = ["check_equal"]
+
+# of the largest output; what splitting changes by rounding is far below, what it breaks far above
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
+
+
+@torch.no_grad()
+def check_equal(parallel: ParallelModel, batch: Batch) -> None:
+    """Compare one sample of the batch in parts and as a whole. A collective of all ranks, before the first update.
+
+    The whole model is put together for it for a moment where matrices are split; with meta=true, which says that it
+    does not fit, nothing is compared. Raises `UnsupportedLayoutError` on every rank alike.
+    """
+    if parallel.layout.read(FSDPOptions).meta or (parallel.tensor is None and parallel.context is None):
+        return
+    was_training = parallel.model.training
+    parallel.model.eval()
+    try:
+        difference = _difference(parallel, _one_sample(batch))
+    finally:
+        parallel.model.train(was_training)
+    worst = torch.tensor(difference, dtype=torch.float64, device=parallel.mesh.world.device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=parallel.mesh.world.group)
+    if not float(worst) <= _TOLERANCE[parallel.layout.precision]:
+        raise UnsupportedLayoutError(_text(parallel, float(worst)))
+
+
+def _difference(parallel: ParallelModel, batch: Batch) -> float:
+    """How far outputs and loss in parts are from those of the whole model, on this rank, relative to the largest."""
+    model, workload = parallel.model, parallel.workload
+    with parallel.micro_batch(batch) as part:
+        output = call(model, part.input)
+        pair = _sum_and_count(workload, output, part.target)
+    reshard(model)  # no backward follows that would
+    found = _tensors(parallel.gather_output(output))
+    if parallel.context is not None:
+        dist.all_reduce(pair, group=parallel.mesh.group("context"))
+    whole = _whole_model(parallel) if parallel.tensor is not None else model
+    output = call(whole.eval(), batch.input)
+    reshard(model)
+    difference = max(_differences(found, _tensors(output)), default=0.0)
+    if parallel.context is None:
+        return difference
+    return max(difference, *_differences([pair], [_sum_and_count(workload, output, batch.target)]))
+
+
+def _text(parallel: ParallelModel, difference: float) -> str:
+    rules: list[str] = []
+    if parallel.tensor is not None:
+        rules.append(
+            "tensor_plan: between colwise and rowwise every feature has to be treated alone or head by head (the "
+            "number of heads -1 in views, no fused layers cut into pieces, no norm over split features)"
+        )
+    if parallel.context is not None:
+        rules.append(
+            "context: only attention may look from one position at another, positions have to be a part of the input, "
+            "and the loss a sum over positions"
+        )
+    return f"the model computes something else in parts than as a whole (by {difference:.1e}); {'; '.join(rules)}"
+
+
+def _one_sample(batch: Batch) -> Batch:
+    """One sample of the batch, where that can be told from the shapes; else all of it."""
+    lengths: set[int] = set()
+    map_tensors((batch.input, batch.target), lambda t: lengths.add(t.shape[0] if t.dim() else -1) or t)
+    if lengths != {max(batch.size, 1)}:
+        return batch
+    inputs, target = (map_tensors(value, lambda tensor: tensor[:1]) for value in (batch.input, batch.target))
+    return Batch(inputs, target, min(batch.size, 1), batch.start, batch.total)
+
+
+def _whole_model(parallel: ParallelModel) -> nn.Module:
+    """The model in one piece, with the weights that it has now."""
+    world = parallel.mesh.world
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):  # building seeds them
+        dtype = next(parallel.model.parameters()).dtype
+        model, _ = init_model(parallel.workload, parallel.layout, world, dtype)
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    state: dict[str, Tensor] = {}
+    for name, tensor in parallel.model.state_dict().items():
+        with without_advice():
+            state[name] = full(tensor)
+    model.load_state_dict(state)
+    return model
+
+
+def _sum_and_count(workload: Workload, output: Any, target: Any) -> Tensor:
+    """(sum, count) of the loss: float64, shape (2,)."""
+    total, count = workload.loss(output, target)
+    total = full(total)
+    return torch.tensor([float(total), float(count)], dtype=torch.float64, device=total.device)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(output, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def _differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """How far each tensor is off, relative to the largest number in it."""
+    if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
+        return [float("inf")]
+    return [
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+        for a, b in zip(found, expected, strict=True)
+        if b.is_floating_point() and b.numel() and bool(b.isfinite().all())  # a model that says NaN is no matter here
+    ]

@@ -1,0 +1,210 @@
+"""Split the sequences of a batch over ranks; attention reaches over all of them (ring.py).
+
+Everything else in the model has to treat each position alone, and must not count positions itself: they are a part of
+the input. What can be seen of the opposite is refused: attention with a mask, or without torch's function for it;
+positions counted by `torch.arange` or cut out of a buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import Layout
+from everyrank.layout.table import ContextOptions
+from everyrank.parallel.context.attention import SequenceGroup, chunk_order, ring_attention, ulysses_attention
+from everyrank.parallel.mesh import Mesh
+from everyrank.workload import Workload
+
+__all__ = ["ContextParallel", "apply_context_parallel"]
+
+_METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+class ContextParallel:
+    """The part of every sequence that this rank has: a head and a tail of it.
+
+    context   entered around forward, loss and backward: attention reaches over all ranks
+    """
+
+    def __init__(self, model: nn.Module, ring: SequenceGroup, dim: int, method: str) -> None:
+        self.ring, self.dim, self.method = ring, dim, method
+        self.of_model = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self.length = 0  # of this rank's part
+        self.num_attentions = 0
+        self.is_checked = False
+
+    def context(self) -> TorchFunctionMode:
+        """What sees the calls of attention."""
+        return _Attention(self)
+
+    def take(self, batch: Batch) -> Batch:
+        """The rank's part of the sequences of a batch.
+
+        Raises `UnsupportedLayoutError` for a length that does not divide.
+        """
+        lengths: list[int] = []
+        map_tensors(batch.input, lambda t: lengths.append(t.shape[self.dim]) or t if t.dim() > self.dim else t)
+        if not lengths:
+            raise UnsupportedLayoutError(f"sequence_dim={self.dim}: no tensor of the input has such a dimension")
+        if lengths[0] % (2 * self.ring.count):
+            raise UnsupportedLayoutError(
+                f"a sequence of {lengths[0]} does not divide into {2 * self.ring.count} chunks, two for each of "
+                f"context={self.ring.count} ranks; pad it to a multiple"
+            )
+        self.length = lengths[0] // self.ring.count
+        cut: list[bool] = []
+
+        def part(tensor: Tensor) -> Tensor:
+            if tensor.dim() <= self.dim or tensor.shape[self.dim] != lengths[0]:
+                return tensor
+            cut.append(True)
+            chunks = tensor.chunk(2 * self.ring.count, dim=self.dim)
+            own = chunk_order(self.ring.count)[2 * self.ring.index : 2 * self.ring.index + 2]
+            return torch.cat([chunks[chunk] for chunk in own], dim=self.dim)
+
+        inputs = map_tensors(batch.input, part)
+        cut.clear()
+        target = map_tensors(batch.target, part)
+        if not cut:
+            raise UnsupportedLayoutError(
+                "context: no tensor of the target has the length of the sequence; it needs a loss of each position"
+            )
+        return dataclasses.replace(batch, input=inputs, target=target)
+
+    def gather_output(self, output: Any) -> Any:
+        """An output of all ranks' parts, put together along the sequence. A collective."""
+
+        def gathered(tensor: Tensor) -> Tensor:
+            if tensor.dim() <= self.dim or tensor.shape[self.dim] != self.length:
+                return tensor
+            rows = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.ring.count)]
+            dist.all_gather(rows, tensor.contiguous(), group=self.ring.group)
+            chunks = [chunk for row in rows for chunk in row.chunk(2, dim=self.dim)]
+            order = chunk_order(self.ring.count)
+            return torch.cat([chunks[order.index(place)] for place in range(len(chunks))], dim=self.dim)
+
+        return map_tensors(output, gathered) if self.ring.count > 1 else output
+
+    def check(self) -> None:
+        """After a forward pass: raise `UnsupportedLayoutError` for a model without attention that we could see."""
+        if not self.is_checked and self.num_attentions == 0:
+            raise UnsupportedLayoutError(
+                "context: the model calls no torch.nn.functional.scaled_dot_product_attention, so that its attention "
+                "would end at this rank's part of the sequence; use that function"
+            )
+        self.is_checked = True
+
+
+class _Attention(TorchFunctionMode):
+    """Attention over all ranks in place of attention over this rank's part."""
+
+    def __init__(self, split: ContextParallel) -> None:
+        super().__init__()
+        self.split = split
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.split.num_attentions += 1
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            raise UnsupportedLayoutError(
+                "context: nn.MultiheadAttention looks at this rank's part of the sequence alone; use linear layers and "
+                "torch.nn.functional.scaled_dot_product_attention"
+            )
+        result = func(*args, **kwargs)
+        if not self.split.is_checked and self._counts_positions(func, args, result):
+            raise UnsupportedLayoutError(
+                f"context: the model counts {self.split.length} positions itself ({func.__name__}), but this rank has "
+                "a part of the sequence; make positions a part of the input"
+            )
+        return result
+
+    def _counts_positions(self, func: Any, args: Any, result: Any) -> bool:
+        length = self.split.length
+        if func is torch.arange:  # of integers: real ones are frequencies
+            return not result.is_floating_point() and len(result) == length
+        if func is Tensor.__getitem__ and id(args[0]) in self.split.of_model:
+            keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return any(isinstance(key, slice) and key.stop == length and not key.start for key in keys)
+        return False
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise UnsupportedLayoutError(
+                "context: attention with a mask, which is made of this rank's positions alone; "
+                "use is_causal=True, or no mask"
+            )
+        if dropout_p:
+            raise UnsupportedLayoutError(f"context: attention with dropout {dropout_p}; set it to 0")
+        if key.shape[-2] != query.shape[-2] or query.shape[-2] != self.split.length:
+            raise UnsupportedLayoutError(
+                f"context: attention of {query.shape[-2]} queries to {key.shape[-2]} keys, where this rank has "
+                f"{self.split.length} positions; it has to be attention of the sequence to itself"
+            )
+        if key.shape[1] != query.shape[1] and not enable_gqa:
+            raise UnsupportedLayoutError(
+                f"attention of {query.shape[1]} heads to {key.shape[1]} without enable_gqa=True"
+            )
+        ring = self.split.ring
+        if self.split.method == "ulysses":
+            if query.dim() != 4:
+                raise UnsupportedLayoutError(
+                    f"context: attention of tensors of shape {tuple(query.shape)} has no heads, (samples, heads, "
+                    "positions, width), that ulysses could give out; use method=ring"
+                )
+            for heads in (query.shape[1], key.shape[1]):
+                if heads % ring.count:
+                    raise UnsupportedLayoutError(
+                        f"context: {heads} heads do not divide by context={ring.count}; use method=ring"
+                    )
+        factor = scale if scale is not None else query.shape[-1] ** -0.5
+        # autocast lets torch's own function see its low precision; ours gets what it would
+        query, key, value = _autocast(query, key, value)
+        return _METHODS[self.split.method](query, key, value, is_causal, factor, ring)
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [tensor.to(dtype) if tensor.dtype is torch.float32 else tensor for tensor in tensors]
+
+
+def apply_context_parallel(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> ContextParallel | None:
+    """Split sequences over the context axis; None where that is one rank long.
+
+    Raises `UnsupportedLayoutError` for a workload that does not say which dimension is the sequence.
+    """
+    count = mesh.size("context")
+    if count == 1:
+        return None
+    if workload.sequence_dim is None:
+        raise UnsupportedLayoutError(
+            f"workload {workload.name} has no sequence_dim, which says which dimension of the input is the sequence; "
+            "for tokens of shape (B, T) it is 1"
+        )
+    ranks = tuple(mesh.rank_at(context=index) for index in range(count))
+    ring = SequenceGroup(mesh.coordinate["context"], count, ranks, mesh.group("context"))
+    return ContextParallel(model, ring, workload.sequence_dim, layout.read(ContextOptions).method)

@@ -1,0 +1,258 @@
+"""Attention over a sequence that is split over ranks: two ways, both exact.
+
+ring      Keys and values go round; each rank adds to its own queries what every part of the sequence gives, and keeps
+          the logarithm of the sum of exponentials, by which partial softmaxes are put together. In backward they go
+          round once more, and collect their gradients on the way home. Source: Liu, Zaharia and Abbeel 2023; the
+          merging of partial softmaxes is Milakov and Gimelshein 2018, the balanced order Brandon et al. 2023.
+ulysses   An all-to-all gives every rank whole sequences of some of the heads, ordinary attention runs on them, and
+          another all-to-all gives them back. Source: Jacobs et al. 2023 (DeepSpeed-Ulysses).
+
+A rank holds a head and a tail: of 2N chunks, rank r has chunk r and chunk 2N-1-r, one after the other. Under a causal
+mask every rank then has the same work: early queries look at little, late ones at much.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["SequenceGroup", "chunk_order", "ring_attention", "ulysses_attention"]
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share a sequence: `index` of `count`, and the world's numbers of all of them, in order."""
+
+    index: int
+    count: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+def chunk_order(count: int) -> list[int]:
+    """The chunks of the sequence as the ranks hold them, one rank after the other.
+
+    >>> chunk_order(2)
+    [0, 3, 1, 2]
+    """
+    return [chunk for rank in range(count) for chunk in (rank, 2 * count - 1 - rank)]
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, ring: SequenceGroup) -> Tensor:
+    """Q (B, H, T/N, W), k and v (B, G, T/N, W) with G heads that divide H -> (B, H, T/N, W)."""
+    out: Tensor = _RingAttention.apply(q, k, v, causal, scale, ring)  # pyright: ignore
+    return out
+
+
+def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Scores are wide on purpose: autocast would give every product its low precision back."""
+
+    @functools.wraps(method)
+    def in_full(ctx: Any, *arguments: Any) -> Any:
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return method(ctx, *arguments)
+
+    return in_full
+
+
+class _RingAttention(torch.autograd.Function):
+    """The ring, in the paper's letters: lse is the logarithm of the sum of exponentials of a query's scores."""
+
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, ring: SequenceGroup) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q_wide = q.to(wide)
+        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)  # (B, H, T/N, W)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # (B, H, T/N)
+        kv = torch.cat([k, v], dim=-1)
+        for step in range(ring.count):
+            source = (ring.index - step) % ring.count
+            # the next part comes while this one is computed with
+            receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
+            k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
+            for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
+                out_part, lse_part = _attend(
+                    q_wide[..., rows, :], k_step[..., columns, :], v_step[..., columns, :], scale, diagonal
+                )
+                lse_new = torch.logaddexp(lse[..., rows], lse_part)
+                out[..., rows, :] = (
+                    out[..., rows, :] * (lse[..., rows] - lse_new).exp()[..., None]
+                    + out_part * (lse_part - lse_new).exp()[..., None]
+                )
+                lse[..., rows] = lse_new
+            if receive is not None:
+                kv = receive()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = causal, scale, ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        q, k, v, out, lse = ctx.saved_tensors
+        causal, scale, ring = ctx.settings
+        wide = lse.dtype
+        q_wide, dout = q.to(wide), grads[0].to(wide)
+        delta = (dout * out.to(wide)).sum(-1)  # (B, H, T/N)
+        dq = torch.zeros_like(q_wide)
+        kv = torch.cat([k, v], dim=-1)
+        dkv = torch.zeros_like(kv, dtype=wide)  # gradients of the keys and values that are here now
+        for step in range(ring.count):
+            source = (ring.index - step) % ring.count
+            receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
+            k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
+            for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
+                dq_part, dkv_part = _attend_backward(
+                    q_wide[..., rows, :],
+                    k_step[..., columns, :],
+                    v_step[..., columns, :],
+                    dout[..., rows, :],
+                    lse[..., rows],
+                    delta[..., rows],
+                    scale,
+                    diagonal,
+                )
+                dq[..., rows, :] += dq_part
+                dkv[..., columns, :] += dkv_part
+            if receive is not None:
+                kv = receive()
+            if ring.count > 1:
+                dkv = ring_send_recv(dkv, ring)()  # at the last step they come home
+        dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _chunk_pairs(ring: SequenceGroup, source: int, length: int, causal: bool) -> list[tuple[slice, slice, bool]]:
+    """(queries, keys, whether they are the same chunk) for each pair of chunks in which something is to be computed.
+
+    The keys are those of rank `source`; slices are of this rank's and of its part, each `length` positions long.
+    """
+    if not causal:
+        return [(slice(0, length), slice(0, length), False)]
+    half = length // 2
+    head, tail = slice(0, half), slice(half, length)
+    if source == ring.index:
+        return [(head, head, True), (tail, head, False), (tail, tail, True)]
+    if source < ring.index:  # its head is before both of ours, its tail behind both
+        return [(head, head, False), (tail, head, False)]
+    return [(tail, head, False), (tail, tail, False)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of some queries to one chunk: out (B, H, Tq, W), lse (B, H, Tq)."""
+    scores = _scores(q, k, scale, diagonal)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ _repeat_heads(v, q.shape[1]), lse
+
+
+def _attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    diagonal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Dq (B, H, Tq, W), and dk and dv side by side (B, G, Tk, 2W)."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    p = (_scores(q, k, scale, diagonal) - lse[..., None]).exp()  # the probabilities, (B, H, Tq, Tk)
+    dv = p.transpose(-1, -2) @ dout
+    ds = p * (dout @ _repeat_heads(v, heads).transpose(-1, -2) - delta[..., None]) * scale
+    dk = ds.transpose(-1, -2) @ q
+    dkv = torch.cat([dk, dv], dim=-1)
+    if heads != kv_heads:
+        dkv = dkv.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+    return ds @ _repeat_heads(k, heads), dkv
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, diagonal: bool) -> Tensor:
+    """(B, H, Tq, Tk); on the `diagonal` later keys are masked."""
+    scores = q @ _repeat_heads(k, q.shape[1]).transpose(-1, -2) * scale
+    if diagonal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(above, -torch.inf)
+    return scores
+
+
+def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values (B, G, T, W) that several heads of queries share, repeated for each: (B, H, T, W)."""
+    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+
+
+def ring_send_recv(tensor: Tensor, ring: SequenceGroup) -> Callable[[], Tensor]:
+    """Start sending `tensor` to the next rank of the ring; what is returned waits for that of the rank before."""
+    sent = tensor.contiguous()
+    received = torch.empty_like(sent)
+    following = ring.ranks[(ring.index + 1) % ring.count]
+    before = ring.ranks[(ring.index - 1) % ring.count]
+    operations = [
+        dist.P2POp(dist.isend, sent, following, ring.group),
+        dist.P2POp(dist.irecv, received, before, ring.group),
+    ]
+    works = dist.batch_isend_irecv(operations)
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, ring: SequenceGroup) -> Tensor:
+    """Q (B, H, T/N, W), k and v (B, G, T/N, W) -> (B, H, T/N, W); the heads have to divide by N."""
+    q, k, v = (_to_heads(tensor, ring) for tensor in (q, k, v))
+    is_grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=is_grouped)
+    return _to_sequence(out, ring)
+
+
+def _to_heads(tensor: Tensor, ring: SequenceGroup) -> Tensor:
+    """(B, H, T/N, W), a head and a tail of the sequence -> (B, H/N, T, W), all of it in order."""
+    parts: Tensor = _AllToAll.apply(torch.stack(tensor.chunk(ring.count, dim=1)), ring)  # pyright: ignore
+    chunks = [chunk for part in parts.unbind() for chunk in part.chunk(2, dim=-2)]
+    order = chunk_order(ring.count)
+    return torch.cat([chunks[order.index(place)] for place in range(2 * ring.count)], dim=-2)
+
+
+def _to_sequence(tensor: Tensor, ring: SequenceGroup) -> Tensor:
+    """(B, H/N, T, W), all of the sequence in order -> (B, H, T/N, W), a head and a tail of it."""
+    chunks = tensor.chunk(2 * ring.count, dim=-2)
+    order = chunk_order(ring.count)
+    parts = [torch.cat([chunks[order[2 * rank]], chunks[order[2 * rank + 1]]], dim=-2) for rank in range(ring.count)]
+    exchanged: Tensor = _AllToAll.apply(torch.stack(parts), ring)  # pyright: ignore
+    return torch.cat(list(exchanged.unbind()), dim=1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """parts (N, ...): part i goes to rank i of the group, and its part for us comes; gradients go back alike."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, ring: SequenceGroup) -> Tensor:
+        ctx.ring = ring
+        return _all_to_all(parts, ring)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyright: ignore
+        return _all_to_all(grads[0], ctx.ring), None
+
+
+def _all_to_all(parts: Tensor, ring: SequenceGroup) -> Tensor:
+    if ring.count == 1:
+        return parts
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=ring.group)
+    return received

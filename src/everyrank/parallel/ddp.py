@@ -1,0 +1,77 @@
+"""DistributedDataParallel: every rank holds the whole model, and gradients are averaged while backward still runs.
+
+The number of loss terms travels with them. Ranks normalise by the global count, which none of them knows alone; a
+blocking all-reduce of it would hold up every step, so it rides in DDP's own bucket, as the gradient of a
+parameter of two zeros: the gradient of (zeros * [sum, count]).sum() is [sum, count].
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from everyrank.errors import WorkloadError
+from everyrank.layout import Layout
+from everyrank.layout.table import DDPOptions
+from everyrank.parallel.parallelize import call
+from everyrank.parallel.precision import param_dtype
+from everyrank.world import World
+
+__all__ = ["ModelWithCount", "apply_ddp", "check_unused_parameters", "global_sum_and_count"]
+
+
+# the name since torch 2.13, which warns of the old one
+_HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
+
+
+class ModelWithCount(nn.Module):
+    """A model with the parameter of two elements whose gradient carries (sum, count) to all ranks."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.carrier = nn.Parameter(torch.zeros(2, device=device, dtype=dtype))
+
+    def forward(self, value: Any) -> tuple[Any, Tensor]:
+        """The model's output, and the carrier: DDP looks for unused parameters among what the outputs need."""
+        return call(self.model, value), self.carrier * 1.0
+
+
+def apply_ddp(model: nn.Module, layout: Layout, world: World) -> DistributedDataParallel:
+    """The model under DDP; called with an input, it returns (output, carrier of shape (2,))."""
+    options = layout.read(DDPOptions)
+    return DistributedDataParallel(
+        ModelWithCount(model, world.device, param_dtype(layout)),
+        process_group=world.group,
+        # synchronised batch norm leaves the same bits in every rank's buffers: nothing to send before each forward
+        **_NO_BUFFER_SYNC,
+        bucket_cap_mb=options.bucket_mb,  # pyright: ignore[reportArgumentType]  (None: torch's own)
+        find_unused_parameters=options.find_unused,
+        static_graph=options.static_graph,
+    )
+
+
+def global_sum_and_count(ddp: DistributedDataParallel, world: World) -> Tensor:
+    """[sum, count] over all ranks, shape (2,), after backward: DDP averages, so what it gives is scaled back."""
+    carrier: ModelWithCount = ddp.module
+    assert carrier.carrier.grad is not None
+    return carrier.carrier.grad * world.size
+
+
+def check_unused_parameters(parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
+    """Raise `WorkloadError` for parameters without a gradient, which DDP would leave unreduced without a word."""
+    for name, parameter in parameters.items():
+        if parameter.grad is None and parameter.requires_grad:
+            options = layout.read(DDPOptions)
+            if options.find_unused or options.static_graph:
+                return
+            raise WorkloadError(
+                f"layout {layout}: parameter {name} took no part in the loss; "
+                f"use --layout {layout.strategy}:find_unused=true, or freeze it"
+            )

@@ -1,0 +1,107 @@
+"""Every rank holds a part of parameters, gradients and optimizer state: torch's `fully_shard` (FSDP2).
+
+Each block is a unit: its parameters are gathered before it runs and let go after it. Modules that share a weight
+must be in one unit, or the shards of that weight would be updated apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from everyrank.layout import Layout
+from everyrank.layout.table import FSDPOptions
+from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.precision import mixed_dtype
+
+__all__ = [
+    "apply_fsdp",
+    "apply_fsdp_to_blocks",
+    "group_units",
+    "is_sharded",
+    "reshard",
+    "scalar_parameters",
+    "set_requires_all_reduce",
+]
+
+
+def apply_fsdp(model: nn.Module, blocks: list[nn.Module], layout: Layout, mesh: Mesh) -> None:
+    """Shard each block, then what is left with the root. The model is changed in place.
+
+    On an axis of replicas (HSDP) gradients are reduced over both axes, and gathers stay on the axis of the shards.
+    """
+    policy = _policy(layout)
+    root_policy = dataclasses.replace(policy, output_dtype=torch.float32 if mixed_dtype(layout) else None)
+    options: dict[str, Any] = {"mesh": _device_mesh(mesh), "ignored_params": set(scalar_parameters(model))}
+    reshards = layout.read(FSDPOptions).reshard_after_forward
+    for unit in group_units(model, blocks):
+        fully_shard(unit[0] if len(unit) == 1 else unit, mp_policy=policy, reshard_after_forward=reshards, **options)
+    # backward needs the root's parameters at once
+    fully_shard(model, mp_policy=root_policy, reshard_after_forward=False, **options)
+
+
+def apply_fsdp_to_blocks(blocks: list[nn.Module], layout: Layout, mesh: Mesh) -> None:
+    """Shard each block by itself, where the layout has that axis: nothing outside of them is gathered with them."""
+    if mesh.size("shard") == 1:
+        return
+    policy, device_mesh = _policy(layout), _device_mesh(mesh)
+    for block in blocks:
+        replicated = set(scalar_parameters(block))
+        fully_shard(block, mesh=device_mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=replicated)
+
+
+def _policy(layout: Layout) -> MixedPrecisionPolicy:
+    """Parameters are gathered and used in low precision; gradients are summed in float32."""
+    low = mixed_dtype(layout)
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    """An explicit mesh: without one torch takes all ranks of the default device type."""
+    return mesh.device_mesh(*(("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)))
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether `fully_shard` reduces the gradients of this parameter."""
+    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def group_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks in groups: those that share a weight in one, those that share one with the rest in none."""
+    units: list[list[nn.Module]] = [[block] for block in blocks]
+    inside = {part for block in blocks for part in block.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    of_root = {parameter for module in outside for parameter in module.parameters(recurse=False)}
+    kept: list[list[nn.Module]] = []
+    for unit in units:
+        own = set(unit[0].parameters())
+        if own & of_root:
+            continue  # it stays in the root's unit, together with the module that has the same weight
+        tied = [group for group in kept if any(own & set(member.parameters()) for member in group)]
+        kept = [group for group in kept if group not in tied]
+        kept.append([member for group in tied for member in group] + unit)
+    return kept
+
+
+def scalar_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters without a dimension to shard; every rank keeps them whole."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 0]
+
+
+def set_requires_all_reduce(model: nn.Module, is_last: bool) -> None:
+    """Whether the next backward sends gradients to the other replicas: only that of the last micro-batch has to."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of every gathered parameter. After a forward without a backward the root's would stay gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,61 @@
+"""The full state of a model that lies in parts on many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from everyrank.parallel.mesh import Mesh, full
+from everyrank.parallel.pipeline.blocks import RemoteBlock
+from everyrank.parallel.pipeline.stage import Stages
+
+__all__ = ["full_state_dict", "replicated_state_dict", "without_advice"]
+
+
+def replicated_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """The state of a model that every rank holds whole: on rank 0's CPU, {} elsewhere."""
+    if rank != 0:
+        return {}
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def full_state_dict(model: nn.Module, mesh: Mesh, stages: Stages | None = None) -> dict[str, Tensor]:
+    """Full parameters and persistent buffers: on rank 0's CPU, {} elsewhere. A collective.
+
+    Parts of tensors are put together one tensor after the other; blocks of other `stages` are sent to rank 0.
+    """
+    rank, group = mesh.world.rank, mesh.world.group
+    found: dict[str, Tensor] = {}
+    sends = stages is not None and rank != 0 and mesh.is_first("replicate", "shard", "context", "tensor")
+    for name, tensor in model.state_dict().items():
+        with without_advice():
+            whole = full(tensor)
+        if rank == 0:
+            found[name] = whole.detach().cpu().clone()
+        elif sends and stages is not None and name.startswith(f"{stages.path}."):
+            dist.send(whole.detach().contiguous(), dst=0, group=group)
+    if rank == 0:
+        for block, absent in model.named_modules():
+            if isinstance(absent, RemoteBlock):
+                for name, (shape, dtype) in absent.held_elsewhere.items():
+                    received = torch.empty(shape, dtype=dtype, device=mesh.world.device)
+                    dist.recv(received, src=mesh.rank_at(pipeline=absent.coordinate), group=group)
+                    found[f"{block}.{name}"] = received.cpu()
+    return found
+
+
+@contextlib.contextmanager
+def without_advice() -> Generator[None]:
+    """Torch advises against gathering over two axes one after the other, which is what is meant here."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

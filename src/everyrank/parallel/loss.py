@@ -1,0 +1,82 @@
+"""The loss and the metrics of a micro-batch, as (sum, count): only sums can be added up over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch
+from everyrank.errors import NotFiniteError, UnsupportedLayoutError, WorkloadError
+from everyrank.parallel.batch_gather import loss_scope
+from everyrank.parallel.mesh import Mesh, full
+from everyrank.workload import Workload
+
+__all__ = ["check_total", "compute_loss", "evaluate_batch"]
+
+
+def compute_loss(
+    workload: Workload,
+    output: Any,
+    batch: Batch,
+    mesh: Mesh,
+    deferred_errors: list[UnsupportedLayoutError] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(sum, share) of one forward pass: the sum with its graph, shape (); (sum, count) detached, float64, shape (2,).
+
+    `deferred_errors` is for ranks that take the loss while others wait for its gradient: see
+    `parallel.batch_gather.loss_scope`. Raises `WorkloadError` for a loss that is no (sum, count).
+    """
+    with loss_scope(batch, mesh, workload.order, deferred_errors):
+        total, count = _pair(workload.loss(output, batch.target), "loss")
+    total = full(total)  # of split logits; every rank has the whole sum
+    if not isinstance(total, Tensor) or total.dim() != 0:
+        raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_shape(total)}")
+    if not batch.size:  # a padding sample
+        total, count = total * 0.0, 0.0
+    if total.device.type == "cpu":
+        return total, torch.tensor((total.item(), float(count)), dtype=torch.float64)
+    share = torch.empty(2, dtype=torch.float64, device=total.device)  # reading the loss would make the device wait
+    share[0] = total.detach()
+    share[1] = count
+    return total, share
+
+
+@torch.no_grad()
+def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | None = None) -> Tensor:
+    """The rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2).
+
+    Without a `mesh` a function over the whole batch gets the rank's own part: then no other rank is waited for.
+    """
+    shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
+    functions = [("loss", workload.loss), *workload.metrics.items()]
+    with loss_scope(batch, mesh) if mesh is not None else contextlib.nullcontext():
+        for row, (name, function) in enumerate(functions):
+            # of a padding sample too, for the ranks that gather its batch
+            total, count = _pair(function(output, batch.target), name)
+            if batch.size:
+                shares[row, 0], shares[row, 1] = float(total), float(count)
+    return shares
+
+
+def check_total(total: float, count: float) -> None:
+    """Raise for a loss that has no terms (`WorkloadError`), or is no number (`NotFiniteError`)."""
+    if count == 0:
+        raise WorkloadError("the loss counted 0 terms over all ranks; there is nothing to average over")
+    if not math.isfinite(total):
+        raise NotFiniteError(f"the loss is {total / count}")
+
+
+def _pair(value: Any, what: str) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise WorkloadError(
+            f"{what}: it returned {_shape(value)}; it must return (sum over the terms, number of terms)"
+        )
+    return value[0], value[1]
+
+
+def _shape(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

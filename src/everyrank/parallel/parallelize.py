@@ -1,0 +1,201 @@
+"""The model of one rank. One place owns the order of what is done to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.errors import WorkloadError
+from everyrank.layout import Layout
+from everyrank.layout.table import FSDPOptions
+from everyrank.parallel.batch_norm import apply_batch_norm
+from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
+from everyrank.parallel.init_model import init_model
+from everyrank.parallel.mesh import Mesh, full
+from everyrank.parallel.micro_batch import ContextFactory, MicroBatchState
+from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_parallel
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["ParallelModel", "broadcast_from_rank_0", "call", "find_blocks", "parallelize"]
+
+
+@dataclass
+class ParallelModel:
+    """A model as it is laid out on this rank, and what its forward passes need to know of the batch in progress.
+
+    full      rank 0's model of full size, where the model itself is on the meta device still
+    tensor    what is split over the tensor axis; None where that is one rank long
+    context   what is split over the context axis; None where that is one rank long
+    is_checked   its first update has been prepared: no check is due any more
+    """
+
+    workload: Workload
+    layout: Layout
+    mesh: Mesh
+    model: nn.Module
+    full: nn.Module | None
+    state: MicroBatchState
+    tensor: TensorParallel | None
+    context: ContextParallel | None
+    is_checked: bool = False
+
+    @contextlib.contextmanager
+    def micro_batch(self, batch: Batch) -> Generator[Batch]:
+        """While a batch goes through the model, forward and backward; gives the part of it that goes in here."""
+        part = self.context.take(batch) if self.context is not None else batch
+        with self.state.enter(is_padding=not batch.size):
+            yield part
+        if self.context is not None:
+            self.context.check()
+
+    def share(self, pair: Tensor) -> Tensor:
+        """The rank's share of (sum, count), shape (2,): ranks that split a matrix have the same loss; one counts."""
+        return pair if self.mesh.is_first("tensor") else torch.zeros_like(pair)
+
+    def before_first_update(self, check: Callable[[], None]) -> bool:
+        """Before the first update alone: check what was taken for granted of the model; whether it was that."""
+        if self.is_checked:
+            return False
+        self.is_checked = True
+        check()
+        return True
+
+    def reduce_partial_grads(self) -> None:
+        """After the last backward of an update: complete the gradients of what tensor ranks have parts of."""
+        if self.tensor is not None:
+            self.tensor.reduce_partial_grads()
+
+    def gather_output(self, output: Any) -> Any:
+        """An output that several ranks have parts of, put together; a collective of these."""
+        output = map_tensors(output, full)
+        return self.context.gather_output(output) if self.context is not None else output
+
+
+def parallelize(
+    workload: Workload,
+    layout: Layout,
+    mesh: Mesh,
+    broadcast: bool = True,
+    contexts: Sequence[ContextFactory] = (),
+) -> ParallelModel:
+    """The model of this rank, in training mode. This is the one place that owns the order of mechanisms.
+
+    What a strategy shards (`apply_ddp`, `apply_fsdp`) or cuts into stages (`apply_pipeline`), it does afterwards:
+    recomputation has to be inside what is compiled, and both inside what is sharded.
+
+    broadcast   start every rank from rank 0's weights
+    contexts    further ones, entered around each micro-batch and around what runs again in backward
+    """
+    model, full_model = init_model(workload, layout, mesh.world)
+    if broadcast and not layout.read(FSDPOptions).meta:
+        broadcast_from_rank_0(model, mesh.world)
+    tensor = apply_tensor_parallel(model, workload, layout, mesh)
+    context = apply_context_parallel(model, workload, layout, mesh)
+    state = MicroBatchState(
+        contexts=[*(part.context for part in (tensor, context) if part is not None), *contexts],
+        recompute_contexts=[*([context.context] if context is not None else []), *contexts],
+    )
+    if mesh.world.group is not None or layout.recompute:  # recomputing must not move running statistics twice
+        apply_batch_norm(model, state, _data_ranks(mesh))
+    if layout.recompute:
+        _apply_recompute(model, workload, layout, state)
+    if layout.compile:
+        _apply_compile(model, workload)
+    return ParallelModel(workload, layout, mesh, model.train(), full_model, state, tensor, context)
+
+
+def _data_ranks(mesh: Mesh) -> World:
+    """The ranks that have samples, or parts of sequences, of their own, as a world of their own."""
+    axes = ("replicate", "shard", "context")
+    return dataclasses.replace(mesh.world, rank=mesh.rng_stream, size=mesh.size(*axes), group=mesh.group(*axes))
+
+
+def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
+    """Start every rank from rank 0's parameters and buffers, also where building drew on something unseeded."""
+    if world.size > 1:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0, group=world.group)
+
+
+def find_blocks(workload: Workload, model: nn.Module) -> list[nn.Module]:
+    """The modules at `Workload.blocks`, in order; [] where it is None. Raises `WorkloadError` for a wrong path."""
+    if workload.blocks is None:
+        return []
+    try:
+        parent = model.get_submodule(workload.blocks)
+    except AttributeError:
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+        hint = f"; it has {', '.join(names)}" if any(names) else ""
+        raise WorkloadError(f"blocks={workload.blocks!r}: the model has no such module{hint}") from None
+    blocks = list(parent.children())
+    if not blocks:
+        raise WorkloadError(f"blocks={workload.blocks!r}: that module has no children to take as blocks")
+    return blocks
+
+
+def _apply_recompute(model: nn.Module, workload: Workload, layout: Layout, state: MicroBatchState) -> None:
+    """Keep only the input of each block; its forward runs again during backward (Chen et al. 2016).
+
+    Raises `WorkloadError` for a workload without blocks.
+    """
+    blocks = find_blocks(workload, model)
+    if not blocks:
+        raise WorkloadError(
+            f"layout {layout}: recompute needs the repeated blocks; set Workload.blocks, for example 'layers'"
+        )
+
+    def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        return contextlib.nullcontext(), state.recomputing()
+
+    for block in blocks:
+        original = block.forward
+        block.forward = functools.partial(checkpoint, original, use_reentrant=False, context_fn=contexts)
+
+
+def _apply_compile(model: nn.Module, workload: Workload) -> None:
+    """torch.compile for each block, or for the whole model where it has none."""
+    for module in find_blocks(workload, model) or [model]:
+        module.compile()
+
+
+def call(model: nn.Module, value: Any) -> Any:
+    """`model` applied to an input as the data set made it.
+
+    A tensor is the only argument. A dict is passed by keyword when `forward` has those names, a tuple in order when
+    `forward` takes that many; else each is the only argument.
+    """
+    if isinstance(value, dict):
+        names, takes_any = _keywords(type(model).forward)
+        if takes_any or names.issuperset(value):
+            return model(**value)
+    elif isinstance(value, tuple | list) and _positions(type(model).forward) >= len(value):
+        return model(*value)
+    return model(value)
+
+
+@functools.cache
+def _keywords(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return frozenset(parameter.name for parameter in parameters), takes_any
+
+
+@functools.cache
+def _positions(forward: Callable[..., Any]) -> float:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return float("inf")
+    return sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)

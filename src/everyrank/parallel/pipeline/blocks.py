@@ -1,0 +1,81 @@
+"""What stands in the place of a block of a model: where another stage has it, and while a stage runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from everyrank.errors import UnsupportedLayoutError
+
+__all__ = ["BlockProxy", "RemoteBlock", "held_elsewhere", "release_tensors"]
+
+
+class RemoteBlock(nn.Module):
+    """Where a block of another stage would be: its tensors by name, with their shape, and no memory.
+
+    coordinate       that of the ranks which have it, on the pipeline axis
+    held_elsewhere   name of a tensor -> (shape, dtype)
+    aliases          names of tensors that another name stands for, too
+    """
+
+    def __init__(self, block: nn.Module, coordinate: int) -> None:
+        super().__init__()
+        self.coordinate = coordinate
+        state = block.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        self.aliases = {name for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
+        self.held_elsewhere = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+
+
+def held_elsewhere(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers of the model that other stages of a pipeline have; tied ones once."""
+    return {
+        f"{block}.{name}"
+        for block, absent in model.named_modules()
+        if isinstance(absent, RemoteBlock)
+        for name in absent.held_elsewhere
+        if name not in absent.aliases
+    }
+
+
+class _RemoteParameters(dict[str, Any]):
+    """The parameters of blocks, asked for while a stage runs: the other stages have some of them."""
+
+    def items(self) -> Any:
+        raise UnsupportedLayoutError(
+            "pipeline: the model looks at the parameters of its blocks in its forward pass, and other stages have some "
+            "of them; move that into the blocks, or the optimizer"
+        )
+
+
+class BlockProxy(nn.Module):
+    """Stands in the place of a block while a stage runs."""
+
+    def __init__(self, stages: Any, index: int) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = _RemoteParameters()
+        self.__dict__["stages"], self.__dict__["index"] = stages, index  # no submodules: a proxy owns nothing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the block would do, as far as it is for this stage to do it."""
+        return self.__dict__["stages"].run_block(self.__dict__["index"], args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of its block (a type of attention, say)."""
+        stages, index = self.__dict__["stages"], self.__dict__["index"]
+        if index < stages.expected:
+            raise UnsupportedLayoutError(
+                f"pipeline: the model reads {name} of block {index} after it has run, and another stage may have run "
+                "it; hand it on in the block's output"
+            )
+        return getattr(stages.blocks[index], name)
+
+
+def release_tensors(block: nn.Module) -> None:
+    """Let go of all tensors of a block."""
+    for module in block.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, None)
+        for name, _ in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, None)

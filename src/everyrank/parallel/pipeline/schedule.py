@@ -1,0 +1,143 @@
+"""Who computes what when in a pipeline: pure arithmetic, no torch.
+
+A schedule is made by simulating it: every rank, whenever it is free, takes the best of what it may do. So no schedule
+can wait for itself, whatever the numbers of stages and micro-batches, and the simulation says how long the ranks are
+idle.
+
+    gpipe         all forwards, then all backwards; keeps all micro-batches               Huang et al. 2019
+    1f1b          a backward as soon as there is one; keeps as many as stages follow      Narayanan et al. 2019
+    interleaved   1f1b with several stages on each rank: smaller bubbles, more sending    Narayanan et al. 2021
+    zero-bubble   1f1b whose weight gradients wait for an idle moment (ZB-H1)             Qi et al. 2024
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Action", "bubble", "make_schedule"]
+
+
+class Action(NamedTuple):
+    """F: forward; B: backward; I, W: backward to the input alone, and to the weights.
+
+    `stage` counts through all stages of the model; stage s is on rank s % ranks.
+    """
+
+    kind: str
+    stage: int
+    micro: int
+
+
+_COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+Timed = tuple[float, float, Action]
+
+
+def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
+    """What each rank does, in order. `chunks` is the number of stages on each rank."""
+    return [[action for _, _, action in row] for row in _simulate(name, ranks, micro_batches, chunks)]
+
+
+def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
+    """The part of the time that ranks stand idle, where a backward takes twice a forward and sending takes none.
+
+    gpipe and 1f1b: (S-1)/(M+S-1) for S stages and M micro-batches.
+    """
+    rows = _simulate(name, ranks, micro_batches, chunks)
+    end = max(done for row in rows for _, done, _ in row)
+    busy = sum(done - begin for row in rows for begin, done, _ in row)
+    return 1 - busy / (end * ranks)
+
+
+def _simulate(name: str, ranks: int, micro_batches: int, chunks: int) -> list[list[Timed]]:
+    """(begin, end, action) of everything, by rank."""
+    simulation = _Simulation(name, ranks, micro_batches, chunks)
+    for _ in range(ranks * chunks * micro_batches * (3 if name == "zero-bubble" else 2)):
+        simulation.step()
+    return simulation.rows
+
+
+class _Simulation:
+    """The ranks at work: who has done what by when.
+
+    rows     (begin, end, action) of what each rank has done
+    done     action -> when it ended
+    counts   of each rank: how many actions of each kind it has done
+    """
+
+    def __init__(self, name: str, ranks: int, micro_batches: int, chunks: int) -> None:
+        self.name, self.ranks, self.micro_batches, self.chunks = name, ranks, micro_batches, chunks
+        self.last_stage = ranks * chunks - 1
+        self.backward_kind = "I" if name == "zero-bubble" else "B"
+        self.forward_order, self.backward_order = _orders(ranks, micro_batches, chunks)
+        self.rows: list[list[Timed]] = [[] for _ in range(ranks)]
+        self.done: dict[Action, float] = {}
+        self.counts = [dict.fromkeys("FBIW", 0) for _ in range(ranks)]
+
+    def step(self) -> None:
+        """Of all that may be done next, do what can begin first; of those, what its rank likes best."""
+        best: tuple[float, int, int, Action] | None = None
+        for rank in range(self.ranks):
+            liked = _preferences(self.name, rank, self.counts[rank], self.micro_batches, self.ranks, self.chunks)
+            for preference, kind in enumerate(liked):
+                action = self._next(kind, rank)
+                begin = self._earliest(action, rank) if action is not None else None
+                if action is not None and begin is not None and (best is None or (begin, preference, rank) < best[:3]):
+                    best = begin, preference, rank, action
+        assert best is not None, f"{self.name}: {self.ranks} ranks wait for each other"
+        begin, _, rank, action = best
+        end = begin + _COST[action.kind] / self.chunks
+        self.rows[rank].append((begin, end, action))
+        self.done[action] = end
+        self.counts[rank][action.kind] += 1
+
+    def _next(self, kind: str, rank: int) -> Action | None:
+        """The rank's next action of this kind; None where it has done all."""
+        count = self.counts[rank][kind]
+        if count == self.micro_batches * self.chunks:
+            return None
+        chunk, micro = (self.forward_order if kind == "F" else self.backward_order)[count]
+        return Action(kind, chunk * self.ranks + rank, micro)
+
+    def _earliest(self, action: Action, rank: int) -> float | None:
+        """When an action can begin; None where something that it needs is not done yet."""
+        kind, stage, micro = action
+        needs: list[Action] = []
+        if kind == "F" and stage:
+            needs = [Action("F", stage - 1, micro)]
+        elif kind == self.backward_kind:
+            needs = [Action("F", stage, micro)]
+            needs += [Action(kind, stage + 1, micro)] if stage < self.last_stage else []
+        elif kind == "W":
+            needs = [Action("I", stage, micro)]
+        if any(need not in self.done for need in needs):
+            return None
+        free = self.rows[rank][-1][1] if self.rows[rank] else 0.0
+        return max([free, *(self.done[need] for need in needs)])
+
+
+def _preferences(
+    name: str, rank: int, counts: dict[str, int], micro_batches: int, ranks: int, chunks: int
+) -> Sequence[str]:
+    """What a rank may do now, the best first."""
+    if name == "gpipe":
+        return "F" if counts["F"] < micro_batches * chunks else "B"
+    if name == "zero-bubble":
+        if counts["I"] - counts["W"] > rank:  # the memory of 1f1b's first rank is all that a rank may hold
+            return "WI"
+        return "FIW" if counts["F"] - counts["I"] < ranks - rank else "IW"
+    limit = ranks - rank if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
+    return "FB" if counts["F"] - counts["B"] < limit else "B"
+
+
+def _orders(ranks: int, micro_batches: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(chunk, micro-batch) of all forwards, and of all backwards, in the order in which every rank takes them.
+
+    With several chunks as many micro-batches as there are ranks go through one, then through the next.
+    """
+    groups = [range(first, min(first + ranks, micro_batches)) for first in range(0, micro_batches, ranks)]
+    if chunks == 1:
+        groups = [range(micro_batches)]
+    forward = [(chunk, micro) for group in groups for chunk in range(chunks) for micro in group]
+    backward = [(chunk, micro) for group in groups for chunk in reversed(range(chunks)) for micro in group]
+    return forward, backward

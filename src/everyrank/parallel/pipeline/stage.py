@@ -1,0 +1,246 @@
+"""Cut a model at its blocks into the stages of a pipeline, and run one of them.
+
+A rank keeps the blocks of its own stages, and of all that is outside the blocks (embeddings, the head) a replica.
+Every stage runs the model's own forward: foreign blocks hand on what they get, the first own block gets what the stage
+before has sent, and behind the last own block the forward ends. So whatever the model hands to its blocks besides
+(positions, masks, tables) is there on every stage, and needs no sending; and a weight that several stages use (a tied
+embedding) gets its gradients added up over all of them. Memory for these replicas is the price.
+
+It is exact if every block's output is, untouched, the next one's first argument. A model that computes between its
+blocks is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyrank.data.loader import map_tensors
+from everyrank.errors import UnsupportedLayoutError, WorkloadError
+from everyrank.layout import Layout
+from everyrank.layout.table import PipelineOptions
+from everyrank.parallel.batch_norm import has_batch_norm
+from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.parallelize import find_blocks
+from everyrank.parallel.pipeline.balance import balance, cost, own_cost
+from everyrank.parallel.pipeline.blocks import BlockProxy, RemoteBlock, release_tensors
+from everyrank.workload import Workload
+
+__all__ = ["Stages", "apply_pipeline"]
+
+
+class _StageDone(Exception):  # noqa: N818  (no error)
+    """The forward of this stage is at its end."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__("a stage ended; nobody but everyrank should see this")
+        self.output = output
+
+
+class Stages:
+    """A model of which this rank keeps the blocks of some stages.
+
+    path      where the blocks are: `Workload.blocks`
+    spans     the blocks of each stage
+    numbers   the stages of this rank, of `count` in all: stage s is on rank s % size of the pipeline
+    """
+
+    def __init__(self, model: nn.Module, path: str, spans: Sequence[range], size: int, coordinate: int) -> None:
+        container = model.get_submodule(path)
+        self.model, self.path, self.container = model, path, container
+        self.spans, self.count = spans, len(spans)
+        self.numbers = range(coordinate, self.count, size)
+        self.blocks: list[nn.Module] = list(container.children())
+        names = [name for name, _ in container.named_children()]
+        self.proxies = {name: BlockProxy(self, index) for index, name in enumerate(names)}
+        self.span = spans[0]
+        self.received: Tensor | None = None
+        self.handed_on: Tensor | None = None
+        self.version = self.expected = 0
+        self.is_checking = False
+        stage_of = {index: number for number, span in enumerate(spans) for index in span}
+        for index, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
+            if stage_of[index] not in self.numbers:
+                container.register_module(name, RemoteBlock(block, stage_of[index] % size))
+                release_tensors(block)  # what the model may ask the block itself stays: an attribute, a type
+        self.own = dict(container.named_children())
+
+    def run(self, number: int, received: Tensor | None, forward: Callable[[], Any]) -> tuple[Any, bool]:
+        """`forward` of the whole model as far as stage `number` goes: (output, whether it is the model's own).
+
+        `received` is what the stage before has sent; None for the first.
+        """
+        self.span, self.received, self.handed_on, self.expected = self.spans[number], received, None, 0
+        self._install(self.proxies)
+        try:
+            output = forward()
+        except _StageDone as done:
+            return done.output, False
+        finally:
+            self._install(self.own)
+            self.received = self.handed_on = None
+        if number < self.count - 1:
+            raise WorkloadError("pipeline: the forward pass does not go through the blocks; check Workload.blocks")
+        return output, True
+
+    @torch.no_grad()
+    def check_block_order(self, forward: Callable[[], Any]) -> None:
+        """Go through the whole model with no block doing anything: the last gives zeros, the others NaN.
+
+        Raises `UnsupportedLayoutError`, on all ranks alike, for a model that computes between its blocks, or that uses
+        the output of one for anything but the next. What else goes wrong is not looked at: shapes may be others here.
+        """
+        self.is_checking = True
+        try:
+            output, _ = self.run(self.count - 1, None, forward)
+        except UnsupportedLayoutError:
+            raise
+        except Exception:
+            return
+        finally:
+            self.is_checking = False
+        if _has_nan(output):
+            raise UnsupportedLayoutError(
+                "pipeline: the model uses the output of a block for something besides the next block, which other "
+                "stages do not have; let what is behind the blocks need the last output alone"
+            )
+
+    def _install(self, modules: Mapping[str, nn.Module]) -> None:
+        """Put these in the places of the blocks."""
+        for name, module in modules.items():
+            self.container.register_module(name, module)
+
+    def run_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What stands in the place of a block does: run it where it is this stage's, else hand its input on.
+
+        Raises `UnsupportedLayoutError` for a model that computes between its blocks, `WorkloadError` for blocks that
+        do not take and return one tensor.
+        """
+        first, value = self._input_of(index, args, kwargs)
+        if self.is_checking:
+            return self._pretend(index, value, args, kwargs)
+        if index not in self.span:
+            return self._hand_on(value)
+        if index == self.span.start and self.received is not None:
+            value = self.received.clone()  # a block may add to its argument in place, which a leaf does not allow
+        block = self.blocks[index]
+        output = block(value, *args[1:], **kwargs) if args else block(**{**kwargs, first: value})
+        if not isinstance(output, Tensor):
+            raise WorkloadError(
+                f"pipeline: block {index} ({type(block).__name__}) returns {type(output).__name__}: stages hand on one "
+                "tensor; let the block return it alone"
+            )
+        if index == self.span[-1] and self.span.stop < len(self.blocks):
+            raise _StageDone(output)
+        return self._hand_on(output)
+
+    def _input_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Tensor]:
+        """(its name where it comes by keyword, the first argument of a block): the output of the block before."""
+        if not args and not kwargs:
+            raise WorkloadError(f"pipeline: block {index} is called without an argument")
+        first = next(iter(kwargs), "")
+        value = args[0] if args else kwargs[first]
+        if index != self.expected:
+            raise UnsupportedLayoutError(
+                f"pipeline: block {index} runs where block {self.expected} should: the forward pass has to go through "
+                "the blocks once, in order"
+            )
+        self.expected += 1
+        if index and (value is not self.handed_on or value._version != self.version):
+            raise UnsupportedLayoutError(
+                f"pipeline: the model computes between block {index - 1} and block {index}: the first argument of a "
+                "block has to be, untouched, the output of the one before; move the computation into a block"
+            )
+        if not isinstance(value, Tensor):
+            raise WorkloadError(f"pipeline: block {index} gets {type(value).__name__} first, not a tensor")
+        return first, value
+
+    def _pretend(self, index: int, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """In place of a block's output, for `check_block_order`: NaN, and zeros for the last block's."""
+        if _has_nan((args[1:], {name: item for name, item in kwargs.items() if item is not value})):
+            raise UnsupportedLayoutError(
+                f"pipeline: block {index} gets the output of an earlier block as a further argument; stages hand on "
+                "one tensor"
+            )
+        is_last = index == len(self.blocks) - 1
+        return self._hand_on(torch.zeros_like(value) if is_last else torch.full_like(value, torch.nan))
+
+    def _hand_on(self, value: Tensor) -> Tensor:
+        self.handed_on, self.version = value, value._version
+        return value
+
+    def own_blocks(self) -> list[nn.Module]:
+        """The blocks of this rank's stages."""
+        return [self.blocks[index] for number in self.numbers for index in self.spans[number]]
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters that no other stage has."""
+        return list(dict.fromkeys(parameter for block in self.own_blocks() for parameter in block.parameters()))
+
+    def outside_buffers(self) -> list[Tensor]:
+        """The buffers that every stage has."""
+        of_blocks = {id(buffer) for block in self.own_blocks() for buffer in block.buffers()}
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks]
+
+
+def _has_nan(value: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(value, lambda tensor: found.append(bool(tensor.isnan().any())) or tensor)
+    return any(found)
+
+
+def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> Stages:
+    """Keep of the model what this rank needs. The model is changed in place.
+
+    Raises `UnsupportedLayoutError` for a model that cannot be cut exactly.
+    """
+    ranks, options = mesh.size("pipeline"), layout.read(PipelineOptions)
+    chunks = options.chunks if options.schedule == "interleaved" else 1
+    chunks = chunks if ranks > 1 else 1
+    if workload.blocks is None:
+        raise UnsupportedLayoutError(
+            f"workload {workload.name} has no blocks, where a pipeline is cut; set Workload.blocks"
+        )
+    blocks = find_blocks(workload, model)
+    if len(blocks) < ranks * chunks:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: {ranks * chunks} stages, but there are {len(blocks)} blocks; "
+            f"use at most {len(blocks)} stages"
+        )
+    if has_batch_norm(model):
+        raise UnsupportedLayoutError(
+            "batch norm over the micro-batches of a pipeline is another training than over the batch; use a norm whose "
+            "statistics do not span samples, or ddp"
+        )
+    _check_ties(model, workload.blocks, blocks)
+    costs = [cost(block) for block in blocks]
+    inside = {module for block in blocks for module in block.modules()}
+    # What is computed behind the blocks (a head) comes on top of the last stage. In front there is hardly more than
+    # looking up an embedding, which costs nothing in multiplications.
+    costs[-1] += sum(own_cost(module) for module in model.modules() if module not in inside)
+    spans = balance(costs, ranks * chunks)
+    return Stages(model, workload.blocks, spans, ranks, mesh.coordinate["pipeline"])
+
+
+def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> None:
+    """Refuse a weight of a block that another block, or what is outside of the blocks, has too."""
+    everything = model.named_modules(remove_duplicate=False)
+    places = [name for name, module in everything if name.rpartition(".")[0] == path and module in blocks]
+    if len(places) > len(blocks):
+        raise UnsupportedLayoutError(f"pipeline: of the {len(places)} blocks at {path} some are one module, used again")
+    owner: dict[int, str] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = {module for block in blocks for module in block.modules()}
+    parts = [(names[id(block)], block.parameters()) for block in blocks]
+    outside = (p for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
+    for name, parameters in [*parts, (f"what is outside {path}", outside)]:
+        for parameter in set(parameters):
+            other = owner.setdefault(id(parameter), name)
+            if other != name:
+                raise UnsupportedLayoutError(
+                    f"pipeline: {other} and {name} share a weight, which would be on two stages; untie them, or use "
+                    "fsdp or tensor"
+                )

@@ -1,0 +1,238 @@
+"""Split the matrices of a model over ranks (DTensor), as its plan says (plan.py).
+
+Source: Shoeybi et al. 2019 (Megatron-LM).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import Layout
+from everyrank.layout.table import TensorOptions
+from everyrank.parallel.init_model import shared_parameters
+from everyrank.parallel.mesh import Mesh, local
+from everyrank.parallel.tensor.plan import check_module, resolve
+from everyrank.parallel.tensor.view_check import ViewCheck
+from everyrank.workload import Workload
+from everyrank.world.collectives import fingerprint
+
+__all__ = ["TensorParallel", "apply_tensor_parallel", "is_split"]
+
+_MOST_CHECKS = 20  # updates in which gradients that were zero so far are looked at
+
+
+class TensorParallel:
+    """What a step has to know of a model whose matrices are split.
+
+    context                entered around forward, loss and backward
+    reduce_partial_grads   after the last backward of an update: complete the gradients of what is not split
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Mapping[str, str], checks_views: bool) -> None:
+        self.model, self.mesh = model, mesh
+        self.loss_is_split = "colwise_loss" in plan.values()
+        self.to_sum = [model.get_submodule(name) for name, word in plan.items() if word == "replicate_sum"]
+        self.unseen = {name for name, _ in model.named_parameters()}
+        self.num_checks = 0
+        colwise = {name: model.get_submodule(name) for name, word in plan.items() if word == "colwise"}
+        self.view_check = ViewCheck(colwise, mesh.size("tensor")) if checks_views else None
+
+    @contextlib.contextmanager
+    def context(self) -> Generator[None]:
+        """Torch's loss on split logits works inside its context alone, backward too."""
+        with contextlib.ExitStack() as stack:
+            if self.loss_is_split:
+                stack.enter_context(loss_parallel())
+            if self.view_check is not None:
+                stack.enter_context(self.view_check)
+            yield
+
+    @torch.no_grad()
+    def reduce_partial_grads(self) -> None:
+        """Add up the gradients that ranks have parts of; in the first update, check that the others are alike.
+
+        Raises `UnsupportedLayoutError` for a parameter that is used on split features without the plan saying so.
+        """
+        for module in self.to_sum:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(local(parameter.grad), group=self.mesh.group("tensor"))
+        for parameter in self.model.parameters():
+            gradient = parameter.grad
+            if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if gradient.placements != parameter.placements:  # each rank has seen a part of the sequence
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if self.view_check is not None:
+            self.view_check.end()
+            self.view_check = None
+        if self.unseen and self.num_checks < _MOST_CHECKS:
+            self.num_checks += 1
+            self._check_alike()
+
+    def _check_alike(self) -> None:
+        """What is not split has the same gradient, to the last bit, on all ranks of this axis.
+
+        One of zeros says nothing: it is looked at again in the next update.
+        """
+        whole = {
+            name: p
+            for name, p in self.model.named_parameters()
+            if name in self.unseen and not is_split(p) and p.grad is not None
+        }
+        if not whole:
+            return
+        own = torch.stack([fingerprint(local(p.grad)) for p in whole.values() if p.grad is not None])
+        rows = [torch.empty_like(own) for _ in range(self.mesh.size("tensor"))]
+        dist.all_gather(rows, own, group=self.mesh.group("tensor"))
+        for index, name in enumerate(whole):
+            if any(row[index] != rows[0][index] for row in rows):
+                module = name.rpartition(".")[0]
+                raise UnsupportedLayoutError(
+                    f"tensor_plan: the gradient of {name} is not the same on all tensor ranks: it is used on split "
+                    f"features; add {module!r}: 'replicate_sum' (or, along a split sequence, 'sequence')"
+                )
+            if rows[0][index] != 0:
+                self.unseen.discard(name)
+        self.unseen -= {name for name, p in self.model.named_parameters() if is_split(p) or not p.requires_grad}
+
+
+def apply_tensor_parallel(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> TensorParallel | None:
+    """Split the model in place over the tensor axis; None where that is one rank long.
+
+    Raises `UnsupportedLayoutError` for a plan that is missing, matches nothing, or splits what does not divide.
+    """
+    if mesh.size("tensor") == 1:
+        return None
+    if not workload.tensor_plan:
+        raise UnsupportedLayoutError(
+            f"workload {workload.name} has no tensor_plan, which says how its matrices are split; "
+            "for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+        )
+    plan = resolve(model, workload.tensor_plan)
+    degree = mesh.size("tensor")
+    ties = shared_parameters(model)
+    for name, word in plan.items():
+        check_module(name, model.get_submodule(name), word, degree)
+    by_sequence = layout.read(TensorOptions).sequence
+    dim = workload.sequence_dim if workload.sequence_dim is not None else 1
+    devices = mesh.device_mesh("tensor")
+    if by_sequence:
+        _cut_sequence_evenly(model, degree, dim)
+    gathering = [name for name, word in plan.items() if word == "gather"]
+    for name, word in plan.items():
+        module = model.get_submodule(name)
+        # behind a gather the input is whole already; said otherwise, torch would add up its gradient once more
+        is_gathered = any(name.startswith(f"{other}.") for other in gathering)
+        style = _style(word, by_sequence, dim, is_gathered)
+        if word == "rowwise":
+            module.register_forward_pre_hook(functools.partial(_check_part, name, degree))
+        if style is not None:
+            parallelize_module(module, devices, style)
+            if layout.compile and word == "vocabulary":
+                # its sum may be under way still, which the compiler of the first block would not understand
+                module.register_forward_hook(lambda _, __, output: output.clone())
+        elif word == "gather":
+            module.register_forward_pre_hook(_gathering(devices, by_sequence, dim), with_kwargs=True)
+    _tie(model, ties, plan)
+    return TensorParallel(model, mesh, plan, checks_views=not layout.compile)
+
+
+def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> ParallelStyle | None:
+    """Torch's way of doing it."""
+    between = Shard(dim) if by_sequence else Replicate()  # how activations are laid out between split modules
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": lambda: ColwiseParallel(input_layouts=Replicate() if is_gathered else between),
+        "rowwise": lambda: RowwiseParallel(output_layouts=between),
+        "colwise_gather": lambda: ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        "colwise_loss": lambda: ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+        "vocabulary": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+    }
+    if word == "sequence" and by_sequence:
+        return SequenceParallel(sequence_dim=dim)
+    return styles[word]() if word in styles else None
+
+
+def _check_part(name: str, degree: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """What goes into a rowwise layer is a part already."""
+    whole = module.get_parameter("weight").shape[1]  # of a DTensor: of all of it
+    if args and not isinstance(args[0], DTensor) and args[0].shape[-1] * degree != whole:
+        raise UnsupportedLayoutError(
+            f"tensor_plan: {name} is rowwise and takes {whole // degree} of {whole} features on each rank, but gets "
+            f"{args[0].shape[-1]}: the layers before it have to be colwise"
+        )
+
+
+def _gathering(devices: DeviceMesh, by_sequence: bool, dim: int) -> Callable[..., Any]:
+    """A hook that makes a module's first argument whole, and known to be: its gradient is added up once."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_whole(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: _whole(kwargs[first])}
+
+    def _whole(value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            placement = Shard(dim) if by_sequence else Replicate()
+            value = DTensor.from_local(value, devices, [placement], run_check=False)
+        return value.redistribute(placements=[Replicate()]) if by_sequence else value
+
+    return hook
+
+
+def _cut_sequence_evenly(model: nn.Module, degree: int, dim: int) -> None:
+    """Refuse a sequence that does not divide: torch would take the parts for equal ones."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] % degree:
+                raise UnsupportedLayoutError(
+                    f"sequence=true: a sequence of {value.shape[dim]} does not divide by tensor={degree}; "
+                    "take another length, or leave out sequence"
+                )
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _tie(model: nn.Module, ties: list[list[tuple[str, str]]], plan: Mapping[str, str]) -> None:
+    """`parallelize_module` unties what it splits, silently: tie it again."""
+    for first, *others in ties:
+        kept = model.get_submodule(first[0]).get_parameter(first[1])
+        for module_name, name in others:
+            other = model.get_submodule(module_name).get_parameter(name)
+            if getattr(other, "placements", None) != getattr(kept, "placements", None):
+                raise UnsupportedLayoutError(
+                    f"tensor_plan: {first[0]} and {module_name} share a weight, but are split differently "
+                    f"({plan.get(first[0], 'replicate')} and {plan.get(module_name, 'replicate')}); "
+                    "split both along the same dimension: vocabulary and colwise_gather or colwise_loss"
+                )
+            setattr(model.get_submodule(module_name), name, kept)
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether each tensor rank has a part of its own."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(name == "tensor" and not p.is_replicate() for name, p in zip(names, parameter.placements, strict=True))

@@ -1,0 +1,238 @@
+"""What an update changes: a model, its optimizer, schedule, loss scaler and averages. What all strategies do with them.
+
+Gradients are normalised by the global number of loss terms. Backward runs on sum / global_batch (any constant would do
+that is equal on all ranks and in one process; the raw sum would overflow in fp16). Once the count is known the
+gradients are multiplied by global_batch / count, and by the number of ranks where a wrapper has averaged over them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from everyrank.data import Batch
+from everyrank.errors import WorkloadError
+from everyrank.layout import Layout
+from everyrank.parallel.ema import WeightEMA
+from everyrank.parallel.loss import check_total
+from everyrank.parallel.mesh import local_tensors
+from everyrank.parallel.precision import LossScaler, make_loss_scaler
+from everyrank.workload import Workload
+
+__all__ = ["Trainable", "make_trainable"]
+
+
+@dataclass
+class Trainable:
+    """What training changes in this rank. Strategies step it, checkpoints save it, snapshots copy it.
+
+    parameters        all of the model's, as they are laid out on this rank
+    schedule          steps once per update, or on a plateau of the evaluation
+    scaler            of the loss, in fp16
+    ema               averages of the weights, where the workload has an ema_decay; what evaluation takes
+    global_batch, clip_norm   the workload's
+    phase_observers   called with forward, backward or optimizer when a step enters that phase
+    """
+
+    model: nn.Module
+    parameters: list[nn.Parameter]
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    scaler: LossScaler | None
+    ema: WeightEMA | None
+    global_batch: int
+    clip_norm: float | None
+    phase_observers: list[Callable[[str], None]] = field(default_factory=list[Callable[[str], None]])
+
+    def enter_phase(self, phase: str) -> None:
+        """The step enters forward, backward or optimizer: tell whoever measures it."""
+        for observer in self.phase_observers:
+            observer(phase)
+
+    def zero_grad(self, *others: nn.Parameter) -> None:
+        """Forget the gradients of the last update, also those of `others`, which are not the model's."""
+        self.enter_phase("forward")
+        for parameter in (*self.parameters, *others):
+            parameter.grad = None
+
+    def iter_micro_batches(self, batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
+        """(whether it is the last, micro-batch) for each micro-batch of an update."""
+        for index, batch in enumerate(batches):
+            self.enter_phase("forward")
+            yield index == len(batches) - 1, batch
+
+    def backward(self, loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
+        """Backward from loss * scale / global_batch, and from `others`: (tensor, its gradient)."""
+        self.enter_phase("backward")
+        # A gradient to start from is what multiplying the loss would come to, without the two operators.
+        scale = self.scaler.scale if self.scaler else 1.0
+        first = _constant(scale / self.global_batch, loss.dtype, loss.device)
+        tensors, gradients = zip((loss, first), *others, strict=True)
+        torch.autograd.backward(tensors, gradients)
+        self.enter_phase("optimizer")  # or the forward pass of another micro-batch
+
+    def optimizer_step(self, total: Tensor, num_averaged: int = 1, squares: Callable[[], Tensor] | None = None) -> None:
+        """Normalise the gradients by the global count, clip them, step optimizer and schedule.
+
+        `total` is [sum, count] over all ranks, shape (2,). The gradients are those of sum / global_batch (times the
+        loss scale), averaged over `num_averaged` ranks. `squares` gives the sum of their squares where other ranks hold
+        other parts of them (parallel/gradients.py).
+
+        Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
+        changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
+        """
+        factor = self._factor(total, num_averaged)
+        needs_norm = self.clip_norm is not None or self.scaler is not None
+        is_one = isinstance(factor, float) and factor == 1.0 and not needs_norm
+        gradients = [] if is_one else local_tensors([p.grad for p in self.parameters if p.grad is not None])
+        if needs_norm:
+            norm = (squares().sqrt() if squares is not None else _norm(gradients, total)) * factor
+            if self.scaler is not None:
+                is_finite = bool(norm.isfinite())
+                self.scaler.update(is_finite)
+                if not is_finite:
+                    self._skip()
+                    return
+            if self.clip_norm is not None:
+                # the formula of torch.nn.utils.clip_grad_norm_
+                factor = factor * torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
+        self.optimizer.step()
+        self._advance_schedule()
+
+    def _factor(self, total: Tensor, num_averaged: int) -> float | Tensor:
+        """What turns the gradients of sum / global_batch into those of the mean over all terms."""
+        constant = num_averaged * self.global_batch / (self.scaler.scale if self.scaler else 1.0)
+        if total.device.type == "cpu":
+            loss_sum, count = total.tolist()
+            check_total(loss_sum, count)
+            return constant / count
+        return torch.where(total[1] > 0, constant / total[1], 0.0)  # no terms, no update; the loop will say so
+
+    def _skip(self) -> None:
+        """Leave this update out: its gradients have overflowed."""
+        with warnings.catch_warnings():
+            # torch takes a schedule that steps before the first optimizer step for a mistake
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self._advance_schedule()
+
+    def _advance_schedule(self) -> None:
+        if self.schedule is not None and not self.follows_evaluation:
+            self.schedule.step()
+
+    @property
+    def follows_evaluation(self) -> bool:
+        """Whether the schedule follows evaluations, at the end of each epoch, instead of counting updates."""
+        return isinstance(self.schedule, ReduceLROnPlateau)
+
+    def report_eval_loss(self, eval_loss: float | None) -> None:
+        """The loss of an evaluation, for such a schedule: exact, and so the same number under every layout."""
+        if isinstance(self.schedule, ReduceLROnPlateau) and eval_loss is not None:
+            self.schedule.step(eval_loss)
+
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of all that training changes in this rank."""
+        tensors = [*self.parameters, *self.model.buffers()]
+        return {
+            "tensors": [tensor.detach().clone() for tensor in local_tensors(tensors)],
+            "ema": [own.clone() for own in local_tensors(self.ema.tensors)] if self.ema else [],
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "schedule": copy.deepcopy(self.schedule.state_dict()) if self.schedule else None,
+            "scaler": dataclasses.replace(self.scaler) if self.scaler else None,
+        }
+
+    @torch.no_grad()
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Put a snapshot back."""
+        tensors = local_tensors([*self.parameters, *self.model.buffers()])
+        for tensor, copied in zip(tensors, saved["tensors"], strict=True):
+            tensor.copy_(copied)
+        if self.ema is not None:
+            for tensor, copied in zip(local_tensors(self.ema.tensors), saved["ema"], strict=True):
+                tensor.copy_(copied)
+        self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        if self.schedule is not None:
+            self.schedule.load_state_dict(copy.deepcopy(saved["schedule"]))
+        if self.scaler is not None:
+            self.scaler.scale, self.scaler.good_steps = saved["scaler"].scale, saved["scaler"].good_steps
+
+
+def make_trainable(workload: Workload, layout: Layout, model: nn.Module) -> Trainable:
+    """The person's optimizer over `model`, as it is laid out now: whatever replaces parameters has to come before.
+
+    Raises `WorkloadError` for an optimizer that cannot train the model.
+    """
+    optimizer = _make_optimizer(workload, model)
+    schedule = workload.schedule(optimizer) if workload.schedule else None
+    if isinstance(schedule, ReduceLROnPlateau) and workload.eval_data is None:
+        raise WorkloadError(
+            f"workload {workload.name}: ReduceLROnPlateau follows the loss of the evaluation; give eval_data, or a "
+            "schedule that counts updates"
+        )
+    return Trainable(
+        model=model,
+        parameters=list(model.parameters()),
+        optimizer=optimizer,
+        schedule=schedule,
+        scaler=make_loss_scaler(layout),
+        ema=WeightEMA(workload.ema_decay, model) if workload.ema_decay is not None else None,
+        global_batch=workload.global_batch,
+        clip_norm=workload.clip_norm,
+    )
+
+
+def _make_optimizer(workload: Workload, model: nn.Module) -> Optimizer:
+    optimizer: object = workload.optimizer(model)
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        fix = "; a workload has one: make groups of parameters in it" if isinstance(optimizer, tuple | list) else ""
+        raise WorkloadError(f"workload {workload.name}: optimizer() returned {kind}, not a torch.optim.Optimizer{fix}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"workload {workload.name}: {kind} computes the loss several times in a step, which an update here cannot; "
+            "use an optimizer that steps on the gradients it finds (SGD, AdamW)"
+        )
+    _check_parameters(workload, model, optimizer)
+    for group in optimizer.param_groups:
+        # torch's kernels for many tensors at once take tensors of one kind; one by one is the same arithmetic
+        if len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1:
+            group.update({key: False for key in ("foreach", "fused") if key in group})
+    return optimizer
+
+
+def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer) -> None:
+    """Others than the model's own would be trained by no rank, or by each for itself."""
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in own for parameter in given)
+    if foreign:
+        raise WorkloadError(
+            f"workload {workload.name}: optimizer() has {foreign} parameters that are not the model's: take those of "
+            "the model that it is called with, and make what else is trained a part of that model"
+        )
+    if not given and any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(f"workload {workload.name}: optimizer() has no parameters; give it model.parameters()")
+
+
+def _norm(gradients: Sequence[Tensor], total: Tensor) -> Tensor:
+    """The norm of gradients that this rank holds whole: float64, shape ()."""
+    return torch.nn.utils.get_total_norm(gradients).double() if gradients else total.new_zeros(())
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)

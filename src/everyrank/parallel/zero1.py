@@ -1,0 +1,54 @@
+"""Every rank owns a part of the optimizer: it updates those parameters and broadcasts them.
+
+torch's ZeroRedundancyOptimizer builds its own optimizer from a class; a workload has a function that builds one, so
+here the person's optimizer is built over everything and then pruned to what this rank owns.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from everyrank.world import World
+
+__all__ = ["assign_owners", "broadcast_from_owners", "keep_owned_parameters"]
+
+
+def assign_owners(parameters: list[nn.Parameter], count: int) -> list[int]:
+    """The owner of each parameter: the largest first, each to the rank that has the fewest elements so far."""
+    load = [0] * count
+    owners = [0] * len(parameters)
+    for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].numel()):
+        owner = load.index(min(load))
+        owners[index] = owner
+        load[owner] += parameters[index].numel()
+    return owners
+
+
+def keep_owned_parameters(optimizer: Optimizer, owned: set[nn.Parameter]) -> None:
+    """Keep only `owned` parameters in the optimizer; its groups, and so their schedules, stay."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in owned]
+    for parameter in list(optimizer.state):  # some optimizers fill it before the first step
+        if parameter not in owned:
+            del optimizer.state[parameter]
+
+
+@torch.no_grad()
+def broadcast_from_owners(parameters: list[nn.Parameter], owners: list[int], world: World) -> None:
+    """Give every rank the parameters that their owners have just updated: one broadcast per owner and dtype."""
+    waiting: list[tuple[dist.Work | None, Tensor, list[nn.Parameter]]] = []
+    for owner in range(world.size):
+        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+            own = [p for p, who in zip(parameters, owners, strict=True) if who == owner and p.dtype is dtype]
+            if own:
+                flat = torch.cat([parameter.reshape(-1) for parameter in own])
+                waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, own))
+    for work, flat, own in waiting:
+        if work is not None:
+            work.wait()
+        parts = flat.split([parameter.numel() for parameter in own])
+        for part, parameter in zip(parts, own, strict=True):
+            parameter.copy_(part.view_as(parameter))

@@ -1,0 +1,178 @@
+"""What is compared: a workload made quiet, its data, and few updates that still meet what goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from everyrank.data import Streamed, Update, all_updates, samples_per_epoch, updates_per_epoch
+from everyrank.layout import Layout
+from everyrank.loop import planned_updates, wrap_user_errors
+from everyrank.parallel.batch_norm import has_batch_norm
+from everyrank.parallel.init_model import on_cpu
+from everyrank.workload import Workload
+
+__all__ = ["QUICK_STEPS", "ParityCase", "Segments", "chosen_updates", "parity_case", "single_like"]
+
+Segments = list[list[Update]]
+"""Updates to run; each segment begins from the initial state."""
+
+QUICK_STEPS = 6
+_LOW_STEPS = 8  # in a precision below float64, where rounding has grown over most of what could be seen by then
+_EVAL_BATCHES = 4  # at either end of the evaluation data, and not fewer
+_EVAL_SAMPLES = 32  # than so many samples
+
+
+@dataclass
+class ParityCase:
+    """What is compared: a workload with its data, the updates to run, and the runs of `single` made so far.
+
+    eval_ends    the first and the last batches of the evaluation data, which are evaluated; the whole of a stream
+    segments     of each kind of `single` (its layout as text): the updates that can be compared
+    from_disk    kinds of `single` that an earlier call had left
+    names        of each kind of `single`: the file in which it is kept between calls
+    references   of each kind of `single`: its `Reference`; rank 0 alone has them
+    precisions   beside float64, those of the layouts themselves are compared
+    by_gradient  nothing moved (a learning rate of 0): the optimizer is replaced by one whose update is the gradient
+    """
+
+    workload: Workload
+    train_data: Any
+    eval_data: Any
+    eval_ends: Any
+    steps: int
+    notes: list[str]
+    has_batch_norm: bool
+    is_quick: bool = False
+    is_cached: bool = False
+    by_gradient: bool = False
+    segments: dict[str, Segments] = field(default_factory=dict[str, Segments])
+    from_disk: set[str] = field(default_factory=set[str])
+    names: dict[str, str | None] = field(default_factory=dict[str, Any])
+    references: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def precisions(self, layout: Layout) -> list[str]:
+        """In which precisions a layout is compared: float64, and its own."""
+        return ["float64"] if self.is_quick else list(dict.fromkeys(["float64", layout.precision]))
+
+    def forget_kept(self, single: str) -> bool:
+        """Let go of what earlier calls have left, where this kind of `single` is among it: it is run anew."""
+        if single not in self.from_disk:
+            return False
+        for kept in self.from_disk:
+            self.segments.pop(kept)
+            self.references.pop(kept, None)
+        self.from_disk.clear()
+        self.is_cached = False  # to be read; what is made is kept under the names that are known
+        return True
+
+    def planned(self, precision: str) -> Segments:
+        """The updates to begin with."""
+        steps = self.steps if precision == "float64" else min(self.steps, _LOW_STEPS)
+        length = samples_per_epoch(self.workload, len(self.train_data))
+        return [chosen_updates(length, self.workload.global_batch, steps)]
+
+
+def parity_case(
+    workload: Workload,
+    train_data: Any,
+    eval_data: Any,
+    steps: int,
+    *,
+    is_quick: bool = False,
+    is_cached: bool = False,
+) -> ParityCase:
+    """The workload as it is checked: dropout set to 0, and few updates that still cross an epoch and a ragged batch."""
+    with wrap_user_errors():
+        model = on_cpu(workload)
+        num_dropouts = _without_dropout(model)
+    quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
+    steps = min(steps, planned_updates(workload, len(train_data)))
+    notes = [f"dropout set to 0 in {num_dropouts} modules"] if num_dropouts else []
+    if is_quick:
+        notes.append(f"quick: left out are the layout's own precision, and updates after {min(steps, QUICK_STEPS)}")
+        steps = min(steps, QUICK_STEPS)
+    ends = _ends(eval_data, workload.eval_batch or workload.global_batch)
+    if isinstance(ends, _Ends):
+        notes.append(f"evaluated: {len(ends)} of {len(eval_data)} samples, the first and the last")
+    return ParityCase(
+        quiet, train_data, eval_data, ends, steps, notes, has_batch_norm(model), is_quick=is_quick, is_cached=is_cached
+    )
+
+
+def chosen_updates(length: int, global_batch: int, steps: int) -> list[Update]:
+    """`steps` updates: the first of epoch 0, its last (which may be ragged), and the first of epoch 1.
+
+    The order of samples is a function of seed, epoch and step alone, so the updates between can be left out.
+    """
+    per_epoch = updates_per_epoch(length, global_batch)
+    if per_epoch <= steps // 2 or steps < 3:
+        return list(all_updates(steps, per_epoch))
+    first = steps // 2 - 1
+    places = [(0, index) for index in range(first)] + [(0, per_epoch - 1)]
+    places += [(1, index) for index in range(steps - first - 1)]
+    return [Update(step, epoch, index) for step, (epoch, index) in enumerate(places)]
+
+
+def single_like(subject: ParityCase, layout: Layout, precision: str) -> Layout:
+    """The layout of one process with the mathematics of `layout`, in this precision.
+
+    With batch norm, cutting a batch into micro-batches is another mathematics: then `single` does it too.
+    """
+    accumulate = layout.accumulate if subject.has_batch_norm else 1
+    return Layout("single", accumulate=accumulate, precision=precision)
+
+
+def _ends(data: Any, batch: int) -> Any:
+    """The first and the last batches of the evaluation data; all of it where it is not longer, or a stream."""
+    if data is None or isinstance(data, Streamed):
+        return data
+    length, some = len(data), max(_EVAL_BATCHES, -(-_EVAL_SAMPLES // batch)) * batch
+    last = -(-length // batch) * batch - some  # where the last batches begin, the ragged one with them
+    return _Ends(data, [*range(some), *range(last, length)]) if last > some else data
+
+
+class _Ends(Dataset[Any]):
+    """Some samples of a dataset."""
+
+    def __init__(self, dataset: Any, samples: Sequence[int]) -> None:
+        self.dataset, self.samples = dataset, samples
+        self.deterministic = getattr(dataset, "deterministic", False)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.samples[index]]
+
+
+def _quiet(model: nn.Module) -> nn.Module:
+    _without_dropout(model)
+    return model
+
+
+def _without_dropout(model: nn.Module) -> int:
+    """Set every dropout to 0; how many modules that changed."""
+    changed = 0
+    for module in model.modules():
+        for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("dropout",):  # pyright: ignore[reportPrivateUsage]
+            value = getattr(module, name, None)
+            if isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                changed += 1
+    return changed
+
+
+def by_gradient(workload: Workload) -> Workload:
+    """The workload whose update is the gradient itself: plain SGD of learning rate 1."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0)
+
+    return dataclasses.replace(workload, optimizer=optimizer, schedule=None)

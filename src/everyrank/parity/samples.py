@@ -1,0 +1,233 @@
+"""Audit the samples: each one read once in every epoch, and counted once in the evaluation.
+
+The real loader reads the real dataset under the layout; only what a sample holds is replaced by its number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from everyrank.data import (
+    Streamed,
+    all_updates,
+    batches_for_evaluation,
+    batches_for_updates,
+    samples_per_epoch,
+    updates_per_epoch,
+)
+from everyrank.data.order import numbers as epoch_numbers
+from everyrank.data.parts import Keys, order_of
+from everyrank.data.seeds import seed_sample
+from everyrank.data.stream import StreamReader
+from everyrank.layout import Layout
+from everyrank.loop import wrap_user_errors
+from everyrank.parallel.mesh import Mesh
+from everyrank.workload import Workload
+from everyrank.world import World
+from everyrank.world.collectives import all_gather
+
+__all__ = ["audit", "complaints"]
+
+_NUM_EPOCHS = 2
+_NUM_COMPARED = 64  # samples whose content is compared between ranks
+
+
+def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, mesh: Mesh) -> tuple[list[str], str]:
+    """What is wrong (nothing: []), and what was audited. The same on every rank that takes part; a collective."""
+    world, reads = mesh.world, mesh.data_slice
+    counted = dataclasses.replace(workload, collate=_numbers)
+    problems = _differences(workload, train_data, world)
+    samples = samples_per_epoch(workload, len(train_data))
+    left_out = len(train_data) - samples
+    per_epoch = updates_per_epoch(samples, workload.global_batch)
+    updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
+    batches = batches_for_updates(
+        counted, _numbered(train_data), updates, reads, layout.accumulate, world, torch.float64
+    )
+    own: list[list[int]] = [[] for _ in range(_NUM_EPOCHS)]
+    with wrap_user_errors():
+        for update, parts in zip(updates, batches, strict=True):
+            for part in parts:
+                own[update.epoch] += part.input[: part.size].tolist()
+    orders: list[list[int]] = []
+    for epoch, numbers in enumerate(own):
+        order = _over_ranks(numbers, mesh)
+        orders.append(order)
+        expected = _expected(workload, train_data, epoch)
+        if workload.weights is not None:  # samples repeat: each is to be read as often as it was drawn
+            expected = epoch_numbers(order_of(workload, train_data, epoch))
+        problems += complaints(order, expected, f"epoch {epoch}", left_out)
+    how = "each read once" if workload.weights is None else "drawn with weights, each read as often as drawn"
+    text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how}"
+    text += f" but {left_out} of a last batch (drop_last)" * (left_out > 0)
+    if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
+        is_stream = isinstance(train_data, Streamed)
+        keeps_order = is_stream and getattr(train_data.dataset, "keeps_order", False)
+        if keeps_order or (is_stream and not hasattr(train_data.dataset, "set_epoch")):
+            text += " (a stream, in the same order in both)"
+        else:
+            hint = "; if it is meant to stay, give the stream keeps_order = True" if is_stream else ""
+            problems.append(
+                f"epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch){hint}"
+            )
+    if eval_data is not None:
+        with wrap_user_errors():
+            parts = batches_for_evaluation(counted, _numbered(eval_data), reads, world, torch.float64)
+            numbers = [number for part in parts for number in part.input[: part.size].tolist()]
+        problems += complaints(_over_ranks(numbers, mesh), _expected(workload, eval_data, 0), "evaluation")
+        text += f"; {len(eval_data)} evaluated, each counted once"
+    return problems, text
+
+
+def _differences(workload: Workload, data: Any, world: World) -> list[str]:
+    """Samples that are not the same on all ranks: a dataset that divides itself by rank is then divided twice."""
+    if isinstance(data, Streamed) or world.size == 1:
+        return []
+    chosen = sorted(
+        {round(index) for index in torch.linspace(0, len(data) - 1, min(_NUM_COMPARED, len(data))).tolist()}
+    )
+    prints: list[int] = []
+    with wrap_user_errors():
+        for index in chosen:
+            seed_sample(workload.seed, 0, index)
+            prints.append(sample_fingerprint(data[index]))
+    rows = all_gather(torch.tensor(prints, dtype=torch.int64), world)
+    for rank, row in enumerate(rows):
+        if not torch.equal(row, rows[0]):
+            first = chosen[int((row != rows[0]).nonzero()[0])]
+            return [
+                f"sample {first} of train_data is not the same on rank {rank} as on rank 0: the dataset divides "
+                "itself, or draws from generators that nobody seeds; return all of the data on every rank"
+            ]
+    return []
+
+
+def _expected(workload: Workload, data: Any, epoch: int) -> list[int]:
+    """What reading each sample once comes to, in any order: numbers, and of a stream fingerprints."""
+    if not isinstance(data, Streamed):
+        return list(range(len(data)))
+    read = StreamReader(_numbered(data), workload.seed)
+    with wrap_user_errors():
+        return [number for index in range(len(data)) for number in read.__getitems__(Keys(epoch, [index]))]
+
+
+def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str, left_out: int = 0) -> list[str]:
+    """What is wrong with having read `numbers` where each of `expected` (or of that many) was to be read once.
+
+    So many of them may be `left_out`.
+    """
+    wanted = Counter(range(expected) if isinstance(expected, int) else expected)
+    length = sum(wanted.values())
+    times = Counter(numbers)
+    place: dict[int, int] = {}  # a stream's samples are told by where they first stand
+    for index, number in enumerate(range(expected) if isinstance(expected, int) else expected):
+        place.setdefault(number, index)
+    missing = [place[number] for number, count in wanted.items() if times[number] < count]
+    repeated = [place[number] for number, count in times.items() if 0 < wanted[number] < count]
+    foreign = [number for number in times if number not in wanted]
+    found: list[str] = []
+    if len(missing) > left_out:
+        found.append(f"{what}: {len(missing)} of {length} samples were never read, the first is {min(missing)}")
+    if repeated:
+        found.append(
+            f"{what}: {len(repeated)} of {length} samples were read more than once, the first is {repeated[0]}"
+        )
+    if foreign:
+        found.append(f"{what}: {len(foreign)} samples are not of the {length} there are, the first is {foreign[0]}")
+    return found
+
+
+def sample_fingerprint(sample: Any) -> int:
+    """A number that changes with anything in a sample: 63 bits of BLAKE2b over its values."""
+    content = hashlib.blake2b(digest_size=8)
+
+    def take(value: Any) -> None:
+        if isinstance(value, Tensor):
+            content.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            content.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key in value:
+                content.update(repr(key).encode())
+                take(value[key])
+        elif isinstance(value, tuple | list):
+            content.update(f"{len(value)}".encode())
+            for item in value:
+                take(item)
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            content.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+        elif isinstance(value, np.ndarray):
+            take(value.tolist())
+        elif isinstance(value, set | frozenset):
+            content.update("".join(sorted(map(repr, value))).encode())
+        elif hasattr(value, "tobytes"):  # an image
+            content.update(value.tobytes())
+        elif type(value).__repr__ is object.__repr__ or dataclasses.is_dataclass(value):  # repr would be an address
+            content.update(type(value).__qualname__.encode())
+            take(vars(value) if hasattr(value, "__dict__") else ())
+        else:
+            content.update(repr(value).encode())
+
+    take(sample)
+    return int.from_bytes(content.digest()) >> 1
+
+
+def _numbered(data: Any) -> Any:
+    """The data, really read, but handing out numbers of its samples: of a stream their fingerprints."""
+    if isinstance(data, Streamed):
+        return Streamed(_Printed(data.dataset), len(data), data.is_whole)
+    return _Numbered(data)
+
+
+class _Numbered(Dataset[int]):
+    """A dataset that is really read, but hands out the numbers of its samples."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.shard_sizes: Sequence[int] | None = getattr(dataset, "shard_sizes", None)
+
+    def __getitem__(self, index: int) -> int:
+        self.dataset[index]
+        return index
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class _Printed:
+    """A stream that hands out the fingerprints of its items, before anything random is done to them."""
+
+    draws_alike = True
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        # what `decode` draws does not come into it; what a stream without it draws has to be seeded as in training
+        self.deterministic = hasattr(dataset, "decode") or getattr(dataset, "deterministic", False)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on, where the stream has it."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return (sample_fingerprint(item) for item in self.dataset)
+
+
+def _numbers(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    numbers = torch.tensor(list(samples))
+    return numbers, numbers
+
+
+def _over_ranks(numbers: list[int], mesh: Mesh) -> list[int]:
+    """What all ranks have read; of those that read the same samples, the first."""
+    own = numbers if mesh.is_first("pipeline", "context", "tensor") else []
+    rows = all_gather(torch.tensor(own, dtype=torch.int64), mesh.world)
+    return [number for row in rows for number in row.tolist()]

@@ -1,0 +1,175 @@
+"""What is known of each layout while a bench goes on, and the Records that are made of it at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from everyrank.data import samples_before, samples_per_epoch
+from everyrank.launch import RankFacts
+from everyrank.layout import Layout
+from everyrank.measure.clock import interval
+from everyrank.measure.instrumented import Instrumented
+from everyrank.measure.provenance import provenance
+from everyrank.measure.resources import Sampler
+from everyrank.measure.split import breakdown
+from everyrank.options import BenchOptions
+from everyrank.progress import row_known
+from everyrank.record import Bubble, Interval, Parity, Record
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["Arm", "Bench", "Results"]
+
+_STOPPED = "the bench was stopped before it was checked"
+
+
+@dataclass
+class Arm:
+    """One layout ready to run. On ranks that it does not use, `prepared` stays None."""
+
+    layout: Layout
+    parity: Parity
+    world: World
+    prepared: Prepared | None = None
+    saved: dict[str, Any] = field(default_factory=dict[str, Any])
+    losses: list[float] = field(default_factory=list[float])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    first_step_seconds: float | None = None
+    inside: list[Instrumented] = field(default_factory=list[Instrumented])  # of each rank
+    trial_seconds: list[float] = field(default_factory=list[float])
+    # of each trial and rank: mean seconds of each phase of a step
+    splits: list[list[list[float]]] = field(default_factory=list[list[list[float]]])
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it runs in one process while the other ranks wait."""
+        return self.layout.axis is None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is run, and how many updates each kind of run has."""
+
+    workload: Workload
+    train_data: Any
+    eval_data: Any
+    run_updates: int
+    lead_updates: int  # of a trial, before the clock starts
+    trial_updates: int
+    split_updates: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Samples of an epoch, and of an update."""
+        return samples_per_epoch(self.workload, len(self.train_data)), self.workload.global_batch
+
+
+@dataclass
+class Results:
+    """What is known so far, as rank 0 says it, leaves it behind, and hands it back."""
+
+    bench: Bench
+    facts: RankFacts
+    world: World
+    layouts: Sequence[Layout]
+    options: BenchOptions
+    sampler: Sampler
+    startup_seconds: float
+    arms: list[Arm] = field(default_factory=list[Arm])
+
+    def __post_init__(self) -> None:
+        bench, options = self.bench, self.options
+        self.source: dict[str, Any] = {"method": _method(bench, options), "trials_asked": options.trials}
+        if self.world.rank == 0:  # the checksum of the data may read all of it
+            self.source |= provenance(bench.workload, bench.train_data, self.world, options.command)
+
+    @property
+    def running(self) -> list[Arm]:
+        """Those that were checked equal: they are timed."""
+        return [arm for arm in self.arms if arm.parity.status == "equal"]
+
+    def told(self, line: str) -> None:
+        """Leave what is known by now, for the case that there is no more, and say a line of it."""
+        if self.world.rank != 0:
+            return
+        if self.facts.keep is not None:
+            self.sampler.look()
+            self.facts.keep(self.records())
+        if line and self.options.show:
+            row_known(line)
+
+    def records(self) -> list[Record]:
+        """A Record for each layout, also for one that was not come to."""
+        load = {"before": self.options.load_before, "others_cores": self.sampler.others_cores}
+        running = self.running
+        single = next((arm for arm in running if str(arm.layout) == "single" and arm.trial_seconds), None)
+        found: list[Record] = []
+        for arm in self.arms:
+            used = self.sampler.of(str(running.index(arm))) if arm in running else None
+            made = _record(arm, self.bench, self.facts, self.startup_seconds, single)
+            found.append(replace(made, resources=used, provenance={**self.source, "load": load, **made.provenance}))
+        for layout in self.layouts[len(self.arms) :]:
+            arm = Arm(layout, Parity("not_verified", reason=_STOPPED), self.world)
+            made = _record(arm, self.bench, self.facts, self.startup_seconds, None)
+            found.append(replace(made, provenance={**self.source, "load": load}))
+        return found
+
+
+def _method(bench: Bench, options: BenchOptions) -> str:
+    return (
+        f"{options.trials} interleaved trials of {bench.trial_updates} updates, each from the initial state, after one "
+        f"untimed run of {bench.run_updates} updates"
+        + (f" and the first {bench.lead_updates} of each trial" if bench.lead_updates else "")
+        + "; medians with 95% bootstrap intervals; the slowest rank counts; "
+        f"steps taken apart in {options.trials} runs of {bench.split_updates} updates of their own"
+    )
+
+
+def _record(arm: Arm, bench: Bench, facts: RankFacts, startup_seconds: float, single: Arm | None) -> Record:
+    world = arm.world
+    sizes = bench.sizes
+    samples = samples_before(bench.lead_updates + bench.trial_updates, *sizes) - samples_before(
+        bench.lead_updates, *sizes
+    )
+    steps = [seconds / bench.trial_updates for seconds in arm.trial_seconds]
+    is_timed = bool(arm.trial_seconds)
+    throughput = interval([samples / seconds for seconds in arm.trial_seconds]) if is_timed else None
+    return Record(
+        workload=bench.workload.name,
+        layout=str(arm.layout),
+        launcher=facts.started_by,
+        backend=world.backend if not arm.is_alone else "none",
+        device=world.device.type,
+        world_size=1 if arm.is_alone else world.size,
+        parity=arm.parity,
+        throughput_samples_per_second=throughput,
+        ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
+        step_seconds=interval(steps) if is_timed else None,
+        epoch_seconds=sizes[0] / throughput.median if throughput else None,
+        breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
+        bubble=_bubble(arm.inside) if world.device.type == "cpu" else None,
+        peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),
+        collectives=arm.inside[0].collectives if arm.inside else [],
+        startup_seconds=startup_seconds if is_timed else None,
+        first_step_seconds=arm.first_step_seconds,
+        loss=arm.losses,
+        metrics=arm.metrics,
+        provenance={"threads_per_rank": world.threads, "updates": bench.run_updates},
+    )
+
+
+def _bubble(inside: Sequence[Instrumented]) -> Bubble | None:
+    """How long ranks stood idle beside how long they would by theory; None for a layout without a pipeline."""
+    longest = max((own.idle[1] for own in inside), default=0.0)
+    if not longest:
+        return None
+    return Bubble(inside[0].idle[0], fmean(own.idle[2] for own in inside) / longest)
+
+
+def _ratio(arm: Arm, single: Arm) -> Interval:
+    """How many times as fast, trial by trial: what slows the machine for a while slows both."""
+    return interval([one / own for one, own in zip(single.trial_seconds, arm.trial_seconds, strict=False)])

@@ -1,0 +1,113 @@
+"""Predict: what a trained model says of each sample, by all ranks together, in the order of the data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.checkpoint import load_model, with_pretrained
+from everyrank.data import Batch, batches_for_evaluation
+from everyrank.errors import WorkloadError
+from everyrank.launch import Launch, RankFacts
+from everyrank.layout import Layout
+from everyrank.loop import open_data, wrap_user_errors
+from everyrank.options import PredictOptions
+from everyrank.progress import progress
+from everyrank.runs import checkpoint_named
+from everyrank.strategies import Prepared, prepare
+from everyrank.tasks.predictions import open_predictions
+from everyrank.workload import Source, Workload, load
+from everyrank.world import World, open_world
+from everyrank.world.collectives import all_gather
+
+__all__ = ["predict_rank"]
+
+
+def predict_rank(
+    facts: RankFacts, what: Source | Workload, layout: Layout, launch: Launch, options: PredictOptions
+) -> int | None:
+    """Predict in this rank; how many samples there were on rank 0, None elsewhere. Rank 0 alone writes."""
+    with open_world(facts, launch) as world:
+        workload = load(what)
+        if options.pretrained is not None:
+            workload = with_pretrained(workload, options.pretrained)
+        train_data, eval_data = open_data(workload, world)
+        data = train_data if options.training_data else eval_data
+        if data is None:
+            raise WorkloadError(f"workload {workload.name} has no eval_data; predict its training data: --train-data")
+        with wrap_user_errors():
+            prepared = prepare(workload, layout, world)
+        if options.resume is not None:
+            load_model(prepared, world, checkpoint_named(options.resume))
+        with contextlib.ExitStack() as stack:
+            write = stack.enter_context(open_predictions(options.out, len(data))) if world.rank == 0 else _nothing
+            begin = stack.enter_context(
+                progress(
+                    -(-len(data) // (workload.eval_batch or workload.global_batch)), options.show and world.rank == 0
+                )
+            )
+            name = f"predict {workload.name} · {layout}"
+            _predict(prepared, data, write, lambda: begin(name))
+        del prepared
+        return len(data) if world.rank == 0 else None
+
+
+def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], tick: Callable[[], None]) -> None:
+    """Batch by batch: each rank its part, rank 0 all of them in order."""
+    workload, world = prepared.workload, prepared.world
+    prepared.model.eval()
+    first = 0
+    with torch.no_grad(), prepared.evaluation_weights():
+        for batch in batches_for_evaluation(workload, data, prepared.data_slice, world, prepared.dtype):
+            tick()
+            with wrap_user_errors():
+                output = prepared.predict(batch)
+                own = _own(workload, output, batch) if prepared.has_output else None
+            # parts of a batch are contiguous and in the order of the ranks
+            own = _agreed(own, prepared.world)
+            rows = all_gather(own, prepared.world)
+            own = torch.cat([row.reshape(-1, *own.shape[1:]) for row in rows])
+            if world.rank == 0:
+                write(first, own.cpu().numpy())
+            first += batch.total
+
+
+_DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def _agreed(own: Tensor | None, world: World) -> Tensor:
+    """The rank's rows, or none of the shape and kind that others have. A collective.
+
+    Raises `WorkloadError` where the rows of one rank have another shape than those of another.
+    """
+    about = [] if own is None else [_DTYPES.index(own.dtype), *own.shape[1:]]
+    rows = [tuple(row.tolist()) for row in all_gather(torch.tensor(about, dtype=torch.int64), world)]
+    kinds = sorted({row for row in rows if row})
+    if len(kinds) > 1:
+        raise WorkloadError(
+            f"predict: rows of shape {kinds[0][1:]} on one rank and {kinds[1][1:]} on another; "
+            "pad all batches alike, or give Workload.predict = (output) -> rows of one shape"
+        )
+    return own if own is not None else torch.zeros(0, *kinds[0][1:], dtype=_DTYPES[kinds[0][0]])
+
+
+def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
+    """The predictions for the real samples of a batch."""
+    found: object = workload.predict(output) if workload.predict is not None else output
+    if not isinstance(found, Tensor) or found.dim() == 0:
+        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise WorkloadError(
+            f"predict: it made {kind}; give Workload.predict = (output) -> Tensor with a row for each sample"
+        )
+    if batch.size and len(found) != batch.size:
+        raise WorkloadError(f"predict: {len(found)} rows for {batch.size} samples; there must be one for each")
+    found = found[: batch.size]
+    return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+
+
+def _nothing(_: int, __: Any) -> None:
+    """Another rank writes."""

@@ -1,0 +1,93 @@
+"""Files of predictions: one for each sample, in the order of the data. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from everyrank.errors import UsageError
+
+__all__ = ["PREDICTION_SUFFIXES", "check_predictions_suffix", "open_predictions"]
+
+PREDICTION_SUFFIXES = (".jsonl", ".npy")
+
+
+def check_predictions_suffix(path: Path) -> None:
+    """Raise `UsageError` for a file of a kind that cannot be written."""
+    if path.suffix not in PREDICTION_SUFFIXES:
+        raise UsageError(f"--out {path}: give a name that ends in {' or '.join(PREDICTION_SUFFIXES)}")
+
+
+@contextlib.contextmanager
+def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
+    """A function of (number of the first sample, array of predictions (B, ...)), to be called in order.
+
+    .jsonl: {"index": 17, "prediction": 3} a row; .npy: one array of `length` rows. The file appears when the block
+    ends well; before, nothing that was there is touched. Raises `UsageError` where it cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with _blamed(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = contextlib.ExitStack()
+            write = file.enter_context(_rows(partial) if path.suffix == ".jsonl" else _array(partial, length))
+
+        def written(first: int, values: Any) -> None:
+            with _blamed(path):
+                write(first, values)
+
+        with file:
+            yield written
+        with _blamed(path):
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _blamed(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--out {path}: cannot be written ({error.strerror}); give another place") from error
+
+
+@contextlib.contextmanager
+def _rows(path: Path) -> Generator[Callable[[int, Any], None]]:
+    with path.open("w", encoding="utf-8") as file:
+        opened: IO[str] = file
+
+        def write(first: int, values: Sequence[Any]) -> None:
+            for offset, value in enumerate(values):
+                row = {"index": first + offset, "prediction": _plain(value.tolist())}
+                opened.write(json.dumps(row, allow_nan=False) + "\n")
+
+        yield write
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextlib.contextmanager
+def _array(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
+    from numpy.lib.format import open_memmap
+
+    array: Any = None
+
+    def write(first: int, values: Any) -> None:
+        nonlocal array
+        if array is None:
+            array = open_memmap(path, mode="w+", dtype=values.dtype, shape=(length, *values.shape[1:]))
+        array[first : first + len(values)] = values
+
+    yield write
+    if array is not None:
+        array.flush()

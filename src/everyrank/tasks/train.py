@@ -1,0 +1,277 @@
+"""What one rank is asked to do: train, or evaluate what was trained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+import zlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import everyrank
+from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
+from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
+from everyrank.data.parts import weights_of
+from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.launch import Launch, RankFacts, Stop, listen
+from everyrank.layout import Layout
+from everyrank.loop import open_data, planned_updates, wrap_user_errors
+from everyrank.measure.clock import interval
+from everyrank.measure.provenance import provenance
+from everyrank.options import TrainOptions
+from everyrank.record import Record
+from everyrank.runs import (
+    About,
+    best_of,
+    checkpoint_named,
+    checkpoints_of,
+    find_checkpoint,
+    hold,
+    score_of,
+    set_aside_newer,
+)
+from everyrank.strategies import prepare
+from everyrank.train.display import Display, format_metrics
+from everyrank.train.job import Job, evaluate_job
+from everyrank.train.log import Log, kept_rows
+from everyrank.train.throughput import ThroughputMeter
+from everyrank.train.trackers import open_tracker
+from everyrank.train.training import Training
+from everyrank.workload import Source, Workload, load
+from everyrank.world import World, from_rank_0, on_rank_0, open_world
+
+__all__ = ["train_rank"]
+
+_SAME_SECONDS = 0.5  # between two SIGTERM that are one
+
+
+def train_rank(
+    facts: RankFacts,
+    what: Source | Workload,
+    layout: Layout,
+    launch: Launch,
+    options: TrainOptions,
+    stop: Stop | None = None,
+) -> Record | None:
+    """Train in this rank, or evaluate alone; the Record on rank 0, None elsewhere.
+
+    `stop` is who hears a request to stop, where this process was listening before it was a rank. Raises
+    `StoppedError` after such a request, when the update in progress is done and saved.
+    """
+    with contextlib.ExitStack() as stack:
+        if stop is None:
+            # torchrun ends ranks with SIGTERM when another has died; ours asks them with SIGUSR1
+            by_torchrun = "torchrun" in (launch.launcher, launch.per_node)
+            heard = [signal.SIGUSR1] if by_torchrun else [signal.SIGTERM, signal.SIGUSR1]
+            stop = stack.enter_context(listen(*heard, same_seconds=_SAME_SECONDS))
+        world = stack.enter_context(open_world(facts, launch))
+        options = _agreed(options, world, facts.attempt)
+        out = options.out if not options.evaluate_only else None
+        if out is not None:
+            on_rank_0(world, "lock", lambda: stack.enter_context(hold(out)))
+        if isinstance(what, Source):
+            what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
+        workload = load(what)
+        if options.epochs is not None or options.steps is not None:
+            workload = dataclasses.replace(workload, epochs=options.epochs, steps=options.steps)
+        if options.pretrained is not None:
+            workload = with_pretrained(workload, options.pretrained)
+        train_data, eval_data = open_data(workload, world)
+        if options.evaluate_only and eval_data is None:
+            raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
+        with wrap_user_errors():
+            prepared = prepare(workload, layout, world)
+        job = Job(prepared, train_data, eval_data)
+        about = _about(job, options)
+        begin = _go_on(job, options, about) if options.resume is not None else 0
+        watch = Display(world.rank == 0 and options.show)
+        if options.evaluate_only:
+            results: dict[str, Any] = {"metrics": evaluate_job(job)}
+        else:
+            results = _train(job, options, about, begin, watch, stop)
+        device, backend = world.device.type, world.backend
+        del prepared, job
+        if world.rank != 0:
+            return None
+        record = Record(
+            workload=workload.name,
+            layout=str(layout),
+            launcher=facts.started_by,
+            backend=backend,
+            device=device,
+            world_size=world.size,
+            provenance=provenance(workload, train_data, world, options.command) | _origin(options, begin),
+            **results,
+        )
+        watch.line(_how_it_ended(record, begin))
+        return record
+
+
+def _agreed(options: TrainOptions, world: World, attempt: int) -> TrainOptions:
+    """Rank 0's folders: where others start the ranks, each has looked for itself, and made up a name of its own.
+
+    Ranks that an elastic launcher starts again go on from what the attempt before has saved.
+    """
+    places = {"out": options.out, "resume": options.resume}
+    if world.rank == 0 and attempt > 0 and options.out is not None and checkpoints_of(options.out):
+        places["resume"] = find_checkpoint(options.out).path
+    told = from_rank_0(world, "places", lambda: {name: str(place) if place else None for name, place in places.items()})
+    return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
+
+
+def _go_on(job: Job, options: TrainOptions, about: About) -> int:
+    """Put the training where the checkpoint left it; the number of updates done."""
+    assert options.resume is not None
+    checkpoint = checkpoint_named(options.resume)
+    begin, end = checkpoint.about.step, planned_updates(job.prepared.workload, len(job.train_data))
+    if begin > end and not options.evaluate_only:
+        raise UsageError(f"{options.resume}: {begin} updates are done already, of {end} asked for; give more")
+    resume(job.prepared, job.prepared.world, checkpoint, about)
+    if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
+        on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
+    return begin
+
+
+def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if options.resume is not None:
+        found = {"resumed_from": str(options.resume), "resumed_at_update": begin}
+    if options.pretrained is not None:
+        found["pretrained"] = str(options.pretrained)
+    return found
+
+
+def _train(job: Job, options: TrainOptions, about: About, begin: int, watch: Display, stop: Stop) -> dict[str, Any]:
+    """Train; the fields of the Record that come of it."""
+    prepared, data = job.prepared, job.train_data
+    workload, layout, world = prepared.workload, prepared.layout, prepared.world
+    end = planned_updates(workload, len(data))
+    pace = ThroughputMeter(begin, end, samples_per_epoch(workload, len(data)), workload.global_batch)
+    saver = None
+    if options.out is not None and options.save_every != 0:
+        saver = Saver(options.out, prepared, world, about, options.keep, options.save_async)
+    earlier, log = _open_log(job, options, begin, watch)
+    losses_before = [row for row in earlier if "loss" in row]
+    if len(losses_before) != begin:  # the log is not there, or not whole
+        losses_before = []
+    best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
+    score = score_of(best, about.best_by) if best is not None else None
+    training = Training(job, options, pace, watch, log, saver, stop, losses_before, score)
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    if world.rank == 0 and workload.batch_rule is not None:
+        watch.line(workload.batch_rule)
+    hosts = list(dict.fromkeys(world.hosts))
+    if len(hosts) > 1:
+        watch.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
+    if begin:
+        watch.line(f"going on after update {begin} of {end}, from {options.resume}")
+        if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
+            watch.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
+    watch.begin(f"{workload.name} · {layout} · {ranks}", end, begin)
+    startup_seconds = time.time() - options.started
+    try:
+        metrics = training.run()
+    finally:
+        watch.end()
+        if log is not None:
+            log.close()
+    if log is not None and log.gone:
+        raise EveryrankError(f"{options.out}: {', '.join(log.gone)} were taken away while the training ran")
+    is_timed = options.profile is None  # the profiler slows one update
+    return {
+        "throughput_samples_per_second": pace.throughput() if is_timed else None,
+        "step_seconds": pace.step_seconds() if is_timed else None,
+        "epoch_seconds": pace.epoch_seconds() if is_timed else None,
+        "checkpoint_stall_seconds": interval(saver.stalls) if saver is not None and saver.stalls else None,
+        "startup_seconds": startup_seconds,
+        "first_step_seconds": pace.first_step_seconds,
+        "loss": training.losses,
+        "metrics": metrics,
+    }
+
+
+def _open_log(job: Job, options: TrainOptions, begin: int, watch: Display) -> tuple[list[dict[str, Any]], Log | None]:
+    """What was logged before this run goes on, and the log of this one; rank 0 alone has one."""
+    if job.prepared.world.rank != 0 or options.out is None:
+        return [], None
+    workload = job.prepared.workload
+    earlier: list[dict[str, Any]] = []
+    if options.resume is not None:
+        before = options.resume.parent.parent
+        earlier, damaged = kept_rows(before, begin)
+        for name in damaged:
+            line = f"{before / name}: not all of its lines can be read; the others go on"
+            if before.resolve() == options.out.resolve():
+                (before / name).replace(before / f"{name}.damaged")
+                line += f", and it is kept as {name}.damaged"
+            watch.line(line)
+    about = {
+        "workload": workload.name,
+        "layout": str(job.prepared.layout),
+        "world_size": job.prepared.world.size,
+        "global_batch": workload.global_batch,
+        "seed": workload.seed,
+        **(workload.source.settings if workload.source else {}),
+    }
+    trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
+    shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
+    return earlier, Log(options.out, earlier, shown, trackers)
+
+
+def _about(job: Job, options: TrainOptions) -> About:
+    """What a checkpoint of this training says of itself."""
+    prepared, data = job.prepared, job.train_data
+    workload, layout, world = prepared.workload, prepared.layout, prepared.world
+    names = [name for name in (*workload.metrics, "eval_loss", *workload.derived) if not name.startswith("_")]
+    name, _, direction = (options.best_by or names[0]).partition(":")
+    if name not in names or direction not in ("", "min", "max"):
+        raise UsageError(
+            f"--best {options.best_by}: workload {workload.name} has {', '.join(names)}; NAME:min or NAME:max"
+        )
+    source = workload.source
+    settings = dict(source.settings) if source else {}
+    if source and source.epochs is not None and workload.schedule is not None:
+        settings["epochs"] = source.epochs  # the schedule may have been built on it
+    if source and source.batch is not None:  # the global batch is a field of its own
+        settings["--lr-rule"] = source.lr_rule
+    if workload.drop_last:
+        settings["Workload.drop_last"] = True
+    if workload.ema_decay is not None:
+        settings["Workload.ema_decay"] = workload.ema_decay
+    if workload.weights is not None:
+        settings["Workload.weights"] = zlib.crc32(weights_of(workload.weights, len(data)).numpy().tobytes())
+    return About(
+        step=0,
+        workload=workload.name,
+        settings=settings,
+        seed=workload.seed,
+        global_batch=workload.global_batch,
+        clip_norm=workload.clip_norm,
+        samples=0 if isinstance(data, Streamed) and not data.is_whole else len(data),
+        # rank 0 alone compares it and writes it: making it may read all the data
+        data_checksum=getattr(data, "checksum", None) if world.rank == 0 else None,
+        layout=str(layout),
+        world_size=world.size,
+        updates_per_epoch=updates_per_epoch(samples_per_epoch(workload, len(data)), workload.global_batch),
+        best_by=options.best_by or names[0],
+        versions={"everyrank": everyrank.__version__, "torch": torch.__version__},
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        aliases=aliases_of(prepared.model),
+    )
+
+
+def _how_it_ended(record: Record, begin: int) -> str:
+    speed = record.throughput_samples_per_second
+    parts: list[str] = []
+    if record.loss:
+        done = f"{len(record.loss)} updates" if not begin else f"updates from {begin}"
+        parts = [done, f"loss {record.loss[-1]:.6f}"]
+    parts += [f"{speed.median:,.0f} samples/s"] if speed else []
+    parts += [format_metrics(record.metrics)] if record.metrics else []
+    where = f"{record.world_size} on {record.device} ({record.backend})"
+    return f"{record.workload} · {record.layout} · {where}: " + ", ".join(parts)

@@ -1,0 +1,89 @@
+"""Verify: every asked layout compared with one device, in one set of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from everyrank.launch import Launch, RankFacts
+from everyrank.layout import Layout
+from everyrank.loop import open_data
+from everyrank.measure.provenance import provenance
+from everyrank.options import VerifyOptions
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parity import ParityCase, check_layout, parity_case
+from everyrank.parity.samples import audit
+from everyrank.progress import progress, row_known, said_once
+from everyrank.record import Parity, Record
+from everyrank.workload import Source, Workload, load
+from everyrank.world import World, on_rank_0, open_world, single_process_world
+
+__all__ = ["verify_rank"]
+
+
+_BY_RANK = "with order=shard the ranks decide which update has which samples; --samples audits that each is read once"
+
+
+def verify_rank(
+    facts: RankFacts,
+    what: Source | Workload,
+    layouts: Sequence[Layout],
+    launch: Launch,
+    options: VerifyOptions,
+) -> list[Record] | None:
+    """Compare each layout with `single`; one Record for each on rank 0, None elsewhere."""
+    for layout in layouts:
+        layout.mesh(facts.size)
+    with open_world(facts, launch) as world:
+        workload = load(what)
+        train_data, eval_data = open_data(workload, world)
+        subject = parity_case(
+            workload, train_data, eval_data, options.steps, is_quick=options.quick, is_cached=not options.fresh
+        )
+        records: list[Record] = []
+        is_shown = options.show and world.rank == 0
+        with progress(len(layouts), is_shown) as begin, said_once(world.rank == 0):
+            for index, layout in enumerate(layouts):
+                begin(f"verify {workload.name} · {layout}")
+                is_by_rank = workload.order == "shard" and layout.axis is not None and world.size > 1
+                if is_by_rank:
+                    parity, losses = Parity("not_verified", reason=_BY_RANK), []
+                else:
+                    parity, losses = check_layout(subject, layout, world, f"verify/{index}", options.by_name)
+                if options.samples and (is_by_rank or parity.status in ("equal", "different")):
+                    parity = _audited(parity, subject, layout, world, f"audit/{index}")
+                records.append(
+                    Record(
+                        workload=workload.name,
+                        layout=str(layout),
+                        launcher=facts.started_by,
+                        backend=world.backend,
+                        device=world.device.type,
+                        world_size=world.size if layout.axis else 1,
+                        parity=parity,
+                        loss=losses,
+                        provenance=provenance(workload, train_data, world, options.command),
+                    )
+                )
+                if is_shown and len(layouts) > 1:  # a call that is stopped has said what it knew
+                    row_known(f"{layout}: {records[-1].parity.outcome}")
+        return records if world.rank == 0 else None
+
+
+def _audited(parity: Parity, subject: ParityCase, layout: Layout, world: World, key: str) -> Parity:
+    """The parity with what the audit of the samples found."""
+    data = (subject.workload, subject.train_data, subject.eval_data)
+    if layout.axis is None:
+        found = on_rank_0(world, key, lambda: audit(*data, layout, open_mesh(layout, single_process_world(world))))
+        problems, text = found or ([], "")
+    else:
+        problems, text = audit(*data, layout, open_mesh(layout, world))
+    if not problems:
+        return dataclasses.replace(parity, checks=[*parity.checks, text])
+    return dataclasses.replace(
+        parity,
+        status="different",
+        first_divergence=parity.first_divergence or problems[0],
+        cause=parity.cause or "the samples are not read as they should be",
+        checks=[*parity.checks, *problems],
+    )

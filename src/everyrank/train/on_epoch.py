@@ -1,0 +1,80 @@
+"""A person's own function after each epoch: it runs on rank 0, and all ranks answer its questions to the model.
+
+Under most layouts no rank has the whole model, so rank 0 could not ask it alone; and a function that ran on every rank
+would print, plot and write as often as there are ranks. So the others wait, and compute along with each `predict`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from everyrank.checkpoint.generators import generators, set_generators
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.errors import RankFailedError, describe
+from everyrank.strategies import Prepared
+from everyrank.world import broadcast_text
+from everyrank.world.collectives import broadcast_value
+
+__all__ = ["after_epoch"]
+
+
+def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) -> None:
+    """Call `Workload.on_epoch`, where there is one, on rank 0; the others answer with it. A collective.
+
+    What it raises ends the training, on every rank.
+    """
+    on_epoch, world = prepared.workload.on_epoch, prepared.world
+    if on_epoch is None:
+        return
+    keys = (f"on_epoch/{epoch}/{number}" for number in itertools.count())
+
+    def predict(value: Any) -> Any:
+        if world.size > 1:
+            broadcast_text(world, next(keys), "predict")
+        return _answer(prepared, value)
+
+    drawn = generators()  # what it draws at random does not reach the training
+    prepared.model.eval()
+    with prepared.evaluation_weights():
+        if world.rank != 0:
+            while (said := broadcast_text(world, next(keys), None)) == "predict":
+                _answer(prepared, None)
+            if said:
+                raise RankFailedError(said)
+        else:
+            said = ""
+            try:
+                on_epoch(epoch, dict(metrics), predict)
+            except BaseException as error:
+                said = describe(error)
+                raise
+            finally:
+                if world.size > 1:
+                    broadcast_text(world, next(keys), said)
+    prepared.model.train()
+    set_generators(drawn)
+
+
+@torch.no_grad()
+def _answer(prepared: Prepared, value: Any) -> Any:
+    """The output for rank 0's input, on rank 0's CPU. A collective."""
+    mesh, world, dtype = prepared.mesh, prepared.world, prepared.dtype
+    value = broadcast_value(0, value, world)
+    sizes: list[int] = []
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(tensor))
+        return tensor.to(world.device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+    value = map_tensors(value, taken)
+    # nobody looks at the target
+    output = prepared.predict(Batch(value, value, sizes[0], 0, sizes[0]))
+    output = map_tensors(output, lambda tensor: tensor.cpu())
+    first = dict.fromkeys(mesh.coordinate, 0)
+    speaker = mesh.rank_at(**{**first, "pipeline": mesh.size("pipeline") - 1})
+    return broadcast_value(speaker, output, world) if speaker else output

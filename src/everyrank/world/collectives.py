@@ -1,0 +1,110 @@
+"""Sums and gathers of small tensors over all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyrank.world.world import World
+
+__all__ = ["all_equal", "all_gather", "all_gather_json", "broadcast_value", "fingerprint", "sum_over_ranks"]
+
+
+def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
+    """The sum of every rank's `shares`, float64 on CPU, the same on all ranks. A collective."""
+    total = shares.detach().to(world.device, torch.float64, copy=True)
+    if world.group is not None and world.size > 1:
+        dist.all_reduce(total, group=world.group)
+    return total.cpu()
+
+
+def all_gather(values: Tensor, world: World) -> list[Tensor]:
+    """Every rank's `values` (any shape, the same dtype), by rank, on CPU and on all ranks. A collective."""
+    if world.group is None or world.size == 1:
+        return [values.detach().cpu().clone()]
+    return _gather(values.detach().reshape(-1).to(world.device), world.group)
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value, of what JSON can carry, by rank. A collective of a group that carries CPU tensors.
+
+    torch's own collectives for objects open a pickle of every rank, which may run anything.
+    """
+    if group is None:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(row.tolist())) for row in _gather(text, group)]
+
+
+def broadcast_value(rank: int, value: Any, world: World) -> Any:
+    """What `rank` has, on all ranks, on CPU: tensors in dicts, lists and tuples, and what else JSON can carry.
+
+    A collective; what the others give is not looked at. Raises `TypeError` for a value that cannot travel.
+    """
+    tensors: list[Tensor] = []
+    packed = _packed(value, tensors) if world.rank == rank else None
+    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    packed, shapes = all_gather_json([packed, shapes], world.group)[rank]
+    if world.rank != rank:
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in shapes]
+    for tensor in tensors:
+        if world.group is not None and tensor.numel():
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=rank, group=world.group)
+    return _unpacked(packed, iter(tensors))
+
+
+def _packed(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` as JSON, its tensors put into the list, whole and on CPU."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous())
+        return {"is": "tensor"}
+    if isinstance(value, dict):
+        return {"is": "dict", "items": [[key, _packed(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {"is": kind, "items": [_packed(item, tensors) for item in value]}
+    return {"is": "value", "value": value}
+
+
+def _unpacked(packed: Any, tensors: Iterator[Tensor]) -> Any:
+    if packed["is"] == "tensor":
+        return next(tensors)
+    if packed["is"] == "dict":
+        return {key: _unpacked(item, tensors) for key, item in packed["items"]}
+    if packed["is"] == "value":
+        return packed["value"]
+    items = [_unpacked(item, tensors) for item in packed["items"]]
+    return tuple(items) if packed["is"] == "tuple" else items
+
+
+def _gather(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    size = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=flat.device) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([len(flat)], device=flat.device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=flat.dtype, device=flat.device)
+    padded[: len(flat)] = flat
+    rows = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(rows, padded, group=group)
+    return [row[: int(size)].cpu() for row, size in zip(rows, sizes, strict=True)]
+
+
+def all_equal(tensors: list[Tensor], world: World) -> bool:
+    """Whether every rank holds the same bits in `tensors`. A collective."""
+    if world.group is None or world.size == 1:
+        return True
+    sums = [fingerprint(tensor) for tensor in tensors]
+    rows = all_gather(torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64), world)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A number that changes with any bit and with any exchange of two elements: a weighted sum of the bytes."""
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, len(octets) + 1, device=octets.device) * 2654435761 % 4294967291
+    return (octets * weights).sum().cpu()

@@ -1,0 +1,164 @@
+"""The one place where a process group is made, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import itertools
+import os
+import time
+from collections.abc import Generator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from everyrank.launch import Launch, RankFacts, num_cores
+from everyrank.launch.hosts import choose_interface, usable_interfaces
+from everyrank.world.barrier import store_barrier
+from everyrank.world.heartbeat import PeerMonitor, is_secondary_error, register_rank, route_to_peers, wait_for_peers
+from everyrank.world.rendezvous import Rendezvous, open_store
+from everyrank.world.world import World, choose_backend, choose_device, choose_threads, use_threads
+
+__all__ = ["open_world"]
+
+_LONGEST_GOODBYE_SECONDS = 10.0
+_SHORT_GOODBYE_SECONDS = 1.5  # after an error
+_WORLDS_OPENED = itertools.count()
+
+
+@contextlib.contextmanager
+def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
+    """Meet the other ranks, and part from them when the block ends well.
+
+    After an exception nobody is waited for: the launcher ends the other ranks.
+    Raises `RankFailedError` that names the ranks which did not come within `launch.timeout_seconds`.
+    """
+    num_cuda = torch.cuda.device_count()
+    kind = choose_device(launch.device, num_cuda)
+    backend, why = choose_backend(launch.backend, kind, facts.local_size, num_cuda)
+    device = torch.device("cuda", facts.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    threads, threads_alone, why_threads = choose_threads(facts.threads, num_cores(), facts.local_size)
+    meeting = open_store(facts, launch)
+    world = World(
+        rank=facts.rank,
+        size=facts.size,
+        local_rank=facts.local_rank,
+        local_size=facts.local_size,
+        device=device,
+        backend=backend,
+        threads=threads,
+        loader_workers=launch.loader_workers,
+        timeout_seconds=launch.timeout_seconds,
+        # A store may outlive a world: another attempt, or another world of the same process, has other names in it.
+        store=dist.PrefixStore(f"everyrank/{facts.attempt}/{next(_WORLDS_OPENED)}", meeting.store),
+        group=None,
+        threads_alone=threads_alone,
+    )
+    use_threads(world.threads)
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
+    with _leaving_together(world, meeting):
+        register_rank(world.store, world.rank, meeting.address)
+        store_barrier(world, "start")
+        others = wait_for_peers(world.store, world.size)
+        world = replace(world, hosts=tuple(other.host for other in others))
+        way = route_to_peers(others, world.rank, meeting.address)
+        with _on_interface(launch, *way) as interface, _on_the_lookout(world, facts):
+            dist.init_process_group(
+                # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
+                "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+                store=dist.PrefixStore("group", world.store),
+                rank=facts.rank,
+                world_size=facts.size,
+                timeout=datetime.timedelta(seconds=launch.timeout_seconds),
+                device_id=device if backend == "nccl" else None,
+            )
+            choices = {"backend": f"{backend}: {why}", "interface": interface, "threads": why_threads}
+            yield replace(world, group=dist.group.WORLD, choices=choices)
+            # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
+            gc.unfreeze()
+            gc.collect()
+            store_barrier(world, "end")
+            world.group_cache.clear()
+    dist.destroy_process_group()
+    _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
+    _remove(meeting)
+
+
+@contextlib.contextmanager
+def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None) -> Generator[str]:
+    """Ranks of one machine stay on loopback; those of several take the interface that leads to the others.
+
+    gloo and NCCL read it from the environment whenever a group is made. Gives what was chosen, and why.
+    """
+    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    variable, interfaces = before["GLOO_SOCKET_IFNAME"], usable_interfaces()
+    name, why = choose_interface(launch.interface, variable, is_one_machine, own_address, interfaces)
+    for variable, value in before.items():
+        if name is not None and (value is None or launch.interface is not None):
+            # NCCL takes a name for the beginning of names, unless it is told otherwise
+            os.environ[variable] = f"={name}" if variable.startswith("NCCL") else name
+    try:
+        yield f"{name or 'by the backend'}: {why}"
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+
+
+@contextlib.contextmanager
+def _on_the_lookout(world: World, facts: RankFacts) -> Generator[None]:
+    """Between hosts, an error that another rank caused becomes that rank's. On one host the launcher sees to it."""
+    if facts.local_size == facts.size:
+        yield
+        return
+    lookout = PeerMonitor(world.store, world.rank, world.hosts, world.timeout_seconds, facts.fail)
+    try:
+        yield
+    except Exception as error:
+        if not is_secondary_error(error):
+            lookout.report(error)
+            raise
+        cause = lookout.find_first_failure()
+        if cause is None:
+            lookout.report(error)
+            raise
+        raise cause from error
+    finally:
+        lookout.end()
+
+
+@contextlib.contextmanager
+def _leaving_together(world: World, meeting: Rendezvous) -> Generator[None]:
+    """After an error, too, the store stays for a moment: others still read there what this rank has told them."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(Exception):
+            _leave(world, meeting.is_host, _SHORT_GOODBYE_SECONDS)
+        _remove(meeting)
+        raise
+
+
+def _remove(meeting: Rendezvous) -> None:
+    """The file in which ranks met, by the one that leaves last."""
+    if meeting.file is not None and meeting.is_host:
+        meeting.file.unlink(missing_ok=True)
+
+
+def _leave(world: World, is_host: bool, seconds: float) -> None:
+    """Go, the rank that hosts the store last: the others still ask it who has come to the end."""
+    if not is_host:
+        with contextlib.suppress(RuntimeError):  # rank 0 has not waited any longer
+            world.store.set(f"left/{world.rank}", "gone")
+        return
+    deadline = time.monotonic() + seconds
+    waiting = [f"left/{rank}" for rank in range(world.size) if rank != world.rank]
+    while time.monotonic() < deadline and waiting and not world.store.check(waiting):
+        time.sleep(0.005)

@@ -1,0 +1,236 @@
+"""The store that all ranks share, by each init method. A store of ours listens where it has to, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import url2pathname
+
+import torch.distributed as dist
+
+from everyrank.errors import RankFailedError, UsageError, WorkloadError, describe
+from everyrank.launch import Launch, RankFacts
+from everyrank.launch.hosts import (
+    addresses_of,
+    boot_id,
+    check_known,
+    check_reachable,
+    host_name,
+    is_loopback,
+    local_address_towards,
+    port_refused,
+    split_endpoint,
+    usable_interfaces,
+)
+
+__all__ = ["Rendezvous", "open_store"]
+
+_OF_A_STORE = (b"everyrank", b"refcount")  # the names of what our ranks, and torch itself, leave in a store
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks meet.
+
+    store     that of torch
+    address   of this machine on the way there; None for rank 0 and who shares its machine, or where nobody can say
+    is_host   whether this rank keeps it open, and so has to leave last
+    file      that of a file:// method, to be removed when all have gone
+    """
+
+    store: dist.Store
+    address: str | None
+    is_host: bool
+    file: Path | None = None
+
+
+def open_store(facts: RankFacts, launch: Launch) -> Rendezvous:
+    """By `launch.init_method`, or what the launcher said. Raises `UsageError`, or `RankFailedError` after a wait."""
+    method, hosts_store = launch.init_method, facts.hosts_store
+    if method is not None and not isinstance(method, str):
+        return _by_function(facts, launch)
+    if method == "env":
+        method, hosts_store = _of_environment(os.environ, facts)
+    elif method is not None:
+        hosts_store = facts.rank == 0
+    method = method or facts.rendezvous
+    if not method:
+        raise UsageError(
+            f"{facts.started_by} started {facts.size} ranks on several hosts and does not say where they meet: "
+            "--init-method tcp://HOST:PORT (HOST: that of rank 0), or set MASTER_ADDR and MASTER_PORT"
+        )
+    timeout = datetime.timedelta(seconds=launch.timeout_seconds)
+    kind, _, place = method.partition("://")
+    if kind == "file":
+        if launch.init_method is None:  # the launcher's own, which goes away with the job
+            return Rendezvous(dist.FileStore(url2pathname(place), facts.size), None, is_host=False)
+        return _by_file(Path(place), facts, launch.timeout_seconds)
+    if kind == "meet":
+        return _by_address_in_file(Path(url2pathname(place)), facts, timeout)
+    host, port = split_endpoint(place, "--init-method tcp://")
+    is_alone = facts.local_size == facts.size
+    # a Slurm of several nodes on one machine has loopback as their address, and means it
+    # and torchrun's agent has opened a store of its own on every interface
+    is_meant = facts.started_by == "torchrun" or (facts.started_by == "slurm" and host.startswith("127."))
+    if not is_meant:
+        (check_known if is_alone else check_reachable)(host, "the rendezvous at")
+    store = _tcp(host, port, hosts_store, timeout, is_alone)
+    address = None if is_alone or facts.rank == 0 else local_address_towards(host)
+    return Rendezvous(store, address, hosts_store)
+
+
+def _of_environment(environment: Mapping[str, str], facts: RankFacts) -> tuple[str, bool]:
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not address or not port:
+        missing = "MASTER_ADDR" if not address else "MASTER_PORT"
+        raise UsageError(
+            f"--init-method env: {missing} is not set; MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 before the command, or "
+            "--init-method tcp://127.0.0.1:29500"
+        )
+    method = f"tcp://{address}:{port}"
+    # torchrun's agent, which sets these two, has that store open already
+    return method, facts.rank == 0 if method != facts.rendezvous else facts.hosts_store
+
+
+def _by_function(facts: RankFacts, launch: Launch) -> Rendezvous:
+    """A store from Python."""
+    function: Any = launch.init_method
+    try:
+        store: Any = function(facts.rank, facts.size)
+    except Exception as error:
+        raise WorkloadError(f"init_method: {describe(error)}") from error
+    if not isinstance(store, dist.Store):
+        raise WorkloadError(f"init_method returned {type(store).__name__}; return a torch.distributed.Store")
+    return Rendezvous(store, None, is_host=facts.rank == 0)
+
+
+def _by_file(path: Path, facts: RankFacts, timeout_seconds: float) -> Rendezvous:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"file://{path}: it cannot be written; give another place")
+    with contextlib.suppress(OSError):
+        content, age = path.read_bytes(), time.time() - path.stat().st_mtime
+        if content and not any(name in content for name in _OF_A_STORE):
+            raise UsageError(f"file://{path}: that file holds something else; give a name that is free")
+        if content and age > timeout_seconds:  # nobody who wrote that is still waiting
+            raise UsageError(
+                f"file://{path}: a run {age:,.0f} s ago left that file behind; remove it, or give another name"
+            )
+    try:  # a store would try to open it again and again
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise UsageError(f"file://{path}: {error.strerror}; give another place") from error
+    return Rendezvous(dist.FileStore(str(path), facts.size), None, facts.rank == 0, path)
+
+
+def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelta) -> Rendezvous:
+    """Rank 0 opens a store on a port that the system chooses, and writes down where: no port can collide."""
+    is_alone = facts.local_size == facts.size
+    if facts.rank == 0:
+        addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
+        addresses = [address for address in addresses if not address.startswith("fe80")]
+        store = _tcp("" if not is_alone else "127.0.0.1", 0, True, timeout, is_alone)
+        assert isinstance(store, dist.TCPStore)
+        row = {"boot": boot_id(), "host": host_name(), "port": store.port, "addresses": addresses}
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(row))
+        partial.replace(path)
+        return Rendezvous(store, None, is_host=True)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while path not in path.parent.iterdir():  # `exists` is remembered by storage of a network
+        if time.monotonic() > deadline:
+            raise RankFailedError(f"rank 0 did not say where to meet within {timeout.total_seconds():g} s (--timeout)")
+        time.sleep(0.02)
+    row = json.loads(path.read_text())
+    # ranks of one machine may call themselves several hosts, as those of a small Slurm do
+    if row["boot"] == boot_id():
+        store = _tcp("127.0.0.1", row["port"], False, timeout, is_alone)
+        return Rendezvous(store, None, is_host=False)
+    for address in row["addresses"]:
+        if _answers(address, row["port"]):
+            store = _tcp(address, row["port"], False, timeout, is_alone)
+            return Rendezvous(store, local_address_towards(address), is_host=False)
+    tried = ", ".join(row["addresses"]) or "no address at all"
+    raise RankFailedError(
+        f"rank 0's host {row['host']} does not answer on port {row['port']} at {tried}: is there a firewall between?"
+    )
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=5.0):
+            return True
+    except OSError:
+        return False
+
+
+def _tcp(host: str, port: int, opens: bool, timeout: datetime.timedelta, is_alone: bool) -> dist.Store:
+    """Open the store, or come to it. An empty `host` opens it on every interface."""
+    listening = _listen(host, port, is_alone) if opens else None
+    if not opens:
+        _wait_for(host, port, timeout.total_seconds())
+    if listening is not None:
+        bound, port = listening.getsockname()[:2]
+        host = bound if host and bound not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104  (told apart, not bound)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=opens,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.fileno() if listening is not None else None,
+        )
+    except RuntimeError as error:
+        what = "open" if opens else "reach"
+        reason = str(error).splitlines()[0]
+        raise RankFailedError(f"cannot {what} the store of rank 0 at {host}:{port}: {reason}") from error
+    if listening is not None:
+        listening.detach()  # it is the store's now
+    return store
+
+
+def _wait_for(host: str, port: int, seconds: float) -> None:
+    """Until somebody listens there: torch's own client asks again only after ever longer pauses."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=seconds).close()
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+        except OSError:  # the client below says what is wrong
+            return
+        else:
+            return
+
+
+def _listen(host: str, port: int, is_alone: bool) -> socket.socket:
+    """Listen at the address that was named, and on loopback alone where all ranks are on this host."""
+    found = addresses_of(host) if host else []
+    found.sort(key=lambda address: is_loopback(address) != is_alone)  # others cannot come to loopback
+    wanted = found[0] if found else ("127.0.0.1" if is_alone else "")
+    listening = socket.socket(socket.AF_INET6 if ":" in wanted else socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listening.bind((wanted, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL or is_alone:
+                raise
+            listening.bind(("", port))  # others know this host by an address that it does not have itself
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise UsageError(port_refused(host, port, error)) from error
+    return listening

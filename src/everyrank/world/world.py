@@ -1,0 +1,122 @@
+"""One rank's place in the world, and what is chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from everyrank.errors import CannotRunError, UsageError
+
+__all__ = ["World", "choose_backend", "choose_device", "choose_threads", "single_process_world", "use_threads"]
+
+
+@dataclass
+class GroupCache:
+    """Groups of some of the ranks. They end with the world: making one is a collective of all ranks, and layouts are
+    prepared again and again.
+
+    groups          process groups along axes of a layout
+    device_meshes   torch's meshes
+    axes            name of a group -> the mesh axes it goes along
+    """
+
+    groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict[Any, Any])
+    device_meshes: dict[Any, DeviceMesh] = field(default_factory=dict[Any, Any])
+    axes: dict[str, str] = field(default_factory=dict[str, str])
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.groups.clear()
+        self.device_meshes.clear()
+        self.axes.clear()
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place in the world.
+
+    rank, size              over all hosts
+    local_rank, local_size  on this host
+    device                  where this rank computes
+    backend                 what carries its collectives: gloo or nccl
+    threads                 CPU threads of this rank
+    loader_workers          data loader processes of this rank
+    timeout_seconds         longest wait for another rank
+    store                   where ranks leave each other small notes
+    group                   all ranks; None in the world of one that `single_process_world` makes inside a larger one
+    hosts                   the name of each rank's host
+    choices                 what was chosen automatically, and why: backend, interface, threads
+    threads_alone           CPU threads of a rank that works alone on its host
+    group_cache             groups of some of the ranks, made when first asked for
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    threads: int
+    loader_workers: int
+    timeout_seconds: float
+    store: dist.Store
+    group: dist.ProcessGroup | None
+    hosts: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict[str, str])
+    threads_alone: int = 1
+    group_cache: GroupCache = field(default_factory=lambda: GroupCache(), repr=False, compare=False)
+
+
+def choose_device(asked: str | None, num_cuda: int) -> str:
+    """The type of device: cpu or cuda. Raises `CannotRunError` for cuda on a machine without it."""
+    if asked == "cuda" and num_cuda == 0:
+        raise CannotRunError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return asked or ("cuda" if num_cuda else "cpu")
+
+
+def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
+    """The backend, and why. Raises `UsageError` for nccl where it cannot work."""
+    if device == "cpu":
+        if asked == "nccl":
+            raise UsageError("--backend nccl: it moves CUDA tensors only; use gloo with --device cpu")
+        return "gloo", "the tensors are on CPU"
+    if local_size > num_cuda:
+        why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}, which nccl refuses"
+        if asked == "nccl":
+            raise UsageError(f"--backend nccl: {why}; use gloo, or --processes {num_cuda}")
+        return "gloo", why
+    return (asked, "asked for") if asked else ("nccl", "one CUDA device for each rank")
+
+
+def choose_threads(asked: int | None, cores: int, local_size: int) -> tuple[int, int, str]:
+    """CPU threads of a rank and of one that works alone on its host, and why."""
+    if asked is not None:
+        threads = min(asked, cores)
+        return threads, threads, f"{threads} in each process: asked for in the environment"
+    threads = max(1, cores // local_size)
+    cores_text = f"{cores} core{'s' * (cores != 1)}"
+    if local_size == 1:
+        return threads, threads, f"{threads}: as many as cores"
+    return (
+        threads,
+        cores,
+        f"{threads} for each rank: {cores_text} // {local_size} ranks; {cores} for one that works alone",
+    )
+
+
+def single_process_world(world: World) -> World:
+    """The world of one in which rank 0 runs alone, with all the devices of this host, and threads for all its cores."""
+    # as many loader workers as all ranks of the host have together: no layout is fed faster than another
+    workers = world.loader_workers * world.local_size if world.size > 1 else world.loader_workers
+    return replace(world, rank=0, size=1, threads=world.threads_alone, loader_workers=workers, group=None)
+
+
+def use_threads(threads: int) -> None:
+    """Compute with this many CPU threads from now on."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
