@@ -322,10 +322,10 @@ def parted(world: World) -> bool:
     original = module.run_updates
     calls: list[int] = []
 
-    def updates(workload: Any, data: Any, layout: Any, where: World, prepared: Any, *rest: Any) -> Any:
+    def updates(prepared: Any, *rest: Any) -> Any:
         calls.append(1)
-        for share in original(workload, data, layout, where, prepared, *rest):
-            if len(calls) == 1 and where.rank == 1:
+        for share in original(prepared, *rest):
+            if len(calls) == 1 and prepared.world.rank == 1:
                 prepared.model.get_buffer("offset").add_(1e-9)
             yield share
 
