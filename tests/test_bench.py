@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zoo
-from everyrank import Launch, parse_layout, read_records, session
+from everyrank import Launch, api, parse_layout, read_records
 from everyrank.cli import _TerminatedError, main
 from everyrank.errors import RankFailedError, UsageError
 from everyrank.launch import RankFacts, run
@@ -30,7 +30,7 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Record]
     place = (tmp_path_factory.mktemp("bench") / "rendezvous").as_uri()
     facts = RankFacts(0, 0, 1, 1, "spawn", place, threads=1, keep=kept.append)
     layouts = [parse_layout(text) for text in ("single", "dataparallel", "ddp")]
-    options = BenchOptions(["x"], 0.0, trials=2, steps=2, verify_steps=2, load_before=3.5)
+    options = BenchOptions(command=["x"], trials=2, steps=2, verify_steps=2, load_before=3.5)
     workload = zoo.workload("frozen", model=Chatty, metrics={"_hits": zoo.half_top}, derived={"miss": miss})
     threads = torch.get_num_threads()
     screen = io.StringIO()
@@ -116,7 +116,7 @@ def test_a_bench_that_ends_too_soon_shows_what_it_has(
 
     path, before = tmp_path / "r.json", signal.getsignal(signal.SIGTERM)
     try:
-        with mock.patch.object(session, "bench", stopped):
+        with mock.patch.object(api, "bench", stopped):
             assert main(["bench", "digits", "--layout", "single", "ddp", "--json", str(path)]) == status
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -135,7 +135,7 @@ def test_nothing_is_shown_where_nothing_is_known(tmp_path: Path, capsys: pytest.
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with mock.patch.object(session, "bench", stopped):
+        with mock.patch.object(api, "bench", stopped):
             assert main(["bench", "digits"]) == 130
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -155,8 +155,8 @@ def test_scaling_that_is_stopped_keeps_the_smaller_sizes(benched: Any, capsys: p
 
     bench.calls = [False, True]
     kept: list[Record] = []
-    with mock.patch.object(session, "bench", bench), pytest.raises(KeyboardInterrupt):
-        session.bench_scaling(zoo.workload("frozen"), [parse_layout("ddp")], Launch(), [1, 2], kept=kept)
+    with mock.patch.object(api.scaling, "bench", bench), pytest.raises(KeyboardInterrupt):
+        api.bench_scaling(zoo.workload("frozen"), [parse_layout("ddp")], Launch(), [1, 2], kept=kept)
     assert [record.world_size for record in kept] == [1, 2]
     assert kept[1].scaling is not None
     assert capsys.readouterr().out == "1 rank:\n2 ranks, strong scaling:\n"  # to tell the lines of one from the other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 import json
 import math
 import os
@@ -180,6 +181,8 @@ def test_new(tmp_path: Path, capsys: Any) -> None:
     assert {"distributed_evaluation", "zero1", "fsdp"} <= set(listed)
     assert main(["new", "single"]) == 0
     printed = capsys.readouterr().out
+    assert main(["new", "single", "-"]) == 0
+    assert capsys.readouterr() == (printed, "")
     path = tmp_path / "train.py"
     assert main(["new", "single", str(path)]) == 0
     assert path.read_text() == printed
@@ -187,6 +190,25 @@ def test_new(tmp_path: Path, capsys: Any) -> None:
     assert main(["new", "single", str(path)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["new", "horovod9"]) == 2
+
+
+@pytest.mark.parametrize("words", ["new pipeline -", "new pipeline", "new --list"])
+def test_a_recipe_on_the_screen(words: str, tmp_path: Path) -> None:
+    """To the byte, in any locale, and nothing else; a reader that has gone (`| head`) is no error."""
+    command = [sys.executable, "-m", "everyrank", *words.split()]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True, env=environment)
+    if "--list" not in words:
+        recipe = importlib.resources.files("everyrank.recipes") / "pipeline.py"
+        assert (done.stdout, done.stderr) == (recipe.read_bytes(), b"")
+    assert not list(tmp_path.iterdir())
+    read, write = os.pipe()
+    os.close(read)
+    gone = subprocess.run(
+        command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False, env=environment
+    )
+    os.close(write)
+    assert (gone.returncode, gone.stderr) == (0, b"")
 
 
 def test_complaints() -> None:

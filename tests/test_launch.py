@@ -28,11 +28,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import everyrank
 from everyrank import cli
 from everyrank.cli import main
 from everyrank.commands import doctor as doctor_command
-from everyrank.commands.launching import add_launching, launch_of, speaks
+from everyrank.commands.launching import add_launching, is_reporting_rank, launch_of
 from everyrank.doctor import launching as doctor
 from everyrank.errors import CannotRunError, RankFailedError, UsageError, WorkloadError
 from everyrank.launch import (
@@ -612,7 +611,7 @@ def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
             said: list[bool] = []
             for rank in range(2):
                 patch.setenv(name, str(rank))
-                said.append(speaks())
+                said.append(is_reporting_rank())
             assert said == [True, False]
 
 
@@ -623,7 +622,7 @@ def test_somebody_speaks_of_a_variable_left_over(monkeypatch: pytest.MonkeyPatch
     said: list[bool] = []
     for rank in range(6):
         monkeypatch.setenv("SLURM_PROCID", str(rank))
-        said.append(speaks())
+        said.append(is_reporting_rank())
     assert sum(said) == 1
 
 
@@ -1345,7 +1344,7 @@ def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     if name == "Python":
         monkeypatch.setattr(heartbeat.platform, "python_version_tuple", lambda: ("3", "9", "1"))
     else:
-        monkeypatch.setattr(torch if name == "torch" else everyrank, "__version__", "0.1")
+        monkeypatch.setattr(torch if name == "torch" else heartbeat, "__version__", "0.1")
     monkeypatch.setattr(heartbeat, "host_name", lambda: "n1")
     register_rank(store, 1, "10.0.0.7")
     with pytest.raises(CannotRunError) as caught:

@@ -13,22 +13,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from everyrank._version import __version__ as __version__
 from everyrank.errors import EveryrankError
 from everyrank.launch import Launch
 from everyrank.layout import Layout, parse_layout
+from everyrank.options import BenchOptions, TrainOptions, VerifyOptions
 from everyrank.record import Record, read_records, write_records
 from everyrank.workload import Workload, find_workload
 
 if TYPE_CHECKING:
     from everyrank.parallel.batch_gather import first_row, gather
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "BenchOptions",
     "EveryrankError",
     "Launch",
     "Layout",
     "Record",
+    "TrainOptions",
+    "VerifyOptions",
     "Workload",
     "bench",
     "find_workload",

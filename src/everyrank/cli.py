@@ -1,4 +1,4 @@
-"""The command line. What each command does is in `commands/`.
+"""The command line: a parser for the table of commands, errors as one line, the exit status.
 
 Exit status: 0 all held; 1 a check failed; 2 the call or the workload is wrong; 3 what was asked for by name cannot run
 here; 4 the run failed, or something that nobody has foreseen; 130 and 143 for Ctrl-C and SIGTERM. The last line on the
@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from everyrank import __version__
+from everyrank._version import __version__
 from everyrank.commands import COMMANDS
-from everyrank.commands.launching import instead, speaks
+from everyrank.commands.launching import instead, is_reporting_rank
 from everyrank.commands.shared import close_output
 from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError, describe, printable, shortened
 from everyrank.launch import facts_from_environment
@@ -105,7 +105,7 @@ def _instead(parsed: argparse.Namespace) -> int | None:
     try:
         return instead(parsed)
     except UsageError as error:
-        if speaks():
+        if is_reporting_rank():
             raise
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which a launcher ends all when one has ended: no word more
         time.sleep(_SPEAK_SECONDS)
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for name, command in COMMANDS.items():
         parser = commands.add_parser(name, help=command.HELP)
-        command.add(parser)
+        command.add_arguments(parser)
         parser.set_defaults(run=command.run)
     return top
 

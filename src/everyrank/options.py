@@ -1,93 +1,183 @@
-"""What a call asked for, apart from the nouns. These travel to the ranks; nothing here imports torch."""
+"""The options of a call, each described once: for the command line, and for `run`, `verify` and `bench`.
+
+The command line makes its arguments from the fields that have an `Argument` (`commands/shared.py`); `run`, `verify` and
+`bench` take the same fields by name. The options travel to the ranks; nothing here imports torch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-__all__ = ["BenchOptions", "PredictOptions", "TrainOptions", "VerifyOptions"]
+from everyrank.errors import UsageError
+
+__all__ = [
+    "Argument",
+    "BenchOptions",
+    "PredictOptions",
+    "TrainOptions",
+    "VerifyOptions",
+    "arguments_of",
+    "check_minimums",
+]
+
+_Type = TypeVar("_Type", bound=type)
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """For `train`.
+class Argument:
+    """What the command line has to know of a field, beside its name, type and default.
 
-    started          when it was called, in seconds since 1970
-    epochs, steps    instead of the workload's own length
-    out              the folder of the run; None: nothing is written
-    profile          the file for the trace of one step
-    resume           the folder of the checkpoint to go on from
-    pretrained       the file of weights to begin from
-    evaluate_only    evaluate, and do not train
-    evaluate_every   updates between two evaluations; None: an epoch; 0: at the end alone
-    save_every       updates between two checkpoints; None: an epoch; 0: never
-    keep             how many of the last checkpoints stay, beside the best
-    best_by          the metric that says which is the best; None: the workload's first, or eval_loss
-    save_async       write checkpoints while the training goes on
-    trackers         tensorboard, wandb
+    `keep: Annotated[int, Argument("the last K checkpoints stay", "K", minimum=1)] = 3`
+
+    help      what `--help` says; `%(default)s` stands for the default
+    metavar   what stands for the value there
+    minimum   the smallest number that is taken
+    flag      the argument; "": that of the field's name
     """
 
-    command: list[str]
-    started: float
-    epochs: int | None = None
-    steps: int | None = None
-    out: Path | None = None
-    profile: Path | None = None
-    resume: Path | None = None
-    pretrained: Path | None = None
-    evaluate_only: bool = False
-    evaluate_every: int | None = None
-    save_every: int | None = None
-    keep: int = 3
-    best_by: str | None = None
-    save_async: bool = False
-    trackers: tuple[str, ...] = ()
-    show: bool = True
+    help: str
+    metavar: str | None = None
+    minimum: int | None = None
+    flag: str = ""
 
 
-@dataclass(frozen=True)
-class PredictOptions:
-    """For `predict`. `out` is the file of predictions; the others as in `TrainOptions`."""
-
-    command: list[str]
-    out: Path
-    resume: Path | None = None
-    pretrained: Path | None = None
-    training_data: bool = False
-    show: bool = True
+def arguments_of(options: type[Any]) -> dict[str, tuple[Any, Argument]]:
+    """(type, Argument) of each field that has an `Argument`, by its name; each with its flag."""
+    found: dict[str, tuple[Any, Argument]] = {}
+    for name, hint in get_type_hints(options, include_extras=True).items():
+        if hasattr(hint, "__metadata__"):
+            kind, about = get_args(hint)
+            found[name] = kind, dataclasses.replace(about, flag=about.flag or f"--{name.replace('_', '-')}")
+    return found
 
 
-@dataclass(frozen=True)
-class VerifyOptions:
-    """For `verify`.
+def check_minimums(options: object) -> None:
+    """Raises `UsageError` for a number that is smaller than its option takes."""
+    for name, (_, about) in arguments_of(type(options)).items():
+        value = getattr(options, name)
+        if value is not None and about.minimum is not None and value < about.minimum:
+            fix = f"at least {about.minimum}" if about.minimum else "a number of updates, or 0"
+            raise UsageError(f"{about.flag} {value}: give {fix}")
 
-    by_name   somebody asked for these layouts, they are not simply all there are
-    quick     float64 and few updates alone
-    fresh     run `single` anew, whatever an earlier call has kept
+
+def _with_helps(options: _Type) -> _Type:
+    """The class; its docstring ends with what `--help` says of each field."""
+    helps = {
+        name: about.help % {"default": getattr(options, name, "")} for name, (_, about) in arguments_of(options).items()
+    }
+    lines = [f"    {name:14}   {text}" for name, text in helps.items()]
+    options.__doc__ = "\n".join([f"{options.__doc__}".rstrip(), "", *lines])
+    return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What every call has.
+
+    show               print progress and results
+    command, started   what was typed, and when, in seconds since 1970; the function that is called fills them in
     """
 
-    command: list[str]
-    steps: int = 20
-    samples: bool = False
     show: bool = True
+    command: list[str] = field(default_factory=list[str])
+    started: float = 0.0
+
+
+_EVALUATE_EVERY = "updates between two evaluations; default: an epoch; 0: at the end alone"
+_SAVE_EVERY = "updates between two checkpoints; default: an epoch; 0: none"
+
+
+@_with_helps
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(_Call):
+    """For `everyrank train` and `run`.
+
+    In Python, nothing is written where `out` is None, and `resume` is always a folder.
+    """
+
+    epochs: Annotated[int | None, Argument("instead of the workload's own length", "E", minimum=1)] = None
+    steps: Annotated[int | None, Argument("updates in all, instead of the workload's own length", "K", minimum=1)] = (
+        None
+    )
+    out: Annotated[
+        Path | None,
+        Argument(
+            "for logs (log.jsonl, log.csv, events.jsonl, epochs.csv), checkpoints and record.json; default: runs/...",
+            "DIR",
+        ),
+    ] = None
+    resume: Annotated[
+        Path | None,
+        Argument(
+            "go on from a run's newest checkpoint, or from a checkpoint, under any layout; without DIR: from --out, "
+            "or begin where that holds none",
+            "DIR",
+        ),
+    ] = None
+    pretrained: Annotated[Path | None, Argument("begin from weights: safetensors or a state dict", "F")] = None
+    evaluate: Annotated[bool, Argument("evaluate what --resume or --pretrained gives, and do not train")] = False
+    evaluate_every: Annotated[int | None, Argument(_EVALUATE_EVERY, "K", minimum=0)] = None
+    save_every: Annotated[int | None, Argument(_SAVE_EVERY, "K", minimum=0)] = None
+    save_async: Annotated[bool, Argument("write checkpoints while the training goes on")] = False
+    keep: Annotated[int, Argument("the last K checkpoints stay (default %(default)s)", "K", minimum=1)] = 3
+    best_by: Annotated[
+        str | None,
+        Argument(
+            "which metric says the best, which stays too (NAME, NAME:min or NAME:max); default: the workload's first",
+            "METRIC",
+            flag="--best",
+        ),
+    ] = None
+    trackers: Annotated[tuple[str, ...], Argument("also log to tensorboard, wandb", "T", flag="--tracker")] = ()
+    profile: Annotated[Path | None, Argument("write a trace of one step of all ranks (Perfetto)", "F")] = None
+
+
+@_with_helps
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(_Call):
+    """For `everyrank predict`. Either `resume` or `pretrained` has to be given."""
+
+    out: Annotated[Path, Argument("a row for each sample: F.jsonl or F.npy", "F")]
+    resume: Annotated[Path | None, Argument("the run (its newest checkpoint), or a checkpoint", "DIR")] = None
+    pretrained: Annotated[Path | None, Argument("weights: safetensors, or a state dict", "F")] = None
+    training_data: Annotated[bool, Argument("of the training data instead of the held-out", flag="--train-data")] = (
+        False
+    )
+
+
+@_with_helps
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(_Call):
+    """For `everyrank verify` and `verify`.
+
+    by_name   somebody asked for these layouts, they are not simply all there are: one that the workload cannot have is
+              refused; else it is not verified, with the reason
+    """
+
+    steps: Annotated[int, Argument("updates to compare (default %(default)s)", "K", minimum=1)] = 20
+    quick: Annotated[bool, Argument("float64 alone, six updates; says what it leaves out")] = False
+    fresh: Annotated[bool, Argument("run single anew, not as an earlier call has kept it")] = False
+    samples: Annotated[bool, Argument("audit that each sample is read once and evaluated once")] = False
     by_name: bool = True
-    quick: bool = False
-    fresh: bool = False
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """For `bench`. `steps` is the length of the timed and of the untimed run; `by_name` as for `verify`.
+@_with_helps
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(_Call):
+    """For `everyrank bench` and `bench`. `steps` is the length of the timed and of the untimed run.
 
-    load_before   the load average of this machine at the call; None where the system has none
+    by_name        as for `VerifyOptions`
+    batch_factor   multiplies the global batch: in weak scaling it grows with the number of ranks
+    verify_steps   updates to compare
+    load_before    the load average of this machine at the call, which fills it in; None where the system has none
     """
 
-    command: list[str]
-    started: float
-    trials: int = 5
-    steps: int | None = None
+    trials: Annotated[int, Argument("timed runs of each layout (default %(default)s)", "T", minimum=1)] = 5
+    steps: Annotated[int | None, Argument("updates of each run (default: at most 60)", "K", minimum=1)] = None
+    by_name: bool = True
+    batch_factor: int = 1
     verify_steps: int = 20
     load_before: float | None = None
-    batch_factor: int = 1  # weak scaling: the global batch grows with the number of ranks
-    show: bool = True
-    by_name: bool = True

@@ -1,4 +1,8 @@
-"""The built-in models. Shapes: B samples, C channels, H and W pixels, T tokens, D width, V vocabulary."""
+"""The built-in models and workloads, each a file as a person would write one.
+
+The names of the workloads are in `workload.find.BUILT_IN`. Shapes: B samples, C channels, H and W pixels, T tokens,
+D width, V vocabulary.
+"""
 
 from everyrank.builtin.convnet import ConvNet
 from everyrank.builtin.decoder import DECODER_PLAN, Decoder, DecoderShape

@@ -1,6 +1,6 @@
-"""The commands, one a file: the words it takes (`add`), and what it does with them (`run`, which returns the status).
+"""One command a file: `add_arguments` declares what it takes, `run` does it and returns the exit status.
 
-Thin: a command reads words, calls `session`, and shows what comes back. Imports no torch.
+Thin: a command reads its arguments, calls `api`, and shows what comes back. Imports no torch.
 """
 
 from __future__ import annotations

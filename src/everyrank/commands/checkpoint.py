@@ -12,15 +12,15 @@ from everyrank.commands.shared import check_writable
 from everyrank.errors import CHECK_FAILED
 from everyrank.runs import Checkpoint, all_of, damage, find_checkpoint
 
-__all__ = ["HELP", "add", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 _OLDER = "whole, as far as known: about.json of an older everyrank has no checksum of its own"
 
 HELP = "look into checkpoints, or take a model out of one"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Its words."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommands inspect and export, each with its own arguments."""
     kinds = parser.add_subparsers(required=True, metavar="inspect|export", dest="kind", parser_class=type(parser))
     inspect = kinds.add_parser("inspect", help="what there is, and whether it is whole")
     inspect.add_argument("place", type=Path, metavar="DIR", help="a run, or a checkpoint")
@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status."""
+    """Show the checkpoints of a run (1 where one is damaged), or write the model of one as a file of its own."""
     if args.kind == "export":
         from everyrank.checkpoint import export
 

@@ -12,13 +12,13 @@ from everyrank.commands.shared import check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch
 
-__all__ = ["HELP", "add", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "what this machine can run, why not the rest, and what to do"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Its words."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--launch, how the ranks of a trial start would start, and --json."""
     parser.add_argument(
         "--launch",
         action="store_true",
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status."""
+    """Examine this machine, or with --launch one start, and print what was found; 1 where something is wrong."""
     from everyrank.doctor import Examination, examine, examine_launch, paste
     from everyrank.progress import progress
     from everyrank.report import print_findings

@@ -16,7 +16,7 @@ from everyrank.launch.environments import whole_number
 from everyrank.launch.job import RENDEZVOUS
 from everyrank.layout import Layout, parse_layout
 
-__all__ = ["add_launching", "instead", "launch_of", "speaks"]
+__all__ = ["add_launching", "instead", "is_reporting_rank", "launch_of"]
 
 
 def add_launching(parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False) -> None:
@@ -196,7 +196,7 @@ def instead(args: argparse.Namespace) -> int | None:
     """What is done instead of starting ranks from here: a dry run, or a batch job. None where neither was asked for.
 
     The exit status otherwise. Raises `UsageError` for words and an environment that no start can come of: all ranks
-    of a launcher outside see the same, so one of them is to say it (`speaks`).
+    of a launcher outside see the same, so one of them is to say it (`is_reporting_rank`).
     """
     layout = getattr(args, "layout", None)
     one = parse_layout(layout) if isinstance(layout, str) else None
@@ -239,8 +239,8 @@ def instead(args: argparse.Namespace) -> int | None:
     return 0
 
 
-def speaks() -> bool:
-    """Whether this process is the one that speaks for all that a launcher outside has started with it."""
+def is_reporting_rank() -> bool:
+    """Whether this process is the one that reports an error for all that a launcher outside has started with it."""
     names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"]
     names += ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else []  # a person may have started this one alone
     return all(os.environ.get(name, "0") == "0" for name in names)

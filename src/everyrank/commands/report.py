@@ -9,19 +9,19 @@ from everyrank.commands.shared import add_outputs, check_html, check_writable, s
 from everyrank.errors import UsageError
 from everyrank.record import read_records
 
-__all__ = ["HELP", "add", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "show Records that --json wrote"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Its words."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RECORDS.json, one or more, --html and --markdown."""
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS.json")
     add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status."""
+    """Show the Records of the files, several beside each other, and write the pages asked for; 0."""
     for path in (args.html, args.markdown):
         check_writable(path)
     check_html(args)

@@ -1,33 +1,39 @@
-"""Words that several commands take, and what they do with what comes back."""
+"""Arguments that several commands take, and what they do with what comes back."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 from everyrank.commands.launching import add_launching
 from everyrank.errors import CHECK_FAILED, CannotRunError, UnsupportedLayoutError, UsageError, printable
 from everyrank.layout import STRATEGIES, Layout, parse_layout
+from everyrank.options import Argument, arguments_of
 from everyrank.record import Record, write_records
 from everyrank.workload import LR_RULES, Source, parse_settings
 
 __all__ = [
     "add_common",
     "add_layouts",
+    "add_options",
     "add_outputs",
     "check_html",
     "check_writable",
     "close_output",
     "layouts_of",
+    "options_of",
     "say",
     "show",
     "source_of",
     "status_of",
 ]
+
+_Options = TypeVar("_Options")
 
 
 def add_common(
@@ -68,6 +74,35 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     """--html and --markdown."""
     parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page")
     parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
+
+
+def add_options(parser: argparse.ArgumentParser, options: type[Any], **special: Mapping[str, Any]) -> None:
+    """An argument for each field of the dataclass `options` that has an `Argument`.
+
+    `special` is what argparse is told besides, by the field's name.
+    """
+    for name, (kind, argument) in arguments_of(options).items():
+        default = getattr(options, name, dataclasses.MISSING)
+        keywords: dict[str, Any] = {**_keywords(kind, argument, default), **special.get(name, {})}
+        parser.add_argument(argument.flag, dest=name, help=argument.help, **keywords)
+
+
+def _keywords(kind: Any, argument: Argument, default: Any) -> dict[str, Any]:
+    """What argparse is told of a field of this type: bool, tuple[str, ...], or int, str or Path, perhaps None."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if kind == tuple[str, ...]:
+        return {"nargs": "+", "action": "extend", "default": [], "metavar": argument.metavar}
+    [kind] = [one for one in get_args(kind) or [kind] if one is not type(None)]
+    if default is dataclasses.MISSING:
+        return {"type": kind, "required": True, "metavar": argument.metavar}
+    return {"type": kind, "default": default, "metavar": argument.metavar}
+
+
+def options_of(args: argparse.Namespace, options: type[_Options], **others: Any) -> _Options:
+    """The options as they were typed; `others` replace some of them, or are fields that cannot be typed."""
+    typed = {name: getattr(args, name) for name in arguments_of(options)}
+    return options(**{**typed, **others})
 
 
 def source_of(args: argparse.Namespace) -> Source:

@@ -10,59 +10,26 @@ import time
 from pathlib import Path
 
 from everyrank.commands.launching import launch_of
-from everyrank.commands.shared import add_common, check_writable, say, source_of
+from everyrank.commands.shared import add_common, add_options, check_writable, options_of, say, source_of
 from everyrank.errors import StoppedError, UsageError
 from everyrank.launch import slurm
 from everyrank.layout import parse_layout
-from everyrank.record import write_records
+from everyrank.options import TrainOptions
+from everyrank.record import Record, write_records
 from everyrank.runs import checkpoints_of, find_checkpoint
 
-__all__ = ["HELP", "add", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "train a workload under a layout"
 
 _NEWEST = object()  # --resume without a place: the newest checkpoint in --out; no path is equal to it
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Its words."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """WORKLOAD, how its ranks start, --layout, and `TrainOptions`."""
     add_common(parser, default_processes=1)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
-    parser.add_argument("--epochs", type=int, metavar="E", help="instead of the workload's own length")
-    parser.add_argument("--steps", type=int, metavar="K", help="updates in all, instead of the workload's own length")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="for logs (log.jsonl, log.csv, events.jsonl, epochs.csv), checkpoints and record.json; default: runs/...",
-    )
-    parser.add_argument(
-        "--resume",
-        type=_place,
-        nargs="?",
-        const=_NEWEST,
-        metavar="DIR",
-        help="go on from a run's newest checkpoint, or from a checkpoint, under any layout; without DIR: from --out, "
-        "or begin where that holds none",
-    )
-    parser.add_argument("--pretrained", type=Path, metavar="F", help="begin from weights: safetensors or a state dict")
-    parser.add_argument(
-        "--evaluate", action="store_true", help="evaluate what --resume or --pretrained gives, and do not train"
-    )
-    every = "updates between two {}; default: an epoch; 0: {}"
-    parser.add_argument("--evaluate-every", type=int, metavar="K", help=every.format("evaluations", "at the end alone"))
-    parser.add_argument("--save-every", type=int, metavar="K", help=every.format("checkpoints", "none"))
-    parser.add_argument("--save-async", action="store_true", help="write checkpoints while the training goes on")
-    parser.add_argument("--keep", type=int, default=3, metavar="K", help="the last K checkpoints stay (default 3)")
-    parser.add_argument(
-        "--best",
-        metavar="METRIC",
-        help="which metric says the best, which stays too (NAME, NAME:min or NAME:max); default: the workload's first",
-    )
-    parser.add_argument(
-        "--tracker", nargs="+", action="extend", default=[], metavar="T", help="also log to tensorboard, wandb"
-    )
-    parser.add_argument("--profile", type=Path, metavar="F", help="write a trace of one step of all ranks (Perfetto)")
+    add_options(parser, TrainOptions, resume={"type": _place, "nargs": "?", "const": _NEWEST})
 
 
 def _place(text: str) -> Path:
@@ -73,17 +40,14 @@ def _place(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status."""
+    """Train, or evaluate alone; write the Record and what else was asked for; 0.
+
+    Raises what `run` of the Python interface raises; before that a job of Slurm that is out of time is queued again.
+    """
     from everyrank import api
 
     layout = parse_layout(args.layout)
-    if args.resume is not None and args.pretrained is not None:
-        raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
     resume = _resumed(args)
-    if args.evaluate and resume is None and args.pretrained is None:
-        raise UsageError(
-            "--evaluate needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE"
-        )
     out = None if args.evaluate else _folder(args, layout.strategy, resume)
     launch = launch_of(args, logs=out / "ranks" if out is not None else None, layout=layout)
     layout.mesh(launch.processes)
@@ -91,50 +55,59 @@ def run(args: argparse.Namespace) -> int:
     files = [out / "log.jsonl", out / "record.json"] if out is not None else []
     for path in (*files, args.json, args.profile):
         check_writable(path)
+    options = options_of(args, TrainOptions, out=out, resume=resume)
     try:
-        records = api.run(
-            source,
-            layout,
-            launch,
-            epochs=args.epochs,
-            steps=args.steps,
-            out=out,
-            profile=args.profile.absolute() if args.profile is not None else None,
-            resume=resume,
-            pretrained=args.pretrained,
-            evaluate=args.evaluate,
-            evaluate_every=args.evaluate_every,
-            save_every=args.save_every,
-            keep=args.keep,
-            best_by=args.best,
-            save_async=args.save_async,
-            trackers=args.tracker,
-        )
+        records = api.run(source, layout, launch, options=options)
     except StoppedError as error:
-        job = os.environ.get("SLURM_JOB_ID")
-        is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
-        if args.requeue and job is not None and is_time_up:
-            print(f"{error}; job {job} waits in the queue again", flush=True)  # Slurm ends what is left of it
-            slurm.requeue(job)
+        if args.requeue:
+            _requeue(error)
         raise
     except UsageError as error:
         if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
             shutil.rmtree(out, ignore_errors=True)  # nobody asked for this folder
         raise
     if records:
-        if out is not None:
-            (out / "record.json").unlink(missing_ok=True)  # it may be a link to a file outside
-            write_records(records, out / "record.json")
-            say(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
-        if args.json is not None:
-            write_records(records, args.json)
-        if args.profile is not None and not args.evaluate:
-            say(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
+        _write(records, args, out)
     return 0
 
 
+def _requeue(error: StoppedError) -> None:
+    """Put this job of Slurm into the queue again where it is its time that is up."""
+    job = os.environ.get("SLURM_JOB_ID")
+    is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
+    if job is not None and is_time_up:
+        print(f"{error}; job {job} waits in the queue again", flush=True)  # Slurm ends what is left of it
+        slurm.requeue(job)
+
+
+def _write(records: list[Record], args: argparse.Namespace, out: Path | None) -> None:
+    """Write the Record into the folder of the run and to `--json`, and say what was written."""
+    if out is not None:
+        (out / "record.json").unlink(missing_ok=True)  # it may be a link to a file outside
+        write_records(records, out / "record.json")
+        say(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
+    if args.json is not None:
+        write_records(records, args.json)
+    if args.profile is not None and not args.evaluate:
+        say(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
+
+
 def _resumed(args: argparse.Namespace) -> Path | None:
-    """The checkpoint to go on from; None where the training begins."""
+    """The checkpoint to go on from; None where the training begins.
+
+    Raises `UsageError` where weights are asked for twice, or none are there to evaluate.
+    """
+    if args.resume is not None and args.pretrained is not None:
+        raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
+    resume = _checkpoint_asked_for(args)
+    if args.evaluate and resume is None and args.pretrained is None:
+        raise UsageError(
+            "--evaluate needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE"
+        )
+    return resume
+
+
+def _checkpoint_asked_for(args: argparse.Namespace) -> Path | None:
     if args.resume is None:
         return None
     if args.resume is not _NEWEST:
@@ -167,10 +140,12 @@ def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Pat
 
 
 def _has_trained(out: Path) -> bool:
+    """Whether a folder holds a checkpoint, or a line of a log."""
     log = out / "log.jsonl"
     return bool(checkpoints_of(out)) or (log.exists() and log.stat().st_size > 0)
 
 
 def _saved(out: Path) -> str:
+    """What is said of the checkpoints of a run when it has ended."""
     there = checkpoints_of(out)
     return f"; {len(there)} checkpoint{'s' * (len(there) > 1)}, the newest {there[-1].path.name}" if there else ""

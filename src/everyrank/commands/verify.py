@@ -8,45 +8,37 @@ from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import (
     add_common,
     add_layouts,
+    add_options,
     check_writable,
     layouts_of,
+    options_of,
     show,
     source_of,
     status_of,
 )
+from everyrank.options import VerifyOptions
 
-__all__ = ["HELP", "add", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "check that layouts equal one device"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Its words."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """WORKLOAD, how its ranks start, the layouts, and `VerifyOptions`."""
     add_common(parser, default_processes=2)
     add_layouts(parser)
-    parser.add_argument("--steps", type=int, default=20, metavar="K", help="updates to compare (default 20)")
-    parser.add_argument("--quick", action="store_true", help="float64 alone, six updates; says what it leaves out")
-    parser.add_argument("--fresh", action="store_true", help="run single anew, not as an earlier call has kept it")
-    parser.add_argument("--samples", action="store_true", help="audit that each sample is read once and evaluated once")
+    add_options(parser, VerifyOptions)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status."""
+    """Compare each layout with one device and show the Records; 0 where all are equal, else what `status_of` says."""
     from everyrank import api
 
     layouts, launch = layouts_of(args), launch_of(args)
     check_writable(args.json)
     source = source_of(args)
-    records = api.verify(
-        source,
-        layouts,
-        launch,
-        steps=args.steps,
-        samples=args.samples,
-        by_name=bool(args.layout),
-        quick=args.quick,
-        fresh=args.fresh,
-    )
+    options = options_of(args, VerifyOptions, by_name=bool(args.layout))
+    records = api.verify(source, layouts, launch, options=options)
     if not records:
         return 0
     compared = [record for record in records if record.parity.checks]  # compared, or audited at least

@@ -1,4 +1,4 @@
-"""Doctor: what this machine can run, why not the rest, and what to do about it. Imports no torch.
+"""What this machine can run, why not the rest, and what to do about it. Imports no torch.
 
 findings.py       what one look at something came to
 machine.py        cores, threads, memory, files, shared memory

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everyrank import __version__
+from everyrank._version import __version__
 from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem
 from everyrank.doctor.machine import check_machine
 from everyrank.doctor.network import check_network

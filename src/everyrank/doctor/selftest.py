@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import everyrank
+from everyrank._version import __version__
 from everyrank.launch import Launch, RankFacts
 from everyrank.launch.hosts import host_name
 from everyrank.world import World, open_world, store_barrier
@@ -41,7 +41,7 @@ def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
             "choices": dict(world.choices),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "everyrank": everyrank.__version__,
+            "everyrank": __version__,
             "skew_seconds": _clock_skew(world),
         }
         world.store.set(f"introduced/{world.rank}", json.dumps(own))

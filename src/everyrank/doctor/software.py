@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from everyrank import __version__
+from everyrank._version import __version__
 from everyrank.doctor.findings import CheckResult, absent, ok, problem, warning
 
 __all__ = ["check_combinations", "check_optional", "check_software", "installed_versions"]

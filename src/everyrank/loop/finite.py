@@ -1,4 +1,4 @@
-"""What is not finite: a loss that became none, the first tensor that is to blame, what the last update has spoiled."""
+"""Losses and tensors that are not finite: the first one to blame, and what the last update has spoiled."""
 
 from __future__ import annotations
 

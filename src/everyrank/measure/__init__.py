@@ -1,1 +1,4 @@
-"""Measure: clock and intervals, traffic, provenance. Nothing here runs inside a timed region."""
+"""The clock, intervals and provenance; instruments for phases, traffic, memory, resources and traces.
+
+Nothing here runs inside a timed region.
+"""

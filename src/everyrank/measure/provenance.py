@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import everyrank
+from everyrank import _version
 from everyrank.launch import num_cores
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -26,7 +26,7 @@ def provenance(workload: Workload, dataset: Any, world: World, command: list[str
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
-        "everyrank": everyrank.__version__,
+        "everyrank": _version.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -49,7 +49,7 @@ def provenance(workload: Workload, dataset: Any, world: World, command: list[str
 
 def _commit() -> str | None:
     """The commit of everyrank's own checkout, with a mark when files differ from it; None for an installed wheel."""
-    root = Path(everyrank.__file__).parents[2]
+    root = Path(_version.__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:

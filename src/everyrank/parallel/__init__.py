@@ -1,4 +1,6 @@
-"""The mechanisms, plain functions over a module. Strategies compose them in the one right order (parallelize.py).
+"""The mechanisms of parallel training, one a file: plain functions over a module.
+
+Strategies compose them in the one right order, which is parallelize.py's.
 
 mesh.py           where a rank stands on each axis of its layout; process groups along the axes
 precision.py      dtypes, autocast, loss scaling

@@ -1,4 +1,4 @@
-"""Audit the samples: each one read once in every epoch, and counted once in the evaluation.
+"""The audit of the samples: each is read once in every epoch, and counted once in the evaluation.
 
 The real loader reads the real dataset under the layout; only what a sample holds is replaced by its number.
 """
@@ -43,25 +43,10 @@ _NUM_COMPARED = 64  # samples whose content is compared between ranks
 
 def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, mesh: Mesh) -> tuple[list[str], str]:
     """What is wrong (nothing: []), and what was audited. The same on every rank that takes part; a collective."""
-    world, reads = mesh.world, mesh.data_slice
-    counted = dataclasses.replace(workload, collate=_numbers)
-    problems = _differences(workload, train_data, world)
-    samples = samples_per_epoch(workload, len(train_data))
-    left_out = len(train_data) - samples
-    per_epoch = updates_per_epoch(samples, workload.global_batch)
-    updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
-    batches = batches_for_updates(
-        counted, _numbered(train_data), updates, reads, layout.accumulate, world, torch.float64
-    )
-    own: list[list[int]] = [[] for _ in range(_NUM_EPOCHS)]
-    with wrap_user_errors():
-        for update, parts in zip(updates, batches, strict=True):
-            for part in parts:
-                own[update.epoch] += part.input[: part.size].tolist()
-    orders: list[list[int]] = []
-    for epoch, numbers in enumerate(own):
-        order = _over_ranks(numbers, mesh)
-        orders.append(order)
+    problems = _differences(workload, train_data, mesh.world)
+    left_out = len(train_data) - samples_per_epoch(workload, len(train_data))
+    orders = _orders_of_epochs(workload, train_data, layout, mesh)
+    for epoch, order in enumerate(orders):
         expected = _expected(workload, train_data, epoch)
         if workload.weights is not None:  # samples repeat: each is to be read as often as it was drawn
             expected = epoch_numbers(order_of(workload, train_data, epoch))
@@ -70,22 +55,56 @@ def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, m
     text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how}"
     text += f" but {left_out} of a last batch (drop_last)" * (left_out > 0)
     if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
-        is_stream = isinstance(train_data, Streamed)
-        keeps_order = is_stream and getattr(train_data.dataset, "keeps_order", False)
-        if keeps_order or (is_stream and not hasattr(train_data.dataset, "set_epoch")):
-            text += " (a stream, in the same order in both)"
-        else:
-            hint = "; if it is meant to stay, give the stream keeps_order = True" if is_stream else ""
-            problems.append(
-                f"epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch){hint}"
-            )
+        problem, note = _same_order_twice(train_data)
+        problems += problem
+        text += note
     if eval_data is not None:
         with wrap_user_errors():
-            parts = batches_for_evaluation(counted, _numbered(eval_data), reads, world, torch.float64)
+            parts = batches_for_evaluation(
+                _counting(workload), _numbered(eval_data), mesh.data_slice, mesh.world, torch.float64
+            )
             numbers = [number for part in parts for number in part.input[: part.size].tolist()]
         problems += complaints(_over_ranks(numbers, mesh), _expected(workload, eval_data, 0), "evaluation")
         text += f"; {len(eval_data)} evaluated, each counted once"
     return problems, text
+
+
+def _orders_of_epochs(workload: Workload, train_data: Any, layout: Layout, mesh: Mesh) -> list[list[int]]:
+    """The samples that all ranks read in each epoch, as the loader of a training reads them."""
+    per_epoch = updates_per_epoch(samples_per_epoch(workload, len(train_data)), workload.global_batch)
+    updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
+    batches = batches_for_updates(
+        _counting(workload),
+        _numbered(train_data),
+        updates,
+        mesh.data_slice,
+        layout.accumulate,
+        mesh.world,
+        torch.float64,
+    )
+    own: list[list[int]] = [[] for _ in range(_NUM_EPOCHS)]
+    with wrap_user_errors():
+        for update, parts in zip(updates, batches, strict=True):
+            for part in parts:
+                own[update.epoch] += part.input[: part.size].tolist()
+    return [_over_ranks(numbers, mesh) for numbers in own]
+
+
+def _counting(workload: Workload) -> Workload:
+    """The workload, whose batches are the numbers of their samples."""
+    return dataclasses.replace(workload, collate=_numbers)
+
+
+def _same_order_twice(train_data: Any) -> tuple[list[str], str]:
+    """(What is wrong, what is to be noted) where two epochs read the samples in one order."""
+    is_stream = isinstance(train_data, Streamed)
+    keeps_order = is_stream and getattr(train_data.dataset, "keeps_order", False)
+    if keeps_order or (is_stream and not hasattr(train_data.dataset, "set_epoch")):
+        return [], " (a stream, in the same order in both)"
+    hint = "; if it is meant to stay, give the stream keeps_order = True" if is_stream else ""
+    return [
+        f"epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch){hint}"
+    ], ""
 
 
 def _differences(workload: Workload, data: Any, world: World) -> list[str]:

@@ -1,4 +1,6 @@
-"""The ways of training, one a file. Each has one function: `prepare(workload, layout, world) -> Prepared`.
+"""The ways of training, one a file: each composes mechanisms of parallel/; its header is the tutorial.
+
+Each has one function: `prepare(workload, layout, world) -> Prepared`.
 
 A strategy composes the mechanisms in `parallel/` in the one right order; its header says what every rank holds, what
 travels, when to use it, and whether it is exact. Which strategies there are is the table in `layout/table.py`.

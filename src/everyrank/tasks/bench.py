@@ -1,4 +1,4 @@
-"""Bench: the layouts side by side. Only what was checked equal gets a number.
+"""The layouts timed in turns, side by side; only what was checked equal gets a number.
 
 1. Each layout is compared with `single` (parity.py).
 2. Each is looked into under instruments: peak memory, what travels, exposed communication (measure/instrumented.py).
@@ -17,7 +17,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -82,17 +82,22 @@ def bench_rank(
                 parity, _ = check_layout(subject, layout, world, f"bench/{index}", options.by_name)
                 results.arms.append(Arm(layout, parity, single_process_world(world) if layout.axis is None else world))
                 results.told(f"{layout}: {parity.outcome}")
-            running = results.running
-            parts = [("look into", _look_inside), ("train", _train_once)]
-            parts += [(f"time {trial + 1}", _time_once) for trial in range(options.trials)]
-            for part, function in parts:
-                for index, arm in enumerate(running):
-                    begin(f"{part} {arm.layout}")
-                    sampler.now_running(str(index))
-                    _in_place(arm, world, f"bench/{part}/{index}", function, bench)
-                    results.told(_line(arm, bench, options) if function is _time_once else "")
+            _measure(results, world, begin)
             sampler.now_running("end")
         return results.records() if is_first else None
+
+
+def _measure(results: Results, world: World, begin: Callable[[str], None]) -> None:
+    """Run each part of the benchmark for all arms that are equal, in turns."""
+    bench, options, running = results.bench, results.options, results.running
+    parts = [("look into", _look_inside), ("train", _train_once)]
+    parts += [(f"time {trial + 1}", _time_once) for trial in range(options.trials)]
+    for part, function in parts:
+        for index, arm in enumerate(running):
+            begin(f"{part} {arm.layout}")
+            results.sampler.now_running(str(index))
+            _in_place(arm, world, f"bench/{part}/{index}", function, bench)
+            results.told(_line(arm, bench, options) if function is _time_once else "")
 
 
 def _line(arm: Arm, bench: Bench, options: BenchOptions) -> str:

@@ -1,4 +1,4 @@
-"""Predict: what a trained model says of each sample, by all ranks together, in the order of the data."""
+"""What a trained model says of each sample, by all ranks together, in the order of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of predictions: one for each sample, in the order of the data. Imports no torch."""
+"""Files of predictions: a row for each sample, in the order of the data. Imports no torch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import everyrank
+from everyrank._version import __version__
 from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
 from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
 from everyrank.data.parts import weights_of
@@ -35,7 +35,7 @@ from everyrank.runs import (
     score_of,
     set_aside_newer,
 )
-from everyrank.strategies import prepare
+from everyrank.strategies import Prepared, prepare
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import Job, evaluate_job
 from everyrank.train.log import Log, kept_rows
@@ -64,25 +64,15 @@ def train_rank(
     `StoppedError` after such a request, when the update in progress is done and saved.
     """
     with contextlib.ExitStack() as stack:
-        if stop is None:
-            # torchrun ends ranks with SIGTERM when another has died; ours asks them with SIGUSR1
-            by_torchrun = "torchrun" in (launch.launcher, launch.per_node)
-            heard = [signal.SIGUSR1] if by_torchrun else [signal.SIGTERM, signal.SIGUSR1]
-            stop = stack.enter_context(listen(*heard, same_seconds=_SAME_SECONDS))
+        stop = stop or stack.enter_context(_listening(launch))
         world = stack.enter_context(open_world(facts, launch))
         options = _agreed(options, world, facts.attempt)
-        out = options.out if not options.evaluate_only else None
+        out = options.out if not options.evaluate else None
         if out is not None:
             on_rank_0(world, "lock", lambda: stack.enter_context(hold(out)))
-        if isinstance(what, Source):
-            what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
-        workload = load(what)
-        if options.epochs is not None or options.steps is not None:
-            workload = dataclasses.replace(workload, epochs=options.epochs, steps=options.steps)
-        if options.pretrained is not None:
-            workload = with_pretrained(workload, options.pretrained)
+        workload = _loaded(what, options)
         train_data, eval_data = open_data(workload, world)
-        if options.evaluate_only and eval_data is None:
+        if options.evaluate and eval_data is None:
             raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
         with wrap_user_errors():
             prepared = prepare(workload, layout, world)
@@ -90,11 +80,10 @@ def train_rank(
         about = _about(job, options)
         begin = _go_on(job, options, about) if options.resume is not None else 0
         watch = Display(world.rank == 0 and options.show)
-        if options.evaluate_only:
+        if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
             results = _train(job, options, about, begin, watch, stop)
-        device, backend = world.device.type, world.backend
         del prepared, job
         if world.rank != 0:
             return None
@@ -102,14 +91,34 @@ def train_rank(
             workload=workload.name,
             layout=str(layout),
             launcher=facts.started_by,
-            backend=backend,
-            device=device,
+            backend=world.backend,
+            device=world.device.type,
             world_size=world.size,
             provenance=provenance(workload, train_data, world, options.command) | _origin(options, begin),
             **results,
         )
         watch.line(_how_it_ended(record, begin))
         return record
+
+
+def _listening(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
+    """Who hears a request to stop from here on."""
+    # torchrun ends ranks with SIGTERM when another has died; ours asks them with SIGUSR1
+    by_torchrun = "torchrun" in (launch.launcher, launch.per_node)
+    heard = [signal.SIGUSR1] if by_torchrun else [signal.SIGTERM, signal.SIGUSR1]
+    return listen(*heard, same_seconds=_SAME_SECONDS)
+
+
+def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:
+    """The workload with the length and the first weights that the options ask for."""
+    if isinstance(what, Source):  # the function that makes it may build its schedule on its length
+        what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
+    workload = load(what)
+    if options.epochs is not None or options.steps is not None:
+        workload = dataclasses.replace(workload, epochs=options.epochs, steps=options.steps)
+    if options.pretrained is not None:
+        workload = with_pretrained(workload, options.pretrained)
+    return workload
 
 
 def _agreed(options: TrainOptions, world: World, attempt: int) -> TrainOptions:
@@ -129,7 +138,7 @@ def _go_on(job: Job, options: TrainOptions, about: About) -> int:
     assert options.resume is not None
     checkpoint = checkpoint_named(options.resume)
     begin, end = checkpoint.about.step, planned_updates(job.prepared.workload, len(job.train_data))
-    if begin > end and not options.evaluate_only:
+    if begin > end and not options.evaluate:
         raise UsageError(f"{options.resume}: {begin} updates are done already, of {end} asked for; give more")
     resume(job.prepared, job.prepared.world, checkpoint, about)
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
@@ -149,7 +158,7 @@ def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
 def _train(job: Job, options: TrainOptions, about: About, begin: int, watch: Display, stop: Stop) -> dict[str, Any]:
     """Train; the fields of the Record that come of it."""
     prepared, data = job.prepared, job.train_data
-    workload, layout, world = prepared.workload, prepared.layout, prepared.world
+    workload, world = prepared.workload, prepared.world
     end = planned_updates(workload, len(data))
     pace = ThroughputMeter(begin, end, samples_per_epoch(workload, len(data)), workload.global_batch)
     saver = None
@@ -162,17 +171,7 @@ def _train(job: Job, options: TrainOptions, about: About, begin: int, watch: Dis
     best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
     score = score_of(best, about.best_by) if best is not None else None
     training = Training(job, options, pace, watch, log, saver, stop, losses_before, score)
-    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-    if world.rank == 0 and workload.batch_rule is not None:
-        watch.line(workload.batch_rule)
-    hosts = list(dict.fromkeys(world.hosts))
-    if len(hosts) > 1:
-        watch.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
-    if begin:
-        watch.line(f"going on after update {begin} of {end}, from {options.resume}")
-        if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
-            watch.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
-    watch.begin(f"{workload.name} · {layout} · {ranks}", end, begin)
+    _announce(job.prepared, options, begin, end, watch)
     startup_seconds = time.time() - options.started
     try:
         metrics = training.run()
@@ -193,6 +192,22 @@ def _train(job: Job, options: TrainOptions, about: About, begin: int, watch: Dis
         "loss": training.losses,
         "metrics": metrics,
     }
+
+
+def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int, watch: Display) -> None:
+    """Say what a reader has to know before the first update, and show the bar."""
+    workload, world = prepared.workload, prepared.world
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    if world.rank == 0 and workload.batch_rule is not None:
+        watch.line(workload.batch_rule)
+    hosts = list(dict.fromkeys(world.hosts))
+    if len(hosts) > 1:
+        watch.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
+    if begin:
+        watch.line(f"going on after update {begin} of {end}, from {options.resume}")
+        if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
+            watch.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
+    watch.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, begin)
 
 
 def _open_log(job: Job, options: TrainOptions, begin: int, watch: Display) -> tuple[list[dict[str, Any]], Log | None]:
@@ -259,7 +274,7 @@ def _about(job: Job, options: TrainOptions) -> About:
         world_size=world.size,
         updates_per_epoch=updates_per_epoch(samples_per_epoch(workload, len(data)), workload.global_batch),
         best_by=options.best_by or names[0],
-        versions={"everyrank": everyrank.__version__, "torch": torch.__version__},
+        versions={"everyrank": __version__, "torch": torch.__version__},
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         aliases=aliases_of(prepared.model),
     )

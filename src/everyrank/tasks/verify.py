@@ -1,4 +1,4 @@
-"""Verify: every asked layout compared with one device, in one set of ranks."""
+"""Each layout compared with one device, all in one set of ranks."""
 
 from __future__ import annotations
 
@@ -45,13 +45,7 @@ def verify_rank(
         with progress(len(layouts), is_shown) as begin, said_once(world.rank == 0):
             for index, layout in enumerate(layouts):
                 begin(f"verify {workload.name} · {layout}")
-                is_by_rank = workload.order == "shard" and layout.axis is not None and world.size > 1
-                if is_by_rank:
-                    parity, losses = Parity("not_verified", reason=_BY_RANK), []
-                else:
-                    parity, losses = check_layout(subject, layout, world, f"verify/{index}", options.by_name)
-                if options.samples and (is_by_rank or parity.status in ("equal", "different")):
-                    parity = _audited(parity, subject, layout, world, f"audit/{index}")
+                parity, losses = _compared(subject, layout, world, index, options)
                 records.append(
                     Record(
                         workload=workload.name,
@@ -66,8 +60,22 @@ def verify_rank(
                     )
                 )
                 if is_shown and len(layouts) > 1:  # a call that is stopped has said what it knew
-                    row_known(f"{layout}: {records[-1].parity.outcome}")
+                    row_known(f"{layout}: {parity.outcome}")
         return records if world.rank == 0 else None
+
+
+def _compared(
+    subject: ParityCase, layout: Layout, world: World, index: int, options: VerifyOptions
+) -> tuple[Parity, list[float]]:
+    """The parity of a layout, with its audit where that was asked for, and its losses. A collective."""
+    is_by_rank = subject.workload.order == "shard" and layout.axis is not None and world.size > 1
+    if is_by_rank:
+        parity, losses = Parity("not_verified", reason=_BY_RANK), []
+    else:
+        parity, losses = check_layout(subject, layout, world, f"verify/{index}", options.by_name)
+    if options.samples and (is_by_rank or parity.status in ("equal", "different")):
+        parity = _audited(parity, subject, layout, world, f"audit/{index}")
+    return parity, losses
 
 
 def _audited(parity: Parity, subject: ParityCase, layout: Layout, world: World, key: str) -> Parity:

@@ -1,4 +1,4 @@
-"""Train: a run as a person follows it, and as it survives. What one rank is asked to do is in tasks/train.py.
+"""A training as a person follows it: evaluations, checkpoints, logs, and an end that loses nothing.
 
 trackers.py     TensorBoard and Weights & Biases behind one small interface
 log.py          log.jsonl, log.csv and epochs.csv of a run

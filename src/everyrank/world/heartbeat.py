@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import everyrank
+from everyrank._version import __version__
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, describe
 from everyrank.launch.hosts import boot_id, host_name, local_address_towards
 
@@ -69,7 +69,7 @@ def register_rank(store: dist.Store, rank: int, address: str | None) -> None:
 def _versions() -> dict[str, str]:
     return {
         "torch": torch.__version__.partition("+")[0],  # one host may have the build for CPU
-        "everyrank": everyrank.__version__,
+        "everyrank": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
 

@@ -1,0 +1,191 @@
+"""Make the parts of README.md and CONTRIBUTING.md that follow from Records and from the code.
+
+    python docs/generate.py            write them
+    python docs/generate.py --check    name the first that is not as it would be written; exit status 1
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The drawing of the house has the rooms in the order
+of `tests/test_architecture.py`, each with the first sentence of its docstring; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from everyrank.launch import LAUNCHERS
+from everyrank.layout import STRATEGIES
+from everyrank.record import read_records
+from everyrank.report import groups, markdown, tables
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "everyrank"
+ORDER = ROOT / "tests" / "test_architecture.py"
+DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
+WIDTH = 120
+
+
+def demo_table(number: int) -> str:
+    """One of the tables that `make demo` prints: 0 the speeds, 1 where a step goes, 2 what it holds and sends."""
+    [records] = groups(read_records(DIGITS))
+    return markdown("", tables(records)[number][1]).partition("\n\n")[2].rstrip()
+
+
+def house() -> str:
+    """The rooms and single files of the package, with the rooms inside them: what each is for."""
+    rows: list[tuple[str, str]] = []
+    for name in _order():
+        folder = PACKAGE / name
+        if not folder.is_dir():
+            rows.append((f"  {name}.py", _sentence(folder.with_suffix(".py"))))
+            continue
+        rows.append((f"  {name}/", _sentence(folder / "__init__.py")))
+        inner = sorted(folder.glob("*/__init__.py"))
+        rows += [(f"    {path.parent.name}/", _sentence(path)) for path in inner]
+    width = max(len(label) for label, _ in rows) + 2
+    lines = [
+        line
+        for label, text in rows
+        for line in textwrap.wrap(text, WIDTH, initial_indent=f"{label:{width}}", subsequent_indent=" " * width)
+    ]
+    return "\n".join(["```", "src/everyrank/", *lines, "```"])
+
+
+def strategies() -> str:
+    """What the header of each strategy says."""
+    rows: list[list[str]] = []
+    for name in STRATEGIES:
+        header = _header(PACKAGE / "strategies" / f"{name}.py", "Holds", "Use when", "Exact")
+        rows.append([f"`{name}`", *header])
+    return _table(["strategy", "each rank holds", "use it when", "exact"], rows)
+
+
+def launchers() -> str:
+    """What the file of each launcher says in its first sentence."""
+    rows: list[list[str]] = []
+    for name in LAUNCHERS:
+        [path] = (PACKAGE / "launch").rglob(f"{name}.py")
+        rows.append([f"`{name}`", _sentence(path).removeprefix(f"{name}: ")])
+    return _table(["launcher", "how its ranks start"], rows)
+
+
+PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
+    "README.md": {
+        "the speeds of make demo": (DIGITS, lambda: demo_table(0)),
+        "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
+        "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
+    },
+    "CONTRIBUTING.md": {
+        "the house": (PACKAGE, house),
+        "strategies": (PACKAGE / "strategies", strategies),
+        "launchers": (PACKAGE / "launch", launchers),
+    },
+}
+"""Of each page, its parts: (what it is made from, how)."""
+
+
+def renewed(page: str, text: str) -> str:
+    """The text of a page with its parts as they should be. Raises `ValueError` where one is not there once."""
+    for name, (_, make) in PARTS[page].items():
+        begin, end = f"<!-- generated: {name} -->\n", "\n<!-- end -->"
+        if text.count(begin) != 1 or end not in text.partition(begin)[2].partition("<!-- generated:")[0]:
+            raise ValueError(f'{page}: give "{begin.strip()}" once, and "{end.strip()}" after it')
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{make()}{end}{rest.partition(end)[2]}"
+    return text
+
+
+def complaint(page: str, text: str) -> str:
+    """What is wrong with a page, in one line; "" where nothing is."""
+    try:
+        new = renewed(page, text)
+    except ValueError as error:
+        return str(error)
+    if new == text:
+        return ""
+    changed = next(name for name in PARTS[page] if _part(name, new) != _part(name, text))
+    source = PARTS[page][changed][0].relative_to(ROOT)
+    return f'{page}: "{changed}" is not what {source} gives; run: python docs/generate.py'
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the pages, or check them; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="docs/generate.py", description="Make what in the pages follows from the code."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 where a page is not as it would be written"
+    )
+    parser.add_argument(
+        "--pages", type=Path, default=ROOT, metavar="DIR", help="where they are (default: this checkout)"
+    )
+    args = parser.parse_args(arguments)
+    texts = {page: (args.pages / page).read_text(encoding="utf-8") for page in PARTS}
+    if args.check:
+        found = next(filter(None, map(complaint, texts, texts.values())), "")
+        if found:
+            print(found, file=sys.stderr)
+        return 1 if found else 0
+    try:
+        new = {page: renewed(page, text) for page, text in texts.items()}
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for page, text in new.items():
+        (args.pages / page).write_text(text, encoding="utf-8")
+    return 0
+
+
+def _part(name: str, text: str) -> str:
+    return text.partition(f"<!-- generated: {name} -->")[2].partition("<!-- end -->")[0]
+
+
+def _order() -> list[str]:
+    """The rooms and files of the package, each before those that import it."""
+    for node in ast.parse(ORDER.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORDER":
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{ORDER}: no list ORDER")
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+def _sentence(path: Path) -> str:
+    """The first sentence of a module's docstring, without its full stop."""
+    first = " ".join(_docstring(path).partition("\n\n")[0].split())
+    return re.split(r"\.(?: |$)", first, maxsplit=1)[0]
+
+
+def _header(path: Path, *keywords: str) -> list[str]:
+    """What stands after keywords of a strategy's docstring (`Holds`, `Travels`, `Use when`, `Exact`, `Source`)."""
+    found: dict[str, str] = {}
+    keyword = ""
+    for line in _docstring(path).splitlines():
+        new = re.match(r"([A-Z][a-z]+(?: [a-z]+)?) {2,}(?=\S)", line)
+        if new:
+            keyword = new.group(1)
+            found[keyword] = line[new.end() :]
+        elif keyword and line.startswith("  "):
+            found[keyword] += f" {line.strip()}"
+        else:
+            keyword = ""
+    for keyword in keywords:
+        if keyword not in found:
+            raise ValueError(f"{path.relative_to(ROOT)}: its docstring has no line `{keyword}`; write one")
+    return [found[keyword] for keyword in keywords]
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    cells = [list(header), *map(list, rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

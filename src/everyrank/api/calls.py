@@ -1,0 +1,190 @@
+"""The calls: train, verify, bench and predict. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
+from everyrank.launch import Launch, Named, listen
+from everyrank.launch import run as run_ranks
+from everyrank.layout import Layout
+from everyrank.options import BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
+from everyrank.record import Record
+from everyrank.runs import find_checkpoint, require_whole
+from everyrank.tasks.predictions import check_predictions_suffix
+from everyrank.workload import Source, Workload, check_place
+
+__all__ = ["bench", "predict", "run", "verify"]
+
+_Options = TypeVar("_Options", TrainOptions, PredictOptions, VerifyOptions, BenchOptions)
+
+
+def run(
+    workload: Workload | Source,
+    layout: Layout,
+    launch: Launch,
+    *,
+    options: TrainOptions | None = None,
+    **changes: Any,
+) -> list[Record]:
+    """Train `workload` under `layout` on the ranks that `launch` starts; a list of one Record.
+
+    `options` are those of `everyrank train`; fields of `TrainOptions` can be given by name, too:
+    `run(workload, layout, launch, epochs=3, out=Path("runs/first"))`.
+
+    Where this process is itself a rank that torchrun started, only rank 0 gets the Record, the others [].
+    Raises an `EveryrankError`: `UsageError` for a wrong call or workload, `RankFailedError` when a rank fails,
+    `StoppedError` when SIGTERM or SIGUSR1 asked to stop: then the update in progress is done and saved.
+    """
+    options = _completed(options or TrainOptions(), changes)
+    if options.epochs is not None and options.steps is not None:
+        raise UsageError(f"--epochs {options.epochs} --steps {options.steps}: give one of the two")
+    _check_one_process(layout, launch)
+    options = dataclasses.replace(
+        options,
+        out=_absolute(options.out),
+        resume=_checkpoint(options.resume),
+        pretrained=_absolute(options.pretrained),
+        profile=_absolute(options.profile),
+        trackers=tuple(options.trackers),
+    )
+    with listen(signal.SIGTERM, signal.SIGUSR1) as stop:
+        try:
+            results = run_ranks(
+                launch, Named("everyrank.tasks.train:train_rank"), _sent(workload), layout, launch, options, stop=stop
+            )
+        except StoppedError as error:
+            if stop.asked is not None:
+                error.exit_status = 128 + stop.asked
+            raise
+    record = results.get(0)
+    return [record] if record is not None else []
+
+
+def predict(workload: Workload | Source, layout: Layout, launch: Launch, options: PredictOptions) -> int:
+    """Write the model's predictions for the held-out data to `options.out`, in the order of the data; how many.
+
+    The end of the name says how: .jsonl (a row for each sample) or .npy (one array). Raises what `run` raises.
+    """
+    options = _completed(options, {})
+    check_predictions_suffix(options.out)
+    if options.resume is None and options.pretrained is None:
+        raise UsageError("predict needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE")
+    if options.resume is not None and options.pretrained is not None:
+        raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
+    _check_one_process(layout, launch)
+    options = dataclasses.replace(
+        options,
+        out=options.out.absolute(),
+        resume=_checkpoint(options.resume),
+        pretrained=_absolute(options.pretrained),
+    )
+    results = run_ranks(launch, Named("everyrank.tasks.predict:predict_rank"), _sent(workload), layout, launch, options)
+    return results.get(0) or 0
+
+
+def _check_one_process(layout: Layout, launch: Launch) -> None:
+    layout.mesh(launch.processes)
+    if layout.axis is None and launch.processes > 1:
+        raise LayoutError(f"layout {layout} runs in one process, not in {launch.processes}; use --processes 1")
+
+
+def _checkpoint(place: Path | None) -> Path | None:
+    """The folder of the checkpoint that a run, or the checkpoint itself, stands for; its files have their sizes."""
+    if place is None:
+        return None
+    found = find_checkpoint(place.absolute())
+    require_whole(found)
+    return found.path
+
+
+def verify(
+    workload: Workload | Source,
+    layouts: Sequence[Layout],
+    launch: Launch,
+    *,
+    options: VerifyOptions | None = None,
+    **changes: Any,
+) -> list[Record]:
+    """Compare each layout with one device; one Record for each.
+
+    `options` are those of `everyrank verify`; fields of `VerifyOptions` can be given by name, too. A layout that the
+    workload cannot have is refused in its row, or not verified, with the reason; where none of the layouts can be had,
+    that is raised. A difference is no error: it is in `Record.parity`. Raises what `run` raises.
+    """
+    options = _completed(options or VerifyOptions(), changes)
+    for layout in layouts:
+        layout.mesh(launch.processes)
+    results = run_ranks(
+        launch, Named("everyrank.tasks.verify:verify_rank"), _sent(workload), list(layouts), launch, options
+    )
+    return _some_were_possible(results.get(0) or [])
+
+
+def _some_were_possible(records: list[Record]) -> list[Record]:
+    """The Records. Raises `UnsupportedLayoutError` where the workload can have none of these layouts."""
+    if records and all(record.parity.status == "refused" for record in records):
+        raise UnsupportedLayoutError(records[0].parity.reason or "")
+    return records
+
+
+def bench(
+    workload: Workload | Source,
+    layouts: Sequence[Layout],
+    launch: Launch,
+    *,
+    options: BenchOptions | None = None,
+    kept: list[Record] | None = None,
+    **changes: Any,
+) -> list[Record]:
+    """Check each layout as `verify` does and time those that are equal; one Record for each.
+
+    `options` are those of `everyrank bench`; fields of `BenchOptions` can be given by name, too. Raises what `run`
+    raises; `kept` has by then what was known, also after Ctrl-C.
+    """
+    options = _completed(options or BenchOptions(), changes)
+    for layout in layouts:
+        layout.mesh(launch.processes)
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    options = dataclasses.replace(options, load_before=load)
+    sent, partial = _sent(workload), dict[int, list[Record]]()
+    try:
+        target = Named("everyrank.tasks.bench:bench_rank")
+        results = run_ranks(launch, target, sent, list(layouts), launch, options, kept=partial)
+    except BaseException:
+        if kept is not None:
+            kept[:] = partial.get(0, [])
+        raise
+    return _some_were_possible(results.get(0) or [])
+
+
+def _completed(options: _Options, changes: dict[str, Any]) -> _Options:
+    """The options with what was given by name, and what this process knows of the call. Raises `UsageError`."""
+    asked = dataclasses.replace(options, **changes, command=_command(), started=time.time())
+    check_minimums(asked)
+    return asked
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return path.absolute() if path is not None else None
+
+
+def _sent(workload: Workload | Source) -> Workload | Source:
+    """What travels to the ranks: the source where there is one, because lambdas do not pickle; else the object."""
+    sent = workload.source or workload if isinstance(workload, Workload) else workload
+    if isinstance(sent, Source):
+        check_place(sent.place)
+    return sent
+
+
+def _command() -> list[str]:
+    """What was typed, without where this machine keeps the program."""
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    return ["everyrank" if name in ("everyrank", "__main__.py") else name, *sys.argv[1:]]

@@ -1,0 +1,82 @@
+"""README's tables and CONTRIBUTING's drawing and tables are what `docs/generate.py` makes of Records and code."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PAGES = ("README.md", "CONTRIBUTING.md")
+
+
+@pytest.fixture
+def generate(repository: Path) -> Callable[[list[str]], int]:
+    if not (repository / "CONTRIBUTING.md").exists():
+        pytest.skip("a source distribution has no such pages")
+    return runpy.run_path(str(repository / "docs" / "generate.py"))["main"]
+
+
+def test_pages_follow_from_what_is_there(
+    generate: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (generate(["--check"]), capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("page", "old", "new", "line"),
+    [
+        (
+            "README.md",
+            "| single | 1 | equal | ",
+            "| single | 1 | equal | 9",
+            '"the speeds of make demo" is not what benchmarks/records/digits-cpu',
+        ),
+        (
+            "README.md",
+            "| ddp | 0.",
+            "| ddp | 9.",
+            '"where a step of make demo goes" is not what benchmarks/records/dig',
+        ),
+        ("README.md", "<!-- generated: the speeds", "<!-- generate: the speeds", "give"),
+        (
+            "CONTRIBUTING.md",
+            "  record.py ",
+            "  records.py ",
+            '"the house" is not what src/everyrank gives; run: python',
+        ),
+        ("CONTRIBUTING.md", "| `zero1` |", "| `zero2` |", '"strategies" is not what src/everyrank/strategies gives'),
+        ("CONTRIBUTING.md", "| `spawn` |", "| `spawned` |", '"launchers" is not what src/everyrank/launch gives'),
+        (
+            "CONTRIBUTING.md",
+            "<!-- end -->",
+            "",
+            'give "<!-- generated: the house -->" once, and "<!-- end -->" after it',
+        ),
+    ],
+)
+def test_a_page_that_was_changed_is_found(
+    generate: Callable[[list[str]], int],
+    repository: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    page: str,
+    old: str,
+    new: str,
+    line: str,
+) -> None:
+    """In one line: which part of which page, what it is made from, and what to run; that repairs all but a marker."""
+    for name in PAGES:
+        shutil.copy(repository / name, tmp_path)
+    text = (tmp_path / page).read_text()
+    assert old in text
+    (tmp_path / page).write_text(text.replace(old, new, 1))
+    assert generate(["--check", "--pages", str(tmp_path)]) == 1
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{page}: ")
+    assert line in said
+    can_be_repaired = "<!--" not in old
+    assert generate(["--pages", str(tmp_path)]) == (0 if can_be_repaired else 1)
+    assert ((tmp_path / page).read_text() == text) == can_be_repaired
