@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from everyrank import Launch, Record, Workload, parse_layout
 from everyrank.builtin import Decoder, DecoderShape
-from everyrank.builtin.text import Bytes, loss
+from everyrank.builtin.text import Bytes, next_token_loss
 from everyrank.checkpoint import Saver
 from everyrank.data import all_updates
 from everyrank.launch import RankFacts, run
@@ -56,7 +56,7 @@ def workload(model: str) -> Workload:
         name=f"decoder {model}",
         model=lambda: Decoder(MODELS[model]),
         train_data=lambda: Bytes(32, held_out=False),
-        loss=loss,
+        next_token_loss=next_token_loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
         global_batch=2,
         steps=1,

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 
 from everyrank import Launch, Workload, parse_layout
 from everyrank.builtin import ConvNet
-from everyrank.builtin.classify import loss
+from everyrank.builtin.classify import classification_loss
 from everyrank.builtin.digits import Digits
 from everyrank.data import all_updates, updates_per_epoch
 from everyrank.launch import RankFacts, run
@@ -104,7 +104,7 @@ def workload(latency_seconds: float) -> Workload:
         name="loaders",
         model=lambda: ConvNet(width=16, norm="group"),
         train_data=lambda: Files(latency_seconds),
-        loss=loss,
+        classification_loss=classification_loss,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         global_batch=64,
         epochs=10,

@@ -16,15 +16,15 @@ from everyrank.data import updates_per_epoch
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
 
-__all__ = ["best_class", "check_depth", "classify", "loss", "place_of", "top1", "top5"]
+__all__ = ["best_class", "check_depth", "classification_loss", "classify", "count_correct", "place_of", "top5"]
 
 
-def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def classification_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """Cross entropy (B, classes), (B,) -> summed over the images, and how many there are."""
     return F.cross_entropy(output, target, reduction="sum"), len(target)
 
 
-def top1(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def count_correct(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """How many images are classified right: (B, classes), (B,) -> (number, of how many)."""
     return (output.argmax(1) == target).sum(), len(target)
 
@@ -86,8 +86,8 @@ def classify(
         model=model,
         train_data=train_data,
         eval_data=eval_data,
-        loss=loss,
-        metrics={"top1": top1, "top5": top5},
+        loss=classification_loss,
+        metrics={"top1": count_correct, "top5": top5},
         predict=best_class,
         optimizer=optimizer,
         schedule=make_lr_schedule(schedule, epochs * updates_an_epoch, round(warmup * updates_an_epoch), parts),

@@ -20,7 +20,9 @@ class ConvNet(nn.Module):
         super().__init__()
         channels = [1, width, 2 * width, 4 * width]
         pairs = itertools.pairwise(channels)
-        self.blocks = nn.ModuleList(Block(*pair, stride, norm) for pair, stride in zip(pairs, (1, 2, 1), strict=True))
+        self.blocks = nn.ModuleList(
+            ResidualBlock(*pair, stride, norm) for pair, stride in zip(pairs, (1, 2, 1), strict=True)
+        )
         self.classes = nn.Linear(4 * channels[-1], num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ class ConvNet(nn.Module):
         return self.classes(F.adaptive_avg_pool2d(features, 2).flatten(1))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A convolution, a norm, a ReLU: (B, C, H, W) -> (B, C', H / stride, W / stride)."""
 
     def __init__(self, before: int, after: int, stride: int, norm: str) -> None:

@@ -54,7 +54,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_blocks))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(stream))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a SwiGLU layer, each added to the residual stream: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, shape: DecoderShape) -> None:

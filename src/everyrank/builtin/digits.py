@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from everyrank.builtin import ConvNet
-from everyrank.builtin.classify import best_class, loss, top1
+from everyrank.builtin.classify import best_class, classification_loss, count_correct
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
 
@@ -53,8 +53,8 @@ def workload(
         model=lambda: ConvNet(width=width, norm=norm),
         train_data=lambda: Digits(held_out=False),
         eval_data=lambda: Digits(held_out=True),
-        loss=loss,
-        metrics={"top1": top1},
+        loss=classification_loss,
+        metrics={"top1": count_correct},
         predict=best_class,
         optimizer=optimizer,
         global_batch=batch,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["workload"]
 
-EXPECTED = (
+IMAGENET_EXPECTED = (
     "train/<class>/*.jpg and val/<class>/*.jpg (ILSVRC 2012 from https://image-net.org, its validation images sorted "
     "into folders of classes, or images of your own); or train/*.tar and val/*.tar in the WebDataset layout"
 )
@@ -63,7 +63,7 @@ def workload(
     `warmup` and `milestones` are in epochs; `broken` is error or skip; `classes` and `order` are for tar files.
     """
     check_depth(depth)
-    place = place_of(data, "imagenet", EXPECTED)
+    place = place_of(data, "imagenet", IMAGENET_EXPECTED)
 
     def augmented(image: Image) -> Tensor:
         return normalise(flip(to_pixels(random_resized_crop(image, size))), _MEAN, _DEVIATION)

@@ -19,7 +19,7 @@ from everyrank.workload import Workload
 
 __all__ = ["TwoConvolutions", "workload"]
 
-EXPECTED = (
+MNIST_EXPECTED = (
     "train-images-idx3-ubyte, train-labels-idx1-ubyte and the two of t10k (.gz or not), from "
     "https://ossci-datasets.s3.amazonaws.com/mnist/, or mnist.npz"
 )
@@ -61,7 +61,7 @@ def workload(
     seed: int = 0,
 ) -> Workload:
     """The workload, with what `--data` and `--set` may change; `warmup` and `milestones` are in epochs."""
-    place = place_of(data, "mnist", EXPECTED)
+    place = place_of(data, "mnist", MNIST_EXPECTED)
     return classify(
         "mnist",
         TwoConvolutions,

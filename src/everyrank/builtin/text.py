@@ -53,12 +53,12 @@ class Bytes(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return {"tokens": window[:-1], "positions": self.positions}, window[1:]
 
 
-def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def next_token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """Cross entropy (B, T, V), (B, T) -> summed over the bytes, and how many there are."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
-def top1(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def count_correct_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """How many next bytes are guessed right: (B, T, V), (B, T) -> (number, of how many)."""
     return (output.argmax(-1) == target).sum(), target.numel()
 
@@ -109,8 +109,8 @@ def _workload(
         model=lambda: Decoder(shape),
         train_data=lambda: windows(held_out=False),
         eval_data=lambda: windows(held_out=True),
-        loss=loss,
-        metrics={"top1": top1},
+        loss=next_token_loss,
+        metrics={"top1": count_correct_tokens},
         derived={"perplexity": perplexity},
         predict=lambda output: output.argmax(-1),
         order=order,

@@ -37,7 +37,7 @@ from everyrank.runs import (
 )
 from everyrank.strategies import Prepared, prepare
 from everyrank.train.display import Display, format_metrics
-from everyrank.train.job import Job, evaluate_job
+from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.throughput import ThroughputMeter
 from everyrank.train.trackers import open_tracker
@@ -76,7 +76,7 @@ def train_rank(
             raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
         with wrap_user_errors():
             prepared = prepare(workload, layout, world)
-        job = Job(prepared, train_data, eval_data)
+        job = TrainingJob(prepared, train_data, eval_data)
         about = _about(job, options)
         begin = _go_on(job, options, about) if options.resume is not None else 0
         watch = Display(world.rank == 0 and options.show)
@@ -133,7 +133,7 @@ def _agreed(options: TrainOptions, world: World, attempt: int) -> TrainOptions:
     return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
 
 
-def _go_on(job: Job, options: TrainOptions, about: About) -> int:
+def _go_on(job: TrainingJob, options: TrainOptions, about: About) -> int:
     """Put the training where the checkpoint left it; the number of updates done."""
     assert options.resume is not None
     checkpoint = checkpoint_named(options.resume)
@@ -155,7 +155,9 @@ def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
     return found
 
 
-def _train(job: Job, options: TrainOptions, about: About, begin: int, watch: Display, stop: Stop) -> dict[str, Any]:
+def _train(
+    job: TrainingJob, options: TrainOptions, about: About, begin: int, watch: Display, stop: Stop
+) -> dict[str, Any]:
     """Train; the fields of the Record that come of it."""
     prepared, data = job.prepared, job.train_data
     workload, world = prepared.workload, prepared.world
@@ -210,7 +212,9 @@ def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int, w
     watch.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, begin)
 
 
-def _open_log(job: Job, options: TrainOptions, begin: int, watch: Display) -> tuple[list[dict[str, Any]], Log | None]:
+def _open_log(
+    job: TrainingJob, options: TrainOptions, begin: int, watch: Display
+) -> tuple[list[dict[str, Any]], Log | None]:
     """What was logged before this run goes on, and the log of this one; rank 0 alone has one."""
     if job.prepared.world.rank != 0 or options.out is None:
         return [], None
@@ -238,7 +242,7 @@ def _open_log(job: Job, options: TrainOptions, begin: int, watch: Display) -> tu
     return earlier, Log(options.out, earlier, shown, trackers)
 
 
-def _about(job: Job, options: TrainOptions) -> About:
+def _about(job: TrainingJob, options: TrainOptions) -> About:
     """What a checkpoint of this training says of itself."""
     prepared, data = job.prepared, job.train_data
     workload, layout, world = prepared.workload, prepared.layout, prepared.world

@@ -8,10 +8,10 @@ from everyrank.checkpoint.generators import generators, set_generators
 from everyrank.loop import evaluate, mean_metrics
 from everyrank.strategies import Prepared
 
-__all__ = ["Job", "evaluate_job"]
+__all__ = ["TrainingJob", "evaluate_job"]
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """What is trained, and on what."""
 
     prepared: Prepared
@@ -19,7 +19,7 @@ class Job(NamedTuple):
     eval_data: Any
 
 
-def evaluate_job(job: Job) -> dict[str, float]:
+def evaluate_job(job: TrainingJob) -> dict[str, float]:
     """The metrics of the evaluation data, over all ranks; {} without such data. A collective.
 
     What a person's code draws meanwhile is given back: a training is the same however often it is evaluated.

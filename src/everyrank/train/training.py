@@ -25,7 +25,7 @@ from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
 from everyrank.runs import is_better
 from everyrank.train.display import Display, format_metrics
-from everyrank.train.job import Job, evaluate_job
+from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.log import Log
 from everyrank.train.on_epoch import after_epoch
 from everyrank.train.throughput import ThroughputMeter
@@ -56,7 +56,7 @@ class Training:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainingJob,
         options: TrainOptions,
         pace: ThroughputMeter,
         watch: Display,
