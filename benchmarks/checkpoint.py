@@ -33,7 +33,7 @@ from everyrank.builtin import Decoder, DecoderShape
 from everyrank.builtin.text import Bytes, next_token_loss
 from everyrank.checkpoint import Saver
 from everyrank.data import all_updates
-from everyrank.launch import RankFacts, run
+from everyrank.launch import RankInfo, run
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
@@ -56,7 +56,7 @@ def workload(model: str) -> Workload:
         name=f"decoder {model}",
         model=lambda: Decoder(MODELS[model]),
         train_data=lambda: Bytes(32, held_out=False),
-        next_token_loss=next_token_loss,
+        loss=next_token_loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
         global_batch=2,
         steps=1,
@@ -65,10 +65,10 @@ def workload(model: str) -> Workload:
 
 
 def measure(
-    facts: RankFacts, launch: Launch, model: str, layout_text: str, rounds: int, folder: Path, command: list[str]
+    info: RankInfo, launch: Launch, model: str, layout_text: str, rounds: int, folder: Path, command: list[str]
 ) -> list[Record] | None:
     """In a rank: all ways, and a Record of each."""
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         job = workload(model)
         data = job.train_data()
         times, newest = turns(world, job, data, layout_text, rounds, folder)

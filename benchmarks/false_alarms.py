@@ -182,10 +182,10 @@ def workloads(seed: int) -> Iterator[tuple[str, Workload, int]]:
     )  # fmt: skip
 
 
-def verify_all(facts: Any, launch: Launch, seeds: int) -> list[Record] | None:
+def verify_all(info: Any, launch: Launch, seeds: int) -> list[Record] | None:
     """A Record of each, on rank 0."""
     found: list[Record] = []
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         for seed in range(seeds):
             for place, (kind, workload, steps) in enumerate(workloads(seed)):
                 layout = LAYOUTS[(seed + place) % len(LAYOUTS)]

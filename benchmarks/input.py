@@ -24,7 +24,7 @@ from everyrank import Launch, Record, find_workload
 from everyrank.builtin.digits import Digits
 from everyrank.data import Slice, all_updates, batches_for_updates
 from everyrank.datasets.folder import read_image
-from everyrank.launch import RankFacts, run
+from everyrank.launch import RankInfo, run
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.record import write_records
@@ -53,10 +53,10 @@ def write_images(folder: Path) -> None:
 
 
 def measure(
-    facts: RankFacts, launch: Launch, folder: Path, workers: list[int], rounds: int, command: list[str]
+    info: RankInfo, launch: Launch, folder: Path, workers: list[int], rounds: int, command: list[str]
 ) -> list[Record]:
     """In the one rank: the arms in turns."""
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         job = find_workload("imagenet", data=str(folder), batch=BATCH)
         data: Any = job.train_data()
         speeds: dict[str, list[float]] = {"decoding alone": []}

@@ -34,7 +34,7 @@ from everyrank.builtin import ConvNet
 from everyrank.builtin.classify import classification_loss
 from everyrank.builtin.digits import Digits
 from everyrank.data import all_updates, updates_per_epoch
-from everyrank.launch import RankFacts, run
+from everyrank.launch import RankInfo, run
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
@@ -104,7 +104,7 @@ def workload(latency_seconds: float) -> Workload:
         name="loaders",
         model=lambda: ConvNet(width=16, norm="group"),
         train_data=lambda: Files(latency_seconds),
-        classification_loss=classification_loss,
+        loss=classification_loss,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         global_batch=64,
         epochs=10,
@@ -112,10 +112,10 @@ def workload(latency_seconds: float) -> Workload:
 
 
 def measure(
-    facts: RankFacts, launch: Launch, rounds: int, latency_seconds: float, command: list[str]
+    info: RankInfo, launch: Launch, rounds: int, latency_seconds: float, command: list[str]
 ) -> list[Record] | None:
     """In a rank: the arms in turns."""
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         job = workload(latency_seconds)
         files, memory = job.train_data(), Digits(held_out=False)
         arms = arms_for(world.size)

@@ -37,7 +37,7 @@ import one_parameter
 import tools
 
 from everyrank import find_workload
-from everyrank.launch import Launch, facts_from_environment
+from everyrank.launch import Launch, rank_info_from_environment
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.record import Interval, Record, read_records, write_records
@@ -94,8 +94,8 @@ def environment() -> dict[str, str]:
 def measure(args: argparse.Namespace) -> None:
     """In a rank: all arms of one workload."""
     (name,) = args.workload
-    facts = facts_from_environment(os.environ)
-    with open_world(facts, Launch(processes=facts.size, device="cpu")) as world:
+    info = rank_info_from_environment(os.environ)
+    with open_world(info, Launch(processes=info.size, device="cpu")) as world:
         torch.set_num_threads(1)
         job = one_parameter.workload() if name == "one" else find_workload(name)
         job = dataclasses.replace(job, train_data=lambda data=job.train_data: OneByOne(data()))

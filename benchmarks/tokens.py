@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from everyrank import Launch, find_workload, parse_layout
 from everyrank.data import all_updates, updates_per_epoch
 from everyrank.data.order import epoch_order
-from everyrank.launch import RankFacts, run
+from everyrank.launch import RankInfo, run
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
@@ -80,8 +80,8 @@ def operations_of_a_token(model: nn.Module, job: Any, length: int) -> float:
     return 6 * sum(p.numel() for p in model.parameters()) + 12 * len(blocks) * width * length
 
 
-def measure(facts: RankFacts, launch: Launch, name: str, steps: int, rounds: int, command: list[str]) -> list[Record]:
-    with open_world(facts, launch) as world:
+def measure(info: RankInfo, launch: Launch, name: str, steps: int, rounds: int, command: list[str]) -> list[Record]:
+    with open_world(info, launch) as world:
         job = load(find_workload(name))
         dataset: Any = job.train_data()
         length = len(dataset[0][1])

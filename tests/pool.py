@@ -101,14 +101,14 @@ def _serve(rank: int, count: int, folder: Path, pipe: Connection, path: list[str
 
     import everyrank.world.barrier
     import everyrank.world.process_group
-    from everyrank.launch import Launch, RankFacts
+    from everyrank.launch import Launch, RankInfo
     from everyrank.world import open_world
 
     # The models of the tests are tiny: a second thread would only wait for the first.
     everyrank.world.process_group.use_threads = lambda threads: torch.set_num_threads(1)
     everyrank.world.barrier.use_threads = everyrank.world.process_group.use_threads
-    facts = RankFacts(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
-    with open_world(facts, Launch(processes=count, device="cpu", timeout_seconds=60)) as world:
+    info = RankInfo(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
+    with open_world(info, Launch(processes=count, device="cpu", timeout_seconds=60)) as world:
         while True:
             try:
                 function, arguments = cloudpickle.loads(pipe.recv_bytes())

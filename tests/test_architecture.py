@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import everyrank
+from everyrank.launch import LAUNCHERS
 
 PACKAGE = Path(everyrank.__file__).parent
 
@@ -50,19 +51,19 @@ INSIDE = {
     "runs": ["about", "folder", "lock"],
     "launch": [
         "hosts",
-        "facts",
-        "environments",
-        "stop",
+        "rank_info",
+        "signals",
+        "launcher",
+        "variables",
         "job",
-        "spawn",
-        "torchrun",
-        "slurm",
-        "mpi",
-        "ray",
+        "sbatch",
+        *LAUNCHERS,
+        "environments",
         "node",
-        "guard",
+        "supervisor",
         "silence",
-        "ranks",
+        "reports",
+        "monitor",
         "processes",
         "worker",
         "ray_driver",

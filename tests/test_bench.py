@@ -15,9 +15,10 @@ import torch
 
 import zoo
 from everyrank import Launch, api, parse_layout, read_records
+from everyrank.api import scaling
 from everyrank.cli import _TerminatedError, main
 from everyrank.errors import RankFailedError, UsageError
-from everyrank.launch import RankFacts, run
+from everyrank.launch import RankInfo, run
 from everyrank.options import BenchOptions
 from everyrank.record import Parity, Record
 from everyrank.tasks.bench import bench_rank
@@ -28,7 +29,7 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Record]
     """What a bench on one rank left behind after each of its parts, what it handed back, and what it said."""
     kept: list[list[Record]] = []
     place = (tmp_path_factory.mktemp("bench") / "rendezvous").as_uri()
-    facts = RankFacts(0, 0, 1, 1, "spawn", place, threads=1, keep=kept.append)
+    info = RankInfo(0, 0, 1, 1, "spawn", place, threads=1, keep=kept.append)
     layouts = [parse_layout(text) for text in ("single", "dataparallel", "ddp")]
     options = BenchOptions(command=["x"], trials=2, steps=2, verify_steps=2, load_before=3.5)
     workload = zoo.workload("frozen", model=Chatty, metrics={"_hits": zoo.half_top}, derived={"miss": miss})
@@ -36,7 +37,7 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Record]
     screen = io.StringIO()
     try:
         with contextlib.redirect_stdout(screen):
-            records = bench_rank(facts, workload, layouts, Launch(device="cpu"), options)
+            records = bench_rank(info, workload, layouts, Launch(device="cpu"), options)
     finally:
         torch.set_num_threads(threads)
     assert records is not None
@@ -155,7 +156,7 @@ def test_scaling_that_is_stopped_keeps_the_smaller_sizes(benched: Any, capsys: p
 
     bench.calls = [False, True]
     kept: list[Record] = []
-    with mock.patch.object(api.scaling, "bench", bench), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(scaling, "bench", bench), pytest.raises(KeyboardInterrupt):
         api.bench_scaling(zoo.workload("frozen"), [parse_layout("ddp")], Launch(), [1, 2], kept=kept)
     assert [record.world_size for record in kept] == [1, 2]
     assert kept[1].scaling is not None
@@ -165,10 +166,10 @@ def test_scaling_that_is_stopped_keeps_the_smaller_sizes(benched: Any, capsys: p
 def test_what_a_rank_keeps_outlives_it() -> None:
     """The last it has kept, also where it ends with an error."""
 
-    def keeps(facts: RankFacts, fails: bool) -> str:
+    def keeps(info: RankInfo, fails: bool) -> str:
         for value in (1, 2):
-            assert facts.keep is not None
-            facts.keep((facts.rank, value))
+            assert info.keep is not None
+            info.keep((info.rank, value))
         if fails:
             raise UsageError("no further")
         return "done"

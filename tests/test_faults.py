@@ -1,6 +1,7 @@
 """What happens when a process dies, hangs or is told to stop: the status, the line, and that nothing is left behind."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import RENDER, Launch, RankFacts, listen, run
+from everyrank.launch import Launch, RankInfo, catch_signals, run, spawn
 from forge import by_hand, free_port
 
 pytestmark = pytest.mark.skipif(
@@ -284,8 +285,8 @@ def waits(_: object) -> None:
     time.sleep(60)
 
 
-def hangs(facts: RankFacts, how: str) -> None:
-    if facts.rank == 1:
+def hangs(info: RankInfo, how: str) -> None:
+    if info.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else time.sleep(60)
     time.sleep(0.5)
     # as gloo says it
@@ -307,8 +308,8 @@ def test_a_rank_that_hangs(how: str, state: str) -> None:
 def test_a_rank_that_fails_while_another_computes() -> None:
     """An error that is no wait is the one to read, whatever the others do."""
 
-    def fails(facts: RankFacts) -> None:
-        if facts.rank == 1:
+    def fails(info: RankInfo) -> None:
+        if info.rank == 1:
             time.sleep(60)
         raise RuntimeError("connection timed out")
 
@@ -317,26 +318,26 @@ def test_a_rank_that_fails_while_another_computes() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_guard_that_is_stopped(dies: bool) -> None:
+def test_a_supervisor_that_is_stopped(dies: bool) -> None:
     """Somebody stopped it, and its rank has ended: the parent lets it go on."""
 
-    def stops_its_guard(facts: RankFacts) -> int:
+    def stops_its_supervisor(info: RankInfo) -> int:
         os.kill(os.getppid(), signal.SIGSTOP)
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        return facts.size
+        return info.size
 
     if dies:
         with pytest.raises(RankFailedError, match=r"rank 0 .*SIGKILL"):
-            run(Launch(processes=1), stops_its_guard)
+            run(Launch(processes=1), stops_its_supervisor)
     else:
-        assert run(Launch(processes=1), stops_its_guard) == {0: 1}
+        assert run(Launch(processes=1), stops_its_supervisor) == {0: 1}
 
 
 def test_what_a_workload_has_started_ends_with_it() -> None:
     """A process that it has forgotten would hold its ports and its memory."""
 
-    def forgets(_: RankFacts) -> int:
+    def forgets(_: RankInfo) -> int:
         return subprocess.Popen(["sleep", "100"]).pid
 
     [pid] = run(Launch(processes=1), forgets).values()
@@ -352,7 +353,7 @@ def test_nothing_is_left_in_the_temporary_folder(cli: Cli) -> None:
     places.mkdir()
     script = cli.folder / "waits.py"
     script.write_text("import time\nfrom everyrank.launch import Launch, run\n")
-    script.write_text(script.read_text() + "run(Launch(processes=2), lambda facts: print('there') or time.sleep(99))\n")
+    script.write_text(script.read_text() + "run(Launch(processes=2), lambda info: print('there') or time.sleep(99))\n")
     cli.start(str(script), command=("-u",), TMPDIR=str(places))
     assert cli.process is not None
     assert cli.process.stdout is not None
@@ -364,13 +365,13 @@ def test_nothing_is_left_in_the_temporary_folder(cli: Cli) -> None:
 
 def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
-    render, commands = RENDER["spawn"], []
+    render, commands = spawn.render, []
 
     def without_rank_1(launch: Launch, directory: Path) -> list[list[str]]:
         commands.extend([render(launch, directory)[0], ["sleep", "100"]])
         return commands
 
-    monkeypatch.setitem(RENDER, "spawn", without_rank_1)
+    monkeypatch.setattr(spawn, "LAUNCHER", dataclasses.replace(spawn.LAUNCHER, render=without_rank_1))
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     begun = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1\b") as caught:
@@ -392,7 +393,7 @@ def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         yield ["sleep", "100"]
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(RENDER, "spawn", interrupted)
+    monkeypatch.setattr(spawn, "LAUNCHER", dataclasses.replace(spawn.LAUNCHER, render=interrupted))
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(KeyboardInterrupt):
         run(Launch(processes=2), waits)
@@ -472,10 +473,10 @@ def test_words_that_contradict_the_environment(cli: Cli) -> None:
 
 
 def test_one_request_may_come_twice() -> None:
-    """A scheduler sends SIGTERM to a rank and to its guard, which passes it on; a person's second comes later."""
+    """A scheduler sends SIGTERM to a rank and to its supervisor, which passes it on; a person's second comes later."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with listen(signal.SIGTERM, same_seconds=0.5) as stop:
+        with catch_signals(signal.SIGTERM, same_seconds=0.5) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.asked == signal.SIGTERM

@@ -11,7 +11,7 @@ import pytest
 from everyrank.cli import main
 from everyrank.commands import new
 from everyrank.errors import UsageError, WorkloadError, describe
-from everyrank.launch import Launch, RankFacts, facts_from_environment, run
+from everyrank.launch import Launch, RankInfo, rank_info_from_environment, run
 from everyrank.progress import progress
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report import print_table
@@ -61,9 +61,9 @@ def test_a_closed_output_is_no_failure(repository: Path, tmp_path: Path, closed:
 def test_a_rank_without_an_output() -> None:
     """A workload may take it away."""
 
-    def takes_it_away(facts: RankFacts) -> int:
+    def takes_it_away(info: RankInfo) -> int:
         sys.stdout = sys.stderr = None  # type: ignore[assignment]
-        return facts.size
+        return info.size
 
     assert run(Launch(processes=1), takes_it_away) == {0: 1}
 
@@ -157,4 +157,4 @@ def test_a_file_where_a_folder_has_to_be(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"everyrank-{os.getuid()}").touch()
     with pytest.raises(UsageError, match="set TMPDIR to a folder of your own"):
-        facts_from_environment(environment)
+        rank_info_from_environment(environment)

@@ -35,21 +35,20 @@ from everyrank.commands.launching import add_launching, is_reporting_rank, launc
 from everyrank.doctor import launching as doctor
 from everyrank.errors import CannotRunError, RankFailedError, UsageError, WorkloadError
 from everyrank.launch import (
-    RENDER,
     Launch,
-    RankFacts,
-    environments,
-    facts_from_environment,
+    RankInfo,
     hosts,
     mpi,
     node,
+    rank_info_from_environment,
     run,
+    slurm,
+    spawn,
     torchrun,
 )
 from everyrank.launch import ray as ray_launcher
-from everyrank.launch.environments import first_host, tasks_per_node
 from everyrank.launch.hosts import LOOPBACK, check_reachable, choose_interface, local_address_towards, split_endpoint
-from everyrank.launch.slurm import Batch, check_allocation, script
+from everyrank.launch.slurm import Batch, check_allocation, first_host, script, tasks_per_node
 from everyrank.layout import Layout, parse_layout
 from everyrank.world import heartbeat
 from everyrank.world.heartbeat import Peer, register_rank, route_to_peers, wait_for_peers
@@ -192,7 +191,7 @@ def test_a_rank_imports_nothing_from_the_current_folder(trap: Any) -> None:
     """In /tmp that would be somebody else's code."""
     trap("json", "psutil", "random")
     with contextlib.suppress(RankFailedError):
-        run(Launch(processes=1, timeout_seconds=60), lambda facts: facts.size)
+        run(Launch(processes=1, timeout_seconds=60), lambda info: info.size)
     assert trap() == []
 
 
@@ -275,7 +274,7 @@ def test_torchrun_is_told_which_host_opens_the_store(
     """It would compare host names, and err."""
     monkeypatch.setattr(torchrun, "local_address_towards", lambda _: towards)
     monkeypatch.setattr(torchrun, "addresses_of", lambda _: ["10.0.0.1"])
-    launch = Launch("torchrun", 4, nodes=2, rendezvous="n0:29500", rendezvous_kind="c10d")
+    launch = Launch("torchrun", 4, nodes=2, rendezvous="n0:29500", options=torchrun.Options("c10d"))
     [command] = torchrun.render(launch, Path("JOB"))
     [told] = [word for word in command if word.startswith("--rdzv-conf=")]
     assert f"is_host={is_host}" in told
@@ -289,7 +288,7 @@ def test_spawn_gives_each_rank_its_place() -> None:
     ranks: list[int] = []
     for node_rank in range(3):
         launch = Launch(processes=6, nodes=3, node_rank=node_rank, rendezvous="n0:29500")
-        for local, command in enumerate(RENDER["spawn"](launch, Path("JOB"))):
+        for local, command in enumerate(spawn.render(launch, Path("JOB"))):
             rank, local_rank, local_size = map(int, command[-3:])
             assert (local_rank, local_size) == (local, 2)
             ranks.append(rank)
@@ -305,7 +304,7 @@ def test_a_rendered_command_is_inert_in_a_shell(
 ) -> None:
     """Whatever --launcher-args has in it: pasted into bash, each word arrives as it was, and nothing is run."""
     launch = Launch(launcher, 2, arguments=tuple(ODD))
-    expected = RENDER[launcher](launch, Path("JOB"))[0]
+    expected = launch.row.render(launch, Path("JOB"))[0]
     words = ["train", "digits", "--layout", "ddp", "--processes", "2", "--launcher", launcher, "--dry-run"]
     allocation = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"} if launcher == "slurm" else {}
     shown = typed(*words, f"--launcher-args={shlex.join(ODD)}", **allocation)
@@ -417,7 +416,7 @@ def test_a_named_option_replaces_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_node", [None, "spawn", "torchrun"])
 def test_a_batch_job_has_a_task_for_each_rank_or_one_a_node(tmp_path: Path, per_node: str | None) -> None:
     """ntasks-per-node=1 where spawn or torchrun starts the ranks of the node."""
-    text = script(Launch("slurm", 8, nodes=2, per_node=per_node), Batch({}), ["x"], tmp_path, "name")
+    text = script(Launch("slurm", 8, nodes=2, options=slurm.Options(per_node)), Batch({}), ["x"], tmp_path, "name")
     tasks = 8 if per_node is None else 2
     assert f"#SBATCH --ntasks={tasks}\n" in text
     assert f"#SBATCH --ntasks-per-node={tasks // 2}\n" in text
@@ -504,11 +503,11 @@ FACTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
 def test_who_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     """One full set is read, that of the innermost launcher, and nothing of another."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(environments, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     environment, expected = FACTS[case]
-    facts = facts_from_environment(environment)
-    assert facts is not None
-    assert (facts.started_by, facts.rank, facts.size, facts.local_rank, facts.local_size) == expected
+    info = rank_info_from_environment(environment)
+    assert info is not None
+    assert (info.started_by, info.rank, info.size, info.local_rank, info.local_size) == expected
 
 
 @pytest.mark.parametrize(
@@ -524,7 +523,7 @@ def test_who_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: s
 )
 def test_nobody_started_us(environment: dict[str, str]) -> None:
     """What is left over of others does not make a rank."""
-    assert facts_from_environment(environment) is None
+    assert rank_info_from_environment(environment) is None
 
 
 def test_the_shell_of_salloc_is_no_rank() -> None:
@@ -542,7 +541,7 @@ def test_the_shell_of_salloc_is_no_rank() -> None:
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0",
     }
-    assert facts_from_environment({**environment, "MASTER_ADDR": "n01"}) is None
+    assert rank_info_from_environment({**environment, "MASTER_ADDR": "n01"}) is None
 
 
 WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -585,10 +584,10 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
 def test_an_environment_that_cannot_be_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     """Never half of one launcher and half of another: one line with the variable, what is wrong, and the fix."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(environments, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     environment, fragments = WRONG_ENVIRONMENTS[case]
     with pytest.raises(UsageError) as caught:
-        facts_from_environment(environment)
+        rank_info_from_environment(environment)
     for fragment in fragments:
         assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -640,11 +639,13 @@ def test_half_a_set_is_told_whatever_its_rank(
 def test_ranks_of_one_host_meet_over_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the launcher says nothing: no port is opened; the same file for all ranks of one start, nobody else's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = {str(rank): facts_from_environment({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(4)}
-    [path] = {as_path(facts.rendezvous) for facts in found.values() if facts is not None}
+    found = {
+        str(rank): rank_info_from_environment({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(4)
+    }
+    [path] = {as_path(info.rendezvous) for info in found.values() if info is not None}
     assert path.parent.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(os, "getppid", lambda: os.getpid())
-    other = facts_from_environment(OPEN_MPI)
+    other = rank_info_from_environment(OPEN_MPI)
     assert other is not None
     assert as_path(other.rendezvous) != path
 
@@ -655,18 +656,18 @@ def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"everyrank-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="set TMPDIR"):
-        facts_from_environment(OPEN_MPI)
+        rank_info_from_environment(OPEN_MPI)
 
 
 def test_ranks_of_several_hosts_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a port of the job and step; MASTER_ADDR and MASTER_PORT change it; mpirun does not say which host is first."""
-    monkeypatch.setattr(environments, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
 
     def where(environment: dict[str, str]) -> str:
-        facts = facts_from_environment(environment)
-        assert facts is not None
-        assert facts.hosts_store == (facts.rank == 0)
-        return facts.rendezvous
+        info = rank_info_from_environment(environment)
+        assert info is not None
+        assert info.is_store_master == (info.rank == 0)
+        return info.rendezvous
 
     default = where(SRUN)
     assert default.startswith("tcp://n01:")
@@ -681,12 +682,12 @@ def test_ranks_of_several_hosts_meet_at_the_first(monkeypatch: pytest.MonkeyPatc
 
 def test_torchruns_agent_has_the_store_open() -> None:
     """A rank 0 that opened it again would find the port in use; and a restart is counted."""
-    first = facts_from_environment({**TORCHRUN, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "2"})
+    first = rank_info_from_environment({**TORCHRUN, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "2"})
     assert first is not None
-    assert (first.hosts_store, first.attempt, first.rendezvous) == (False, 2, "tcp://127.0.0.1:29500")
-    person = facts_from_environment(PERSON)
+    assert (first.is_store_master, first.restart_count, first.rendezvous) == (False, 2, "tcp://127.0.0.1:29500")
+    person = rank_info_from_environment(PERSON)
     assert person is not None
-    assert person.hosts_store
+    assert person.is_store_master
 
 
 @pytest.mark.parametrize(
@@ -744,7 +745,7 @@ def test_a_mistake_with_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
     """Recognised before anything starts, with one line and the fix."""
     words, environment, fragments = MISTAKES[case]
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(environments, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError) as caught:
@@ -759,7 +760,7 @@ def test_a_mistake_with_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
 )
 def test_one_task_on_a_node_may_be_meant(monkeypatch: pytest.MonkeyPatch, words: str, layout: Layout | None) -> None:
     """Who says so is not refused."""
-    monkeypatch.setattr(environments, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     for name, value in {**ONE_TASK_A_NODE, **GPUS}.items():
         monkeypatch.setenv(name, value)
     assert launched(*words.split(), layout=layout).processes == 2
@@ -798,7 +799,7 @@ def test_an_allocation_of_other_tasks_than_asked_for(case: str) -> None:
     ("launch", "environment"),
     [
         (Launch("slurm", 4, nodes=2), {"SLURM_NNODES": "2", "SLURM_NTASKS": "4"}),
-        (Launch("slurm", 8, nodes=2, per_node="torchrun"), {"SLURM_NNODES": "2", "SLURM_NTASKS": "2"}),
+        (Launch("slurm", 8, nodes=2, options=slurm.Options("torchrun")), {"SLURM_NNODES": "2", "SLURM_NTASKS": "2"}),
         (Launch("slurm", 8, nodes=2), {"SLURM_NNODES": "2"}),  # allocated by GPUs: srun may start any number
         (Launch("slurm", 1), {}),
     ],
@@ -830,7 +831,7 @@ def test_a_node_task_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ReplacedError
 
     monkeypatch.setattr(os, "execv", replace)
-    monkeypatch.setattr(environments, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     monkeypatch.setattr(sys, "argv", ["node", "torchrun", "4", "a folder"])
     for name, value in {**ONE_TASK_A_NODE, "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
@@ -865,7 +866,7 @@ def test_a_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: li
     monkeypatch.setattr(node.subprocess, "Popen", Process)
     monkeypatch.setattr(node.time, "sleep", lambda _: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(environments, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     monkeypatch.setattr(sys, "argv", ["node", "spawn", "3", "JOB"])
     for name, value in ONE_TASK_A_NODE.items():
         monkeypatch.setenv(name, value)
@@ -1149,8 +1150,8 @@ def test_the_way_to_the_others(
 # --- where they meet
 
 
-def alone(rank: int = 0, size: int = 1, rendezvous: str = "", **fields: Any) -> RankFacts:
-    return RankFacts(rank, rank, size, size, "env", rendezvous, hosts_store=rank == 0, **fields)
+def alone(rank: int = 0, size: int = 1, rendezvous: str = "", **fields: Any) -> RankInfo:
+    return RankInfo(rank, rank, size, size, "env", rendezvous, is_store_master=rank == 0, **fields)
 
 
 def test_a_port_in_use_is_named(busy: int) -> None:
@@ -1194,8 +1195,8 @@ def test_env_takes_the_store_that_torchrun_has_open(monkeypatch: pytest.MonkeyPa
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
-    facts = RankFacts(0, 0, 1, 1, "torchrun", f"tcp://127.0.0.1:{agent.port}", hosts_store=False)
-    meeting = open_store(facts, Launch(init_method="env", timeout_seconds=5))
+    info = RankInfo(0, 0, 1, 1, "torchrun", f"tcp://127.0.0.1:{agent.port}", is_store_master=False)
+    meeting = open_store(info, Launch(init_method="env", timeout_seconds=5))
     agent.set("key", "value")
     assert meeting.store.get("key") == b"value"
     assert not meeting.is_host
@@ -1214,17 +1215,17 @@ def test_env_without_a_variable(monkeypatch: pytest.MonkeyPatch, missing: str) -
 def test_mpirun_over_several_hosts_does_not_say_where() -> None:
     """One line instead of a wait: how to say it."""
     with pytest.raises(UsageError, match=r"mpi started 4 ranks on several hosts .*--init-method tcp://HOST:PORT"):
-        open_store(RankFacts(0, 0, 4, 2, "mpi", "", hosts_store=True), Launch())
+        open_store(RankInfo(0, 0, 4, 2, "mpi", "", is_store_master=True), Launch())
 
 
 def test_a_tcp_address_that_is_loopback_for_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a person's MASTER_ADDR says it; a small Slurm of several nodes on one machine means it."""
     monkeypatch.setattr(hosts, "addresses_of", lambda _: ["127.0.1.1"])
-    facts = RankFacts(0, 0, 4, 2, "env", "tcp://n0:29500", hosts_store=True)
+    info = RankInfo(0, 0, 4, 2, "env", "tcp://n0:29500", is_store_master=True)
     with pytest.raises(UsageError, match=r"the rendezvous at n0: that is 127\.0\.1\.1 here, loopback"):
-        open_store(facts, Launch())
+        open_store(info, Launch())
     port = free_port()
-    own = RankFacts(0, 0, 4, 2, "slurm", f"tcp://127.0.0.1:{port}", hosts_store=True)
+    own = RankInfo(0, 0, 4, 2, "slurm", f"tcp://127.0.0.1:{port}", is_store_master=True)
     assert open_store(own, Launch(timeout_seconds=5)).is_host
 
 

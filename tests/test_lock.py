@@ -26,7 +26,7 @@ HOLDER = """
 import pathlib, sys
 from everyrank.runs import lock
 if sys.argv[2] == "elsewhere":
-    lock.process_space, lock.host_name, lock._BEAT_SECONDS = lambda: "another", lambda: "node7", 0.1
+    lock.pid_namespace, lock.host_name, lock._BEAT_SECONDS = lambda: "another", lambda: "node7", 0.1
 if sys.argv[3] == "without":
     lock._lock = lambda file: True
 with lock.hold(pathlib.Path(sys.argv[1])):

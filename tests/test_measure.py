@@ -365,13 +365,13 @@ def test_a_sample_belongs_to_who_ran_all_of_its_half_second() -> None:
 
 
 def test_samples_tell_the_ranks_of_this_host_from_other_programs(tmp_path: Path) -> None:
-    """Between a rank and who started it stands its guard: rank 0's own family is not all of the ranks."""
+    """Between a rank and who started it stands its supervisor: rank 0's own family is not all of the ranks."""
 
-    def sampled(facts: Any, folder: Path) -> Any:  # sent by value: these ranks import no torch
+    def sampled(info: Any, folder: Path) -> Any:  # sent by value: these ranks import no torch
         """Rank 1 holds 200 MiB while rank 0 samples; what rank 0 saw of the ranks and of others."""
-        ballast = b"x" * (200 << 20 if facts.rank else 1)
+        ballast = b"x" * (200 << 20 if info.rank else 1)
         there, done = folder / "there", folder / "done"
-        if facts.rank:
+        if info.rank:
             there.write_bytes(ballast[:1])
             while not done.exists():
                 time.sleep(0.05)

@@ -728,12 +728,12 @@ def test_predictions_of_unequal_rows_are_refused(forge: Forge, tmp_path: Path) -
 
 def test_a_request_is_noted_and_a_second_sigterm_is_not() -> None:
     """SIGUSR1 as often as it comes; a SIGTERM after a request does what it did before."""
-    from everyrank.launch import listen
+    from everyrank.launch import catch_signals
 
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
     try:
-        with listen(signal.SIGTERM, signal.SIGUSR1) as stop:
+        with catch_signals(signal.SIGTERM, signal.SIGUSR1) as stop:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGUSR1)
             assert stop.asked is signal.SIGUSR1

@@ -1,4 +1,4 @@
-"""Rank facts, devices, backends, meeting and parting."""
+"""Rank info, devices, backends, meeting and parting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import everyrank
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
-from everyrank.launch import Launch, RankFacts, facts_from_environment, num_cores, run, threads_asked
+from everyrank.launch import Launch, RankInfo, num_cores, rank_info_from_environment, run, threads_asked
 from everyrank.world import (
     World,
     choose_backend,
@@ -43,13 +43,13 @@ TORCHRUN = {
 
 def test_facts_of_torchrun() -> None:
     """torchrun's agent has the store open; restarts meet under another name."""
-    facts = facts_from_environment(TORCHRUN)
-    assert facts == RankFacts(1, 1, 2, 2, "torchrun", "tcp://127.0.0.1:29501", hosts_store=False, attempt=3)
+    info = rank_info_from_environment(TORCHRUN)
+    assert info == RankInfo(1, 1, 2, 2, "torchrun", "tcp://127.0.0.1:29501", is_store_master=False, restart_count=3)
 
 
 def test_facts_of_nobody() -> None:
     """A variable of somebody else (Slurm's, say) makes no rank of us."""
-    assert facts_from_environment({"SLURM_PROCID": "1", "MASTER_PORT": "1"}) is None
+    assert rank_info_from_environment({"SLURM_PROCID": "1", "MASTER_PORT": "1"}) is None
 
 
 @pytest.mark.parametrize("name", [name for name in TORCHRUN if "TORCHELASTIC" not in name])
@@ -60,7 +60,7 @@ def test_incomplete_facts_are_refused(name: str) -> None:
         other = {"RANK", "WORLD_SIZE"} - {name}
         assert other <= set(environment)
     with pytest.raises(UsageError, match=f"not {name}"):
-        facts_from_environment(environment)
+        rank_info_from_environment(environment)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_incomplete_facts_are_refused(name: str) -> None:
 def test_contradicting_facts_are_refused(change: dict[str, str]) -> None:
     """A rank beyond the world size would wait for ever for a rank that nobody started."""
     with pytest.raises(UsageError):
-        facts_from_environment({**TORCHRUN, **change})
+        rank_info_from_environment({**TORCHRUN, **change})
 
 
 def test_device_and_backend() -> None:
@@ -102,8 +102,8 @@ def describe_world(world: World) -> Any:
     return world.rank, world.size, world.device.type, world.threads
 
 
-def count_threads(facts: RankFacts) -> tuple[int, int, int]:
-    with open_world(facts, Launch(processes=2, device="cpu")) as world:
+def count_threads(info: RankInfo) -> tuple[int, int, int]:
+    with open_world(info, Launch(processes=2, device="cpu")) as world:
         own = torch.get_num_threads()
         on_rank_0(world, "test/threads", lambda: None)
         inside = from_rank_0(world, "test/inside", torch.get_num_threads)
@@ -157,10 +157,10 @@ def test_threads_are_chosen_by_one_function_that_says_why() -> None:
 
 def test_a_container_that_may_use_fewer_cores_than_it_sees_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread for each core of the host would be held up by its quota."""
-    monkeypatch.setattr("everyrank.launch.facts.cgroup_quota", lambda folder: None)
+    monkeypatch.setattr("everyrank.launch.rank_info.cgroup_quota", lambda folder: None)
     seen = num_cores()
     for quota, cores in ((0.5, 1), (1.5, 1), (seen, seen), (seen + 7.5, seen)):
-        monkeypatch.setattr("everyrank.launch.facts.cgroup_quota", lambda folder, quota=quota: quota)
+        monkeypatch.setattr("everyrank.launch.rank_info.cgroup_quota", lambda folder, quota=quota: quota)
         assert num_cores() == cores
 
 
@@ -168,9 +168,9 @@ def test_what_the_person_asks_for_reaches_the_ranks(monkeypatch: pytest.MonkeyPa
     """What the ranks' own environment says may be ours."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert run(Launch(processes=1), lambda facts: (facts.threads, os.environ["OMP_NUM_THREADS"])) == {0: (None, "1")}
+    assert run(Launch(processes=1), lambda info: (info.threads, os.environ["OMP_NUM_THREADS"])) == {0: (None, "1")}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert run(Launch(processes=1), lambda facts: (facts.threads, os.environ["OMP_NUM_THREADS"])) == {0: (3, "3")}
+    assert run(Launch(processes=1), lambda info: (info.threads, os.environ["OMP_NUM_THREADS"])) == {0: (3, "3")}
 
 
 def test_single_too_computes_with_the_threads_that_were_asked_for(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_single_too_computes_with_the_threads_that_were_asked_for(tmp_path: Path
     before = torch.get_num_threads()
     try:
         for asked, threads in ((1, 1), (None, num_cores())):
-            facts = RankFacts(0, 0, 1, 1, "spawn", (tmp_path / str(asked)).as_uri(), threads=asked)
-            with open_world(facts, Launch(device="cpu")) as world:
+            info = RankInfo(0, 0, 1, 1, "spawn", (tmp_path / str(asked)).as_uri(), threads=asked)
+            with open_world(info, Launch(device="cpu")) as world:
                 inside = on_rank_0(world, "test/inside", torch.get_num_threads)
                 assert (world.threads, single_process_world(world).threads, inside) == (threads, threads, threads)
                 assert world.choices["threads"].startswith(str(threads))
@@ -288,17 +288,17 @@ def miss(world: World) -> str | None:
 
 def test_nobody_comes_to_the_start(tmp_path: Path) -> None:
     """The first wait of all has the timeout, too."""
-    facts = RankFacts(0, 0, 2, 2, "spawn", (tmp_path / "meeting").as_uri())
+    info = RankInfo(0, 0, 2, 2, "spawn", (tmp_path / "meeting").as_uri())
     launch = Launch(processes=2, device="cpu", timeout_seconds=1.0)
-    with pytest.raises(RankFailedError, match="rank 1 did not come to the start within 1 s"), open_world(facts, launch):
+    with pytest.raises(RankFailedError, match="rank 1 did not come to the start within 1 s"), open_world(info, launch):
         pass
 
 
-def leave_late(facts: RankFacts) -> None:
+def leave_late(info: RankInfo) -> None:
     import time
 
-    with open_world(facts, Launch(processes=2, device="cpu", timeout_seconds=2.0)):
-        if facts.rank == 1:
+    with open_world(info, Launch(processes=2, device="cpu", timeout_seconds=2.0)):
+        if info.rank == 1:
             time.sleep(30)
 
 
@@ -308,10 +308,10 @@ def test_nobody_comes_to_the_end() -> None:
         run(Launch(processes=2), leave_late)
 
 
-def listens(facts: RankFacts, launch: Launch) -> list[str]:
+def listens(info: RankInfo, launch: Launch) -> list[str]:
     import psutil
 
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         torch.distributed.barrier(group=world.group)
         connections = psutil.Process().net_connections(kind="inet")
         return [row.laddr.ip for row in connections if row.status == psutil.CONN_LISTEN]
@@ -326,10 +326,10 @@ def test_nothing_listens_beyond_loopback(method: str | None) -> None:
     assert len(found[0]) > 0
 
 
-def hold_a_ddp(facts: RankFacts) -> int:
+def hold_a_ddp(info: RankInfo) -> int:
     from torch.nn.parallel import DistributedDataParallel
 
-    with open_world(facts, Launch(processes=2, device="cpu")):
+    with open_world(info, Launch(processes=2, device="cpu")):
         model = DistributedDataParallel(torch.nn.Linear(2, 2))
         model(torch.ones(1, 2)).sum().backward()
         return os.getpid()
@@ -338,7 +338,7 @@ def hold_a_ddp(facts: RankFacts) -> int:
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_clean_end(launcher: str) -> None:
     """No abort at exit, results by rank, no process left. A local function is sent by value."""
-    results = run(Launch(launcher=launcher, processes=2), lambda facts: (facts.rank, hold_a_ddp(facts)))
+    results = run(Launch(launcher=launcher, processes=2), lambda info: (info.rank, hold_a_ddp(info)))
     assert [results[rank][0] for rank in (0, 1)] == [0, 1]
     for _, pid in results.values():
         with pytest.raises(ProcessLookupError):
@@ -351,7 +351,7 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
     script.write_text(
         "print('top')\n"
         "from everyrank.launch import Launch, run\n"
-        "def f(facts):\n    return facts.rank * 10\n"
+        "def f(info):\n    return info.rank * 10\n"
         "print(run(Launch(processes=2), f))\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)

@@ -23,10 +23,10 @@ from typing import NoReturn
 
 from everyrank._version import __version__
 from everyrank.commands import COMMANDS
-from everyrank.commands.launching import instead, is_reporting_rank
+from everyrank.commands.launching import dry_run_or_submit, is_reporting_rank
 from everyrank.commands.shared import close_output
 from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError, describe, printable, shortened
-from everyrank.launch import facts_from_environment
+from everyrank.launch import rank_info_from_environment
 from everyrank.layout import STRATEGIES
 from everyrank.workload import BUILT_IN
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parser().parse_args(arguments)
         parsed.words = list(sys.argv[1:] if arguments is None else arguments)
-        done = _instead(parsed) if hasattr(parsed, "workload") and hasattr(parsed, "launcher") else None
+        done = _dry_run_or_submit(parsed) if hasattr(parsed, "workload") and hasattr(parsed, "launcher") else None
         status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
         status = _say(str(error), error.log, error.exit_status)
@@ -101,9 +101,9 @@ def _written(error: BaseException) -> Path | None:
     return None
 
 
-def _instead(parsed: argparse.Namespace) -> int | None:
+def _dry_run_or_submit(parsed: argparse.Namespace) -> int | None:
     try:
-        return instead(parsed)
+        return dry_run_or_submit(parsed)
     except UsageError as error:
         if is_reporting_rank():
             raise
@@ -115,7 +115,7 @@ def _instead(parsed: argparse.Namespace) -> int | None:
 def _is_a_rank() -> bool:
     """Whether somebody else's launcher started this process as a rank."""
     try:
-        return facts_from_environment(os.environ) is not None
+        return rank_info_from_environment(os.environ) is not None
     except (UsageError, OSError):
         return False
 

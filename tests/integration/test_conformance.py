@@ -362,9 +362,9 @@ def test_fifty_launches(tmp_path: Path) -> None:
     launchers = ["spawn", "torchrun", "mpi"] if mpi.program() else ["spawn", "torchrun"]
     script = tmp_path / "start.py"
     script.write_text(
-        "import sys\nfrom everyrank.launch import Launch, Named, run\n"
+        "import sys\nfrom everyrank.launch import Launch, run\n"
         "launch = Launch(sys.argv[1], processes=2, device='cpu', timeout_seconds=60)\n"
-        "rows = run(launch, Named('everyrank.doctor.selftest:introduce_rank'), launch)[0]\n"
+        "rows = run(launch, 'everyrank.doctor.selftest:introduce_rank', launch)[0]\n"
         "assert [row['rank'] for row in rows] == [0, 1]\n"
     )
     waiting = [launchers[index % len(launchers)] for index in range(50)]

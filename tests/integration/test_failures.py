@@ -149,7 +149,7 @@ def test_the_person_is_gone(cli: Cli, slurm: dict[str, str]) -> None:
 
 
 def test_scancel_asks_to_stop(cli: Cli, slurm: dict[str, str]) -> None:
-    """Slurm sends SIGTERM to every process of the step, guards too: the ranks finish the update, save, and end."""
+    """Slurm sends SIGTERM to every process of the step, supervisors too: the ranks finish the update, save, and end."""
     (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm", "--out", "out"]
     in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, slurm)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
-from everyrank.launch import Launch, Named, listen
+from everyrank.launch import Launch, catch_signals
 from everyrank.launch import run as run_ranks
 from everyrank.layout import Layout
 from everyrank.options import BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
@@ -55,10 +55,10 @@ def run(
         profile=_absolute(options.profile),
         trackers=tuple(options.trackers),
     )
-    with listen(signal.SIGTERM, signal.SIGUSR1) as stop:
+    with catch_signals(signal.SIGTERM, signal.SIGUSR1) as stop:
         try:
             results = run_ranks(
-                launch, Named("everyrank.tasks.train:train_rank"), _sent(workload), layout, launch, options, stop=stop
+                launch, "everyrank.tasks.train:train_rank", _sent(workload), layout, launch, options, stop=stop
             )
         except StoppedError as error:
             if stop.asked is not None:
@@ -86,7 +86,7 @@ def predict(workload: Workload | Source, layout: Layout, launch: Launch, options
         resume=_checkpoint(options.resume),
         pretrained=_absolute(options.pretrained),
     )
-    results = run_ranks(launch, Named("everyrank.tasks.predict:predict_rank"), _sent(workload), layout, launch, options)
+    results = run_ranks(launch, "everyrank.tasks.predict:predict_rank", _sent(workload), layout, launch, options)
     return results.get(0) or 0
 
 
@@ -122,9 +122,7 @@ def verify(
     options = _completed(options or VerifyOptions(), changes)
     for layout in layouts:
         layout.mesh(launch.processes)
-    results = run_ranks(
-        launch, Named("everyrank.tasks.verify:verify_rank"), _sent(workload), list(layouts), launch, options
-    )
+    results = run_ranks(launch, "everyrank.tasks.verify:verify_rank", _sent(workload), list(layouts), launch, options)
     return _some_were_possible(results.get(0) or [])
 
 
@@ -156,7 +154,7 @@ def bench(
     options = dataclasses.replace(options, load_before=load)
     sent, partial = _sent(workload), dict[int, list[Record]]()
     try:
-        target = Named("everyrank.tasks.bench:bench_rank")
+        target = "everyrank.tasks.bench:bench_rank"
         results = run_ranks(launch, target, sent, list(layouts), launch, options, kept=partial)
     except BaseException:
         if kept is not None:

@@ -20,7 +20,7 @@ from everyrank.commands.shared import (
     status_of,
 )
 from everyrank.errors import UsageError
-from everyrank.launch import facts_from_environment
+from everyrank.launch import rank_info_from_environment
 from everyrank.options import BenchOptions
 from everyrank.record import Record
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from everyrank import api
 
     processes: list[int] = args.processes or []
-    if len(processes) > 1 and facts_from_environment(os.environ) is not None:
+    if len(processes) > 1 and rank_info_from_environment(os.environ) is not None:
         raise UsageError(f"--processes {' '.join(map(str, processes))}: the ranks are started already; leave it out")
     args.processes = max(processes, default=None)
     layouts, launch = layouts_of(args), launch_of(args)

@@ -9,14 +9,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from everyrank.errors import UsageError
-from everyrank.launch import LAUNCHERS, RENDER, Launch, RankFacts, facts_from_environment, num_accelerators, slurm
-from everyrank.launch.environments import whole_number
-from everyrank.launch.job import RENDEZVOUS
+from everyrank.launch import (
+    LAUNCHERS,
+    Launch,
+    Launcher,
+    RankInfo,
+    launchers,
+    num_accelerators,
+    rank_info_from_environment,
+)
+from everyrank.launch.environments import environment_of, is_rank_0_of_all
+from everyrank.launch.launcher import DEFAULT_LAUNCHER, Scheduler, launcher_named
+from everyrank.launch.torchrun import RENDEZVOUS_KINDS
 from everyrank.layout import Layout, parse_layout
 
-__all__ = ["add_launching", "instead", "is_reporting_rank", "launch_of"]
+__all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of"]
 
 
 def add_launching(parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False) -> None:
@@ -30,7 +40,7 @@ def add_launching(parser: argparse.ArgumentParser, default_processes: int, sever
     else:
         parser.add_argument("--processes", type=int, metavar="N", help=ranks)
     words = parser.add_argument_group("launching", "where and how the ranks start")
-    words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: spawn)")
+    words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER})")
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
     words.add_argument("--backend", metavar="B", help="gloo or nccl; default: nccl with a CUDA device for each rank")
     words.add_argument(
@@ -41,20 +51,14 @@ def add_launching(parser: argparse.ArgumentParser, default_processes: int, sever
     words.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, where each is typed on")
     words.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: HOST is node 0")
     words.add_argument(
-        "--rendezvous-kind", default="static", metavar="R", help=f"torchrun's: {' or '.join(RENDEZVOUS)}"
+        "--rendezvous-kind", default="static", metavar="R", help=f"torchrun's: {' or '.join(RENDEZVOUS_KINDS)}"
     )
     words.add_argument("--interface", metavar="I", help="network interface between hosts; default: the way to HOST")
     words.add_argument(
         "--init-method", metavar="M", help="env, tcp://HOST:PORT or file:///PATH; default: what suits the launcher"
     )
-    words.add_argument("--restarts", type=int, default=0, metavar="K", help="torchrun: start all ranks again so often")
-    words.add_argument("--per-node", metavar="P", help="slurm: one task a node, and in it spawn or torchrun")
-    words.add_argument(
-        "--sbatch", nargs="+", action="extend", default=[], metavar="K=V", help="slurm: any options of sbatch"
-    )
-    words.add_argument("--prologue", type=Path, metavar="F", help="slurm: a file of commands that come before")
-    words.add_argument("--requeue", action="store_true", help="slurm: preempted or out of time: save, and queue again")
-    words.add_argument("--address", metavar="A", help="ray: of the cluster; default: one on this machine")
+    for row in launchers():
+        row.add_arguments(words)
     words.add_argument("--launcher-args", default="", metavar="'...'", help="further words for mpirun, srun, torchrun")
 
 
@@ -63,35 +67,42 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
 
     A `layout` of one process has one, unless another number was asked for.
     """
-    facts = facts_from_environment(os.environ)
-    if facts is not None:
-        _check_started(args, facts, os.environ, layout)
+    info = rank_info_from_environment(os.environ)
+    if info is not None:
+        _check_started(args, info, os.environ, layout)
     elif args.launcher is None:
-        _check_forgotten_srun(os.environ)
-    launcher = args.launcher or "spawn"
-    nodes, min_nodes = _nodes(args, facts, os.environ)
-    if facts is None and launcher in ("spawn", "torchrun") and args.rendezvous is not None:
-        _tell_other_hosts(args, nodes, is_told=launcher == "torchrun" and args.rendezvous_kind == "c10d")
+        _check_forgotten(os.environ)
+    row = _launcher(args)
+    nodes, args.min_nodes = _nodes(args, info, os.environ)
+    options = _own_options(args, row)
+    if info is None and row.one_command_per_host and args.rendezvous is not None:
+        _tell_other_hosts(args, nodes, is_told=row.assigns_node_ranks(options))
     return Launch(
-        launcher=launcher,
-        processes=_processes(args, facts, os.environ, layout, nodes),
+        launcher=row.name,
+        processes=_processes(args, info, os.environ, layout, nodes, options),
         device=args.device,
         backend=args.backend,
         loader_workers=args.workers,
         timeout_seconds=args.timeout,
         logs=logs,
         nodes=nodes,
-        min_nodes=min_nodes,
         node_rank=args.node_rank,
         rendezvous=args.rendezvous,
-        rendezvous_kind=args.rendezvous_kind,
-        restarts=args.restarts,
-        per_node=args.per_node,
         init_method=args.init_method,
         interface=args.interface,
-        address=args.address,
         arguments=_split(args.launcher_args),
+        options=options,
     )
+
+
+def _own_options(args: argparse.Namespace, launcher: Launcher) -> Any:
+    """The launcher's own options. Raises `UsageError` for those of another one, too."""
+    return {row.name: row.read_options(args, row.name == launcher.name) for row in launchers()}[launcher.name]
+
+
+def _launcher(args: argparse.Namespace) -> Launcher:
+    """The row of the launcher that was asked for. Raises `UsageError` for a name that none has."""
+    return launcher_named(args.launcher or DEFAULT_LAUNCHER)
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -113,52 +124,37 @@ def _tell_other_hosts(args: argparse.Namespace, nodes: int, is_told: bool) -> No
 
 
 def _check_started(
-    args: argparse.Namespace, facts: RankFacts, environment: Mapping[str, str], layout: Layout | None
+    args: argparse.Namespace, info: RankInfo, environment: Mapping[str, str], layout: Layout | None
 ) -> None:
-    """Words that contradict whoever has started this rank."""
-    is_shell = facts.started_by == "slurm" and facts.size == 1
-    hint = " (in a shell that srun has started: unset SLURM_STEP_ID)" if is_shell else ""
+    """Raises `UsageError` for words that contradict whoever has started this rank."""
+    outside = environment_of(info)
+    hint = outside.shell_hint if outside is not None and info.size == 1 else ""
     if args.launcher is not None:
         raise UsageError(
-            f"--launcher {args.launcher}: {facts.started_by} has already started this rank; leave it out{hint}"
+            f"--launcher {args.launcher}: {info.started_by} has already started this rank; leave it out{hint}"
         )
-    nodes = whole_number(environment, "SLURM_NNODES", "1") if facts.started_by == "slurm" else 1
     asked = _asked(args)
-    if asked not in (None, facts.size):
-        if facts.started_by == "slurm" and facts.size == nodes and asked % nodes == 0:
-            raise UsageError(
-                f"--processes {asked}, but srun started one task on each of {nodes} nodes: "
-                f"srun --ntasks-per-node={asked // nodes}"
-            )
-        raise UsageError(f"--processes {asked}: {facts.started_by} started {facts.size}; leave it out{hint}")
-    cards = environment.get("SLURM_GPUS_ON_NODE", "")
-    idle = int(cards) - facts.local_size if cards.isdecimal() and facts.started_by == "slurm" else 0
-    if idle > 0 and args.processes is None and args.device != "cpu" and (layout is None or layout.axis is not None):
-        tasks = f"{facts.local_size} task{'s' * (facts.local_size > 1)}"
-        raise UsageError(
-            f"srun started {tasks} on a node with {cards} GPUs, of which {idle} would be idle: "
-            f"srun --ntasks-per-node={cards} (or --processes {facts.size} if that is meant)"
-        )
+    if outside is not None:
+        uses_devices = args.device != "cpu" and (layout is None or layout.axis is not None)
+        outside.check_started(environment, info, asked, uses_devices)
+    if asked not in (None, info.size):
+        raise UsageError(f"--processes {asked}: {info.started_by} started {info.size}; leave it out{hint}")
 
 
-def _check_forgotten_srun(environment: Mapping[str, str]) -> None:
-    """In an allocation of several tasks, without srun: the ranks would all start on this node."""
-    job, nodes = environment.get("SLURM_JOB_ID"), environment.get("SLURM_NNODES", "1")
-    tasks = environment.get("SLURM_NTASKS", "1")
-    if job is not None and (nodes, tasks) != ("1", "1"):
-        raise UsageError(
-            f"this is Slurm job {job} of {tasks} tasks on {nodes} node{'s' * (nodes != '1')}, and nobody said how to "
-            "use them: --launcher slurm (or srun before the command), or --launcher spawn for this node alone"
-        )
+def _check_forgotten(environment: Mapping[str, str]) -> None:
+    for row in launchers():
+        if row.scheduler is not None:
+            row.scheduler.check_forgotten(environment)
 
 
-def _nodes(args: argparse.Namespace, facts: RankFacts | None, environment: Mapping[str, str]) -> tuple[int, int | None]:
+def _nodes(args: argparse.Namespace, info: RankInfo | None, environment: Mapping[str, str]) -> tuple[int, int | None]:
     """(nodes, at least so many); those of the allocation where nothing was said."""
-    if facts is not None:
+    if info is not None:
         return 1, None
     if args.nodes is None:
-        is_in_allocation = args.launcher == "slurm" and "SLURM_JOB_ID" in environment
-        return (whole_number(environment, "SLURM_NNODES", "1") if is_in_allocation else 1), None
+        scheduler = _launcher(args).scheduler
+        allocated = scheduler.allocated_nodes(environment) if scheduler is not None else None
+        return (1 if allocated is None else allocated), None
     least, colon, most = args.nodes.rpartition(":")
     if not most.isdecimal() or (colon and not least.isdecimal()):
         raise UsageError(f"--nodes {args.nodes}: give a number, or MIN:MAX")
@@ -167,21 +163,23 @@ def _nodes(args: argparse.Namespace, facts: RankFacts | None, environment: Mappi
 
 def _processes(
     args: argparse.Namespace,
-    facts: RankFacts | None,
+    info: RankInfo | None,
     environment: Mapping[str, str],
     layout: Layout | None,
     nodes: int,
+    options: Any,
 ) -> int:
-    if facts is not None:
-        return facts.size
+    if info is not None:
+        return info.size
     asked = _asked(args)
     if asked is not None:
         return asked
     if layout is not None and layout.axis is None:
         return 1
-    tasks = environment.get("SLURM_NTASKS", "")
-    if args.launcher == "slurm" and tasks.isdecimal() and args.per_node is None:
-        return int(tasks)
+    scheduler = _launcher(args).scheduler
+    tasks = scheduler.allocated_processes(environment, options) if scheduler is not None else None
+    if tasks is not None:
+        return tasks
     here = 0 if args.device == "cpu" else num_accelerators()
     return here * nodes or max(args.default_processes, nodes)
 
@@ -192,7 +190,7 @@ def _asked(args: argparse.Namespace) -> int | None:
     return max(asked) if isinstance(asked, list) else asked
 
 
-def instead(args: argparse.Namespace) -> int | None:
+def dry_run_or_submit(args: argparse.Namespace) -> int | None:
     """What is done instead of starting ranks from here: a dry run, or a batch job. None where neither was asked for.
 
     The exit status otherwise. Raises `UsageError` for words and an environment that no start can come of: all ranks
@@ -200,63 +198,64 @@ def instead(args: argparse.Namespace) -> int | None:
     """
     layout = getattr(args, "layout", None)
     one = parse_layout(layout) if isinstance(layout, str) else None
-    is_queued = args.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
-    facts = facts_from_environment(os.environ)
-    words = {"--sbatch": args.sbatch, "--prologue": args.prologue, "--requeue": args.requeue}
-    for flag, value in words.items():
-        if value and args.launcher != "slurm" and facts is None:
-            shown = "" if value is True else f" {value if isinstance(value, Path) else ' '.join(value)}"
-            raise UsageError(f"{flag}{shown}: it is Slurm that has batch jobs; give --launcher slurm too")
-    if args.dry_run and facts is not None:
-        if facts.rank == 0:
-            print(f"nothing is left to start: {facts.started_by} has started rank 0 of {facts.size}")
+    row = _launcher(args)
+    scheduler = row.scheduler
+    is_queued = scheduler is not None and not scheduler.has_allocation(os.environ)
+    info = rank_info_from_environment(os.environ)
+    if info is None:
+        for other in launchers():
+            if other.scheduler is not None and other is not row:
+                other.scheduler.check_options(args)
+    if args.dry_run and info is not None:
+        if info.rank == 0:
+            print(f"nothing is left to start: {info.started_by} has started rank 0 of {info.size}")
         return 0
-    if args.dry_run and args.node_rank is None and args.launcher in (None, "spawn", "torchrun"):
-        # with c10d, hosts find their places: the command is the same on each but for what it finds out there
-        nodes = _nodes(args, None, os.environ)[0] if args.rendezvous_kind == "static" else 1
-        for args.node_rank in range(max(1, nodes)):
-            print(f"# on host {args.node_rank}\n" * (nodes > 1) + _rendered(launch_of(args, layout=one)))
+    if args.dry_run and args.node_rank is None and row.one_command_per_host:
+        _print_for_each_host(args, row, one)
         return 0
     if not args.dry_run and not is_queued:
         # the words are looked at before a rank is waited for; the command itself prints what others have to type
         launch_of(argparse.Namespace(**{**vars(args), "dry_run": True, "node_rank": args.node_rank or 0}), layout=one)
         return None
     launch = launch_of(args, layout=one)
-    if not is_queued:
+    if scheduler is None or not is_queued:
         print(_rendered(launch))
         return 0
+    return _submit(args, launch, scheduler)
+
+
+def _print_for_each_host(args: argparse.Namespace, row: Launcher, layout: Layout | None) -> None:
+    """What would run, on each host where the command is typed on each."""
+    nodes, args.min_nodes = _nodes(args, None, os.environ)
+    if row.assigns_node_ranks(_own_options(args, row)):
+        nodes = 1  # the command is the same on each host but for what it finds out there
+    for args.node_rank in range(max(1, nodes)):
+        print(f"# on host {args.node_rank}\n" * (nodes > 1) + _rendered(launch_of(args, layout=layout)))
+
+
+def _submit(args: argparse.Namespace, launch: Launch, scheduler: Scheduler) -> int:
+    """Hand the command to the scheduler's queue, or print what would be handed to it."""
     folder = Path.cwd()
     name = f"everyrank-{Path(args.workload.partition(':')[0]).stem}"
-    batch = slurm.Batch(_options(args.sbatch), args.prologue, args.requeue)
     command = [sys.executable, "-P", "-m", "everyrank", *(word for word in args.words if word != "--dry-run")]
-    text = slurm.script(launch, batch, command, folder, name)
+    text = scheduler.script(launch, args, command, folder, name)
     if args.dry_run:
         print(f"{text}\n# in the allocation:\n{_rendered(launch)}")
         return 0
     path = folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sbatch"
-    job = slurm.submit(text, path)
-    print(f"submitted job {job}: {path}; what it prints: {folder / f'slurm-{job}.out'}")
+    job = scheduler.submit(text, path)
+    print(f"submitted job {job}: {path}; what it prints: {folder / scheduler.output(job)}")
     return 0
 
 
 def is_reporting_rank() -> bool:
     """Whether this process is the one that reports an error for all that a launcher outside has started with it."""
-    names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"]
-    names += ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else []  # a person may have started this one alone
-    return all(os.environ.get(name, "0") == "0" for name in names)
-
-
-def _options(words: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        found[key.lstrip("-")] = value
-    return found
+    return is_rank_0_of_all(os.environ)
 
 
 def _rendered(launch: Launch) -> str:
     """Every command, ready to be read; JOB is a folder made for each run."""
-    return "\n".join(shlex.join(command) for command in RENDER[launch.launcher](launch, Path("JOB")))
+    return "\n".join(shlex.join(command) for command in launch.row.render(launch, Path("JOB")))
 
 
 def _typed_on(typed: Sequence[str], node_rank: int | None, host: int) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem, warning
 from everyrank.doctor.network import check_network
 from everyrank.errors import EveryrankError, UsageError
-from everyrank.launch import Launch, Named, mpi, ray, run, slurm
+from everyrank.launch import Launch, run
 from everyrank.launch.hosts import (
     addresses_of,
     check_port,
@@ -44,17 +44,10 @@ def examine_launch(launch: Launch, begin: Callable[[str], None] = lambda _: None
 def check_program(launch: Launch) -> CheckResult:
     """Whether the launcher is here."""
     try:
-        if launch.launcher == "mpi":
-            mpi.require()
-            return ok("mpi", f"{mpi.program()}", private=True)
-        if launch.launcher == "ray":
-            ray.require()
-        if launch.launcher == "slurm":
-            slurm.require("srun")
-            return ok("slurm", f"{shutil.which('srun')}", private=True)
+        found = launch.row.find()
     except EveryrankError as error:
         return problem(launch.launcher, str(error), "or another --launcher")
-    return ok(launch.launcher, "comes with everyrank" if launch.launcher == "spawn" else "starts in this Python")
+    return ok(launch.launcher, found, private=Path(found).is_absolute())
 
 
 def check_slurm(environment: Mapping[str, str]) -> list[CheckResult]:
@@ -142,7 +135,7 @@ def check_start(launch: Launch) -> list[CheckResult]:
     """Start the ranks, and look at where each of them is."""
     begun = time.monotonic()
     try:
-        answers = run(launch, Named("everyrank.doctor.selftest:introduce_rank"), launch)
+        answers = run(launch, "everyrank.doctor.selftest:introduce_rank", launch)
     except EveryrankError as error:
         log = f"the whole traceback is in {error.log}" if error.log else "docs/launching.md has the usual causes"
         return [problem("start", f"{launch.launcher}: {error}", log, private=True)]

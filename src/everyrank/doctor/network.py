@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from everyrank.doctor.findings import CheckResult, ok, problem, warning
 from everyrank.errors import UsageError
-from everyrank.launch import facts_from_environment
+from everyrank.launch import rank_info_from_environment
 from everyrank.launch.hosts import addresses_of, usable_interfaces
 
 __all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_rendezvous_port"]
@@ -116,13 +116,13 @@ def check_launcher(environment: Mapping[str, str]) -> CheckResult:
     """Variables of a launcher: none, or one full set."""
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     try:
-        facts = facts_from_environment(environment)
+        info = rank_info_from_environment(environment)
     except UsageError as error:
         return problem("launcher", str(error), f"or unset {names}", private=True)
-    if facts is not None:
+    if info is not None:
         return problem(
             "launcher",
-            f"the environment says that this is rank {facts.rank} of {facts.size} at {facts.rendezvous}: "
+            f"the environment says that this is rank {info.rank} of {info.size} at {info.rendezvous}: "
             "every command would wait for the others there",
             f"unset {names}, unless a launcher has just set them",
             private=True,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from everyrank._version import __version__
-from everyrank.launch import Launch, RankFacts
+from everyrank.launch import Launch, RankInfo
 from everyrank.launch.hosts import host_name
 from everyrank.world import World, open_world, store_barrier
 
@@ -21,16 +21,16 @@ __all__ = ["introduce_rank", "selftest_rank"]
 _LENGTHS = (3, 262_144)  # a handful, and a MiB
 
 
-def selftest_rank(facts: RankFacts, launch: Launch) -> dict[str, Any]:
+def selftest_rank(info: RankInfo, launch: Launch) -> dict[str, Any]:
     """What this rank saw: `torch` (what it can do) and `wrong` (collectives with another answer than the right one)."""
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         wrong = [text for length in _LENGTHS for text in _wrong_answers(world, length)]
         return {"backend": world.backend, "device": str(world.device), "torch": _torch_facts(), "wrong": wrong}
 
 
-def introduce_rank(facts: RankFacts, launch: Launch) -> list[dict[str, Any]]:
+def introduce_rank(info: RankInfo, launch: Launch) -> list[dict[str, Any]]:
     """Who and where each rank is, by rank; on rank 0, [] elsewhere. `skew_seconds` is that of its clock to rank 0's."""
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         own: dict[str, Any] = {
             "rank": world.rank,
             "host": host_name(),
@@ -106,10 +106,5 @@ def _torch_facts() -> dict[str, Any]:
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "devices": devices,
-        "backends": {
-            "gloo": dist.is_gloo_available(),
-            "nccl": dist.is_nccl_available(),
-            "mpi": dist.is_mpi_available(),
-            "ucc": dist.is_ucc_available(),
-        },
+        "backends": {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi", "ucc")},
     }

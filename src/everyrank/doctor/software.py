@@ -11,6 +11,7 @@ from pathlib import Path
 
 from everyrank._version import __version__
 from everyrank.doctor.findings import CheckResult, absent, ok, problem, warning
+from everyrank.launch import launchers
 
 __all__ = ["check_combinations", "check_optional", "check_software", "installed_versions"]
 
@@ -23,7 +24,7 @@ _PACKAGES = (
 _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "jinja2": ("HTML reports", "pip install 'everyrank[html]'"),
     "matplotlib": ("HTML reports", "pip install 'everyrank[html]'"),
-    "ray": ("--launcher ray", "pip install 'everyrank[ray]'"),
+    **{row.package[0]: (f"--launcher {row.name}", row.package[1]) for row in launchers() if row.package is not None},
     "accelerate": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "lightning": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "transformers": ("the workload causal-lm", "pip install 'everyrank[transformers]'"),
@@ -36,8 +37,7 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
 _NOT_DRIVEN = "everyrank does not drive it yet"
 _OTHERS: Mapping[str, str] = {"horovod": "build 0.28.1 from source with CMAKE_CXX_STANDARD 20"}
 _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
-    "srun": ("--launcher slurm", "apt install slurm-wlm, or ask your cluster's staff"),
-    "mpirun": ("--launcher mpi", "pip install 'everyrank[mpi]', or load your cluster's module"),
+    **{row.program[0]: (f"--launcher {row.name}", row.program[1]) for row in launchers() if row.program is not None},
     "gcc": ("--layout ...:compile on CPU", "apt install gcc"),
     "nvidia-smi": ("GPU use in reports", "it comes with the NVIDIA driver"),
 }

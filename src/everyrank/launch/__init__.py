@@ -1,42 +1,56 @@
 """How processes start: function in, results by rank out. Nothing here knows strategies, models or collectives.
 
+The processes of a run:
+
+    rank process   runs the function as one rank of the world (worker.py)
+    supervisor     the parent of one rank process: forks it, passes signals on, and writes down how it ended
+    launcher       what starts the supervisors of a host: this process itself (spawn), torchrun, srun, mpirun, Ray
+    monitor        the part of the caller's process that starts the launcher, watches what the ranks leave in the job's
+                   folder, and tells the root cause when one fails
+
+A host is one machine; a node is a host as launchers count them (--nodes).
+
     hosts.py          names, addresses and interfaces of this host among others
-    facts.py          the place of one process among all
-    environments.py   who started us: the variables of each launcher, read as one full set
-    stop.py           a request to stop after the update in progress
+    rank_info.py      the place of one rank process among all; cores and devices of its host
+    signals.py        a request to stop after the update in progress
+    launcher.py       the table of launchers, and what a row says
+    variables.py      the place of a process out of environment variables
     job.py            what is started, and how
-    spawn.py, torchrun.py, slurm.py, mpi.py, ray.py
-                      render: the commands of each launcher
+    spawn.py, torchrun.py, slurm.py (with sbatch.py), mpi.py, ray.py
+                      one launcher each: its commands, its options, its variables, its row
+    environments.py   who started us: the variables of each launcher, read as one full set
     node.py           one task on each node, which starts the ranks there
-    guard.py          what stands over each rank, and writes down how it ended
-    ranks.py          start, watch, end; the root cause when a rank fails
+    supervisor.py     how a rank process ended, whoever started it
     silence.py        ranks that say nothing
+    reports.py        what rank processes and supervisors leave in the job's folder; the root cause of a failure
+    monitor.py        start, watch, end
     processes.py      function in, results by rank out
-    worker.py         what runs inside each started process
+    worker.py         what a rank process runs
     ray_driver.py     asks a Ray cluster for a place for each rank
 
 Imports no torch: the process of the person who typed the command only waits.
 """
 
-from everyrank.launch.environments import facts_from_environment, threads_asked
-from everyrank.launch.facts import RankFacts, cgroup_quota, num_accelerators, num_cores
-from everyrank.launch.job import LAUNCHERS, Launch, Named
+from everyrank.launch.environments import rank_info_from_environment, threads_asked
+from everyrank.launch.job import Launch
+from everyrank.launch.launcher import LAUNCHERS, Launcher, find_launcher, launchers
 from everyrank.launch.processes import run
-from everyrank.launch.ranks import RENDER
-from everyrank.launch.stop import Stop, listen
+from everyrank.launch.rank_info import RankInfo, cgroup_quota, num_accelerators, num_cores
+from everyrank.launch.signals import Stop, catch_signals
 
 __all__ = [
     "LAUNCHERS",
-    "RENDER",
     "Launch",
-    "Named",
-    "RankFacts",
+    "Launcher",
+    "RankInfo",
     "Stop",
+    "catch_signals",
     "cgroup_quota",
-    "facts_from_environment",
-    "listen",
+    "find_launcher",
+    "launchers",
     "num_accelerators",
     "num_cores",
+    "rank_info_from_environment",
     "run",
     "threads_asked",
 ]

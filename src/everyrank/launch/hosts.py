@@ -27,8 +27,8 @@ __all__ = [
     "host_name",
     "is_loopback",
     "local_address_towards",
+    "pid_namespace",
     "port_refused",
-    "process_space",
     "split_endpoint",
     "usable_interfaces",
 ]
@@ -50,7 +50,7 @@ def boot_id() -> str:
     return f"{socket.gethostname()} {psutil.boot_time():.0f}"
 
 
-def process_space() -> str:
+def pid_namespace() -> str:
     """The same for all processes that know each other by their numbers: of one machine, and one container."""
     return boot_id() + _namespace("pid")
 
@@ -164,6 +164,8 @@ def choose_interface(
     variable         GLOO_SOCKET_IFNAME of the environment
     is_one_machine   whether all ranks are on this one
     own_address      of this machine, on the way to the others; None where it is not known
+
+    Raises `UsageError` for one that was asked for and is not up.
     """
     if asked is not None:
         if asked not in interfaces:

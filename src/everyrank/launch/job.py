@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 from everyrank.errors import UsageError
 from everyrank.launch.hosts import split_endpoint
+from everyrank.launch.launcher import DEFAULT_LAUNCHER, Launcher, launcher_named
 
-__all__ = ["LAUNCHERS", "RENDEZVOUS", "Job", "Launch", "Named"]
+__all__ = ["PYTHON", "WORKER", "Job", "Launch", "named_function"]
 
-LAUNCHERS = ("spawn", "torchrun", "slurm", "mpi", "ray")
-RENDEZVOUS = ("static", "c10d")
+PYTHON = (sys.executable, "-P")  # without the current folder, in which others may have left a json.py
+WORKER = (*PYTHON, "-m", "everyrank.launch.worker")
 _MOST_PROCESSES, _MOST_ON_A_HOST = 1_000_000, 4_096  # more is a slip of the hand: there is no such machine
 _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behind
 
@@ -24,7 +26,7 @@ _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behi
 class Launch:
     """How processes start.
 
-    launcher         spawn, torchrun, slurm, mpi or ray
+    launcher         a name of `LAUNCHERS`: spawn, torchrun, slurm, mpi or ray
     processes        ranks in all, on all hosts
     device           cpu or cuda; None: cuda where there is one
     backend          gloo or nccl; None: chosen by `world.choose_backend`
@@ -32,21 +34,17 @@ class Launch:
     timeout_seconds  longest wait for another rank, at start, in a collective and at the end
     logs             folder for the ranks' logs; None: a temporary one, kept only after a failure
     nodes            hosts; each has processes // nodes ranks
-    min_nodes        torchrun alone: begin with as few, and go on when some are lost
     node_rank        which of them this is (spawn and torchrun, where this is typed on each host)
     rendezvous       HOST:PORT where hosts meet that no scheduler has brought together
-    rendezvous_kind  torchrun's backend: static or c10d
-    restarts         torchrun alone: how often all ranks are started again after one failed
-    per_node         slurm alone: one task on each node, and in it `spawn` or `torchrun`; None: one task for each rank
     init_method      env, tcp://host:port, file:///path, or (rank, size) -> a store; None: what suits the launcher
     interface        the network interface between hosts; None: the one that leads to where the ranks meet
-    address          ray alone: of its cluster; None: one of this machine, started for the run
     arguments        further words for mpirun, srun or torchrun
+    options          the launcher's own: `torchrun.Options`, `slurm.Options`, `ray.Options`; None: their defaults
 
     Raises `UsageError` for a value that cannot be meant.
     """
 
-    launcher: str = "spawn"
+    launcher: str = DEFAULT_LAUNCHER
     processes: int = 1
     device: str | None = None
     backend: str | None = None
@@ -54,20 +52,29 @@ class Launch:
     timeout_seconds: float = 300.0
     logs: Path | None = None
     nodes: int = 1
-    min_nodes: int | None = None
     node_rank: int | None = None
     rendezvous: str | None = None
-    rendezvous_kind: str = "static"
-    restarts: int = 0
-    per_node: str | None = None
     init_method: str | Callable[[int, int], Any] | None = None
     interface: str | None = None
-    address: str | None = None
     arguments: tuple[str, ...] = ()
+    options: Any = None
 
     def __post_init__(self) -> None:
-        if self.launcher not in LAUNCHERS:
-            raise UsageError(f"--launcher {self.launcher}: give one of {', '.join(LAUNCHERS)}")
+        row = self.row
+        if self.options is None and row.options is not None:
+            object.__setattr__(self, "options", row.options())
+        self._check_processes()
+        self._check_nodes()
+        if self.options is not None and not isinstance(self.options, row.options or ()):
+            raise UsageError(f"options={self.options!r}: they are not those of --launcher {self.launcher}")
+        row.check(self)
+        self._check_meeting_of_hosts()
+        if self.arguments and not row.takes_arguments:
+            raise UsageError(f"--launcher-args {' '.join(self.arguments)}: {self.launcher} takes none")
+        if isinstance(self.init_method, str):
+            check_init_method(self.init_method)
+
+    def _check_processes(self) -> None:
         if self.processes < 1:
             raise UsageError(f"--processes {self.processes}: give at least 1")
         if self.processes > _MOST_PROCESSES:
@@ -84,10 +91,6 @@ class Launch:
             raise UsageError(
                 f"--timeout {self.timeout_seconds:g}: give more than 0 seconds, and at most {_LONGEST_TIMEOUT:,}"
             )
-        self._check_nodes()
-        self._check_words_of_one_launcher()
-        if isinstance(self.init_method, str):
-            check_init_method(self.init_method)
 
     def _check_nodes(self) -> None:
         if self.nodes < 1:
@@ -105,41 +108,35 @@ class Launch:
             raise UsageError(f"--node-rank {self.node_rank}: give 0 to {self.nodes - 1} with --nodes {self.nodes}")
         if self.rendezvous is not None:
             split_endpoint(self.rendezvous, "--rendezvous")
-        if self.rendezvous_kind not in RENDEZVOUS:
-            raise UsageError(f"--rendezvous-kind {self.rendezvous_kind}: give {' or '.join(RENDEZVOUS)}")
-        if self.rendezvous_kind == "c10d" and self.launcher != "torchrun":
-            raise UsageError("--rendezvous-kind c10d: it is torchrun's; give --launcher torchrun too")
-        if self.nodes > 1 and self.launcher == "ray":
-            raise UsageError(f"--nodes {self.nodes}: Ray chooses the hosts itself; leave it out")
-        if self.launcher in ("spawn", "torchrun") and self.nodes > 1:
-            if self.rendezvous is None:
-                raise UsageError(
-                    f"--nodes {self.nodes}: where do they meet? --rendezvous HOST:PORT, HOST that of node 0"
-                )
-            if self.node_rank is None and not self.finds_its_place:
-                raise UsageError(f"--nodes {self.nodes}: which of them is this? --node-rank 0 to {self.nodes - 1}")
 
-    def _check_words_of_one_launcher(self) -> None:
-        if self.min_nodes is not None:
-            if self.launcher != "torchrun" or self.rendezvous_kind != "c10d":
-                raise UsageError(
-                    "--nodes MIN:MAX: --launcher torchrun --rendezvous-kind c10d alone goes on with fewer hosts"
-                )
-            if not 1 <= self.min_nodes <= self.nodes:
-                raise UsageError(f"--nodes {self.min_nodes}:{self.nodes}: give MIN:MAX, from 1 on")
-        if self.restarts < 0 or (self.restarts and self.launcher != "torchrun"):
-            raise UsageError(f"--restarts {self.restarts}: give 0 or more, with --launcher torchrun")
-        if self.per_node not in (None, "spawn", "torchrun") or (self.per_node and self.launcher != "slurm"):
-            raise UsageError(f"--per-node {self.per_node}: give spawn or torchrun, with --launcher slurm")
-        if self.address is not None and self.launcher != "ray":
-            raise UsageError(f"--address {self.address}: it is that of a Ray cluster; give --launcher ray too")
-        if self.arguments and self.launcher in ("spawn", "ray"):
-            raise UsageError(f"--launcher-args {' '.join(self.arguments)}: {self.launcher} takes none")
+    def _check_meeting_of_hosts(self) -> None:
+        """Hosts on which the command is typed have to be told where they meet, and which of them each is."""
+        if self.nodes == 1 or not self.row.one_command_per_host:
+            return
+        if self.rendezvous is None:
+            raise UsageError(f"--nodes {self.nodes}: where do they meet? --rendezvous HOST:PORT, HOST that of node 0")
+        if self.node_rank is None and not self.assigns_node_ranks:
+            raise UsageError(f"--nodes {self.nodes}: which of them is this? --node-rank 0 to {self.nodes - 1}")
 
     @property
-    def finds_its_place(self) -> bool:
+    def row(self) -> Launcher:
+        """The launcher's row of the table. Raises `UsageError` for a name that none has."""
+        return launcher_named(self.launcher)
+
+    @property
+    def rank_launcher(self) -> Launcher:
+        """The row of the launcher that starts the rank processes: another one where a task on each node does."""
+        return launcher_named(self.row.rank_launcher(self.options) or self.launcher)
+
+    @property
+    def assigns_node_ranks(self) -> bool:
         """Whether a host need not be told which one it is."""
-        return self.launcher == "torchrun" and self.rendezvous_kind == "c10d"
+        return self.row.assigns_node_ranks(self.options)
+
+    @property
+    def restarts_ranks(self) -> bool:
+        """Whether all ranks are started again after a failure."""
+        return self.row.restarts_ranks(self.options)
 
     @property
     def processes_per_node(self) -> int:
@@ -158,29 +155,23 @@ def check_init_method(text: str) -> None:
         raise UsageError(f"--init-method {text}: give env, tcp://HOST:PORT or file:///PATH")
 
 
-@dataclass(frozen=True)
-class Named:
-    """A function by its name, imported where it is called: the caller's own process needs no torch.
-
-    `Named("everyrank.tasks.train:train_rank")(facts, ...)`.
-    """
-
-    target: str
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Import it and call it."""
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)(*arguments)
+def named_function(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    """A function, or the one that "module:name" stands for: so a process that only sends it need not import torch."""
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 @dataclass(frozen=True)
 class Job:
     """What each process finds in its directory. The payload is opened after `sys_path` is in place.
 
-    rendezvous   where the ranks meet; None: their launcher tells them
-    space        where the parent's process number means it: elsewhere the directory stands for the parent
-    keeps_logs   whether the folder of the logs is one that was asked for
-    threads      CPU threads of each process that the person has asked for
+    rendezvous     where the ranks meet; None: their launcher tells them
+    pid_namespace  where the parent's process number means it: elsewhere the directory stands for the parent
+    keeps_logs     whether the folder of the logs is one that was asked for
+    threads        CPU threads of each process that the person has asked for
     """
 
     payload: bytes
@@ -188,16 +179,16 @@ class Job:
     launcher: str
     processes: int
     rendezvous: str | None
-    space: str
+    pid_namespace: str
     parent_pid: int
     logs: Path
     keeps_logs: bool
     threads: int | None = None
 
     def function(self) -> Callable[..., Any]:
-        """What to call."""
-        return pickle.loads(self.payload)[0]  # noqa: S301  (our own parent wrote it)
+        """What to call. One that was given by name is imported here, not in the process that has sent it."""
+        return named_function(pickle.loads(self.payload)[0])  # noqa: S301  (our own parent wrote it)
 
     def arguments(self) -> tuple[Any, ...]:
-        """With what, after the rank facts."""
+        """With what, after the rank info."""
         return pickle.loads(self.payload)[1]  # noqa: S301

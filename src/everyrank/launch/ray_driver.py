@@ -49,13 +49,13 @@ class Place:
         import dataclasses
         import subprocess
 
-        from everyrank.launch.hosts import process_space
+        from everyrank.launch.hosts import pid_namespace
 
         here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)
         own = dataclasses.replace(
             here,
             rendezvous="meet://" + (self.folder / "address").as_uri().removeprefix("file://"),
-            space=process_space(),
+            pid_namespace=pid_namespace(),
             sys_path=[*here.sys_path, *sys.path],
             parent_pid=os.getpid(),
             logs=self.folder,

@@ -1,4 +1,4 @@
-"""Ranks that say nothing: what their own machine knows of them, and guards that somebody has stopped."""
+"""Ranks that say nothing: what their own machine knows of them, and supervisors that somebody has stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["is_a_wait", "of_silent", "wake_guards"]
+__all__ = ["is_a_wait", "of_silent", "wake_supervisors"]
 
 # what a backend says when the time is up in which another rank had to come
 _WAITED = re.compile(r"(gloo|nccl).*tim(ed|e) ?out", re.IGNORECASE)
@@ -44,11 +44,11 @@ def _state(path: Path) -> str:
     return "it says nothing"
 
 
-def wake_guards(directory: Path) -> None:
-    """Let guards go on that somebody has stopped, when their rank has ended: nobody else would say so."""
+def wake_supervisors(directory: Path) -> None:
+    """Let supervisors go on that somebody has stopped, when their rank has ended: nobody else would say so."""
     for path in directory.glob("rank*.pid"):
         with contextlib.suppress(OSError, ValueError, IndexError, psutil.Error):
             rank = psutil.Process(int(path.read_text().split()[0]))
-            guard = rank.parent() if rank.status() == psutil.STATUS_ZOMBIE else None
-            if guard is not None and guard.status() in _STOPPED:
-                guard.resume()
+            supervisor = rank.parent() if rank.status() == psutil.STATUS_ZOMBIE else None
+            if supervisor is not None and supervisor.status() in _STOPPED:
+                supervisor.resume()

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from everyrank.launch.job import Launch
+from everyrank.launch.job import WORKER, Launch
+from everyrank.launch.launcher import Launcher
+from everyrank.launch.rank_info import RankInfo
 
-__all__ = ["PYTHON", "WORKER", "render"]
-
-PYTHON = (sys.executable, "-P")  # without the current folder, in which others may have left a json.py
-WORKER = (*PYTHON, "-m", "everyrank.launch.worker")
+__all__ = ["LAUNCHER", "render"]
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
-    """The argv of each process on this host. rank = node rank x ranks of a node + local rank."""
-    here = launch.processes_per_node
-    first = (launch.node_rank or 0) * here
-    return [[*WORKER, str(directory), str(first + local), str(local), str(here)] for local in range(here)]
+    """The argv of each process on this host."""
+    return _on_node(launch.node_rank or 0, launch.processes_per_node, str(directory))
+
+
+def _on_node(node: int, count: int, directory: str) -> list[list[str]]:
+    """Rank = node rank x ranks of a node + local rank."""
+    first = node * count
+    return [[*WORKER, directory, str(first + local), str(local), str(count)] for local in range(count)]
+
+
+def _render_on_node(task: RankInfo, count: int, directory: str) -> list[list[str]]:
+    return _on_node(task.rank, count, directory)
+
+
+def _rendezvous(directory: Path) -> str:
+    return (directory / "rendezvous").absolute().as_uri()  # a file: no port is opened, and none can collide
+
+
+LAUNCHER = Launcher(
+    name="spawn",
+    render=render,
+    find=lambda: "comes with everyrank",
+    rendezvous=_rendezvous,
+    render_on_node=_render_on_node,
+    takes_arguments=False,
+    one_command_per_host=True,
+    starts_supervisors=True,
+)

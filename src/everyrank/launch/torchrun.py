@@ -1,39 +1,61 @@
-"""torchrun: PyTorch's own launcher starts the ranks of each host, and tells them their facts in the environment."""
+"""torchrun: PyTorch's own launcher starts the ranks of each host, and tells them their place in the environment."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from everyrank.errors import UsageError
 from everyrank.launch.hosts import addresses_of, local_address_towards, split_endpoint
-from everyrank.launch.job import Launch
-from everyrank.launch.spawn import PYTHON, WORKER
+from everyrank.launch.job import PYTHON, WORKER, Launch
+from everyrank.launch.launcher import Environment, Launcher
+from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.variables import rank_info_of_person
 
-__all__ = ["render"]
+__all__ = ["LAUNCHER", "RENDEZVOUS_KINDS", "Options", "render"]
+
+RENDEZVOUS_KINDS = ("static", "c10d")
+_PROGRAM = (*PYTHON, "-m", "torch.distributed.run")
+_MARKER = "TORCHELASTIC_RUN_ID"
+
+
+@dataclass(frozen=True)
+class Options:
+    """torchrun's own options.
+
+    rendezvous_kind  its backend where hosts meet: static or c10d
+    min_nodes        with c10d: begin with as few hosts, and go on when some are lost
+    restarts         how often all ranks are started again after one failed
+    """
+
+    rendezvous_kind: str = "static"
+    min_nodes: int | None = None
+    restarts: int = 0
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv for this host."""
-    command = [*PYTHON, "-m", "torch.distributed.run", *_meeting(launch)]
+    options: Options = launch.options
+    command = [*_PROGRAM, *_rendezvous(launch, options)]
     command += [f"--nproc-per-node={launch.processes_per_node}"]
-    command += [f"--max-restarts={launch.restarts}"] if launch.restarts else []
+    command += [f"--max-restarts={options.restarts}"] if options.restarts else []
     # a folder of its own would stay behind in /tmp, and its own choice of Python would be without -P
     return [[*command, f"--log-dir={directory}", *launch.arguments, "--no-python", *WORKER, str(directory)]]
 
 
-def _meeting(launch: Launch) -> list[str]:
+def _rendezvous(launch: Launch, options: Options) -> list[str]:
     """One host: a port of torchrun's own choosing, whose store, unlike all else, is open on every interface."""
     if launch.nodes == 1:
         return ["--standalone"]
     assert launch.rendezvous is not None
     host, port = split_endpoint(launch.rendezvous, "--rendezvous")
-    if launch.rendezvous_kind == "static":
-        return [
-            f"--nnodes={launch.nodes}",
-            f"--node-rank={launch.node_rank}",
-            f"--master-addr={host}",
-            f"--master-port={port}",
-        ]
-    least = f"{launch.min_nodes}:" if launch.min_nodes is not None else ""
+    if options.rendezvous_kind == "static":
+        return _static(launch.nodes, launch.node_rank, host, port)
+    least = f"{options.min_nodes}:" if options.min_nodes is not None else ""
     own = local_address_towards(host)
     words = [
         f"--nnodes={least}{launch.nodes}",
@@ -46,3 +68,85 @@ def _meeting(launch: Launch) -> list[str]:
         f"join_timeout={max(1, int(launch.timeout_seconds))}",
     ]
     return words + ([f"--local-addr={own}"] if own is not None else [])
+
+
+def _static(nodes: int, node_rank: int | None, host: str, port: int) -> list[str]:
+    return [f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={host}", f"--master-port={port}"]
+
+
+def _render_on_node(task: RankInfo, count: int, directory: str) -> list[list[str]]:
+    words = ["--standalone"]
+    if task.size > 1:
+        words = _static(task.size, task.rank, *split_endpoint(task.rendezvous.removeprefix("tcp://"), "torchrun"))
+    words += [f"--nproc-per-node={count}", f"--log-dir={directory}", "--no-python", *WORKER, directory]
+    return [[*_PROGRAM, *words]]
+
+
+def _check(launch: Launch) -> None:
+    options: Options = launch.options
+    if options.rendezvous_kind not in RENDEZVOUS_KINDS:
+        raise UsageError(f"--rendezvous-kind {options.rendezvous_kind}: give {' or '.join(RENDEZVOUS_KINDS)}")
+    if options.min_nodes is not None:
+        if options.rendezvous_kind != "c10d":
+            raise UsageError(_MIN_NODES)
+        if not 1 <= options.min_nodes <= launch.nodes:
+            raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX, from 1 on")
+    if options.restarts < 0:
+        raise UsageError(_RESTARTS.format(options.restarts))
+
+
+_MIN_NODES = "--nodes MIN:MAX: --launcher torchrun --rendezvous-kind c10d alone goes on with fewer hosts"
+_RESTARTS = "--restarts {}: give 0 or more, with --launcher torchrun"
+
+
+def _add_arguments(group: Any) -> None:
+    group.add_argument("--restarts", type=int, default=0, metavar="K", help="torchrun: start all ranks again so often")
+
+
+def _read_options(args: argparse.Namespace, is_chosen: bool) -> Options:
+    options = Options(args.rendezvous_kind, args.min_nodes, args.restarts)
+    if is_chosen:
+        return options
+    if options.rendezvous_kind not in RENDEZVOUS_KINDS:
+        raise UsageError(f"--rendezvous-kind {options.rendezvous_kind}: give {' or '.join(RENDEZVOUS_KINDS)}")
+    if options.rendezvous_kind == "c10d":
+        raise UsageError("--rendezvous-kind c10d: it is torchrun's; give --launcher torchrun too")
+    if options.min_nodes is not None:
+        raise UsageError(_MIN_NODES)
+    if options.restarts:
+        raise UsageError(_RESTARTS.format(options.restarts))
+    return options
+
+
+def _read(environment: Mapping[str, str]) -> RankInfo | None:
+    info = rank_info_of_person(environment) if _MARKER in environment else None
+    return dataclasses.replace(info, started_by="torchrun") if info is not None else None
+
+
+def _restarts_ranks(options: Options) -> bool:
+    return options.restarts > 0 or options.min_nodes is not None
+
+
+LAUNCHER = Launcher(
+    name="torchrun",
+    render=render,
+    find=lambda: "starts in this Python",
+    check=_check,
+    render_on_node=_render_on_node,
+    options=Options,
+    add_arguments=_add_arguments,
+    read_options=_read_options,
+    one_command_per_host=True,
+    assigns_node_ranks=lambda options: options.rendezvous_kind == "c10d",
+    restarts_ranks=_restarts_ranks,
+    terminates_ranks=True,
+    has_own_rendezvous=True,
+    trusts_address=lambda _: True,  # its agent has opened a store there, on every interface
+    environment=Environment(
+        program="torchrun",
+        depth=4,
+        rank_variables=("RANK",),
+        read=_read,
+        marker=_MARKER,
+    ),
+)

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
-from everyrank.launch.environments import facts_from_environment
-from everyrank.launch.facts import RankFacts
-from everyrank.launch.guard import guard, write_whole
-from everyrank.launch.hosts import host_name, process_space
+from everyrank.launch.environments import rank_info_from_environment
+from everyrank.launch.hosts import host_name, pid_namespace
 from everyrank.launch.job import Job
+from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.supervisor import supervise, write_whole
 
 __all__ = ["main"]
 
@@ -47,62 +47,66 @@ def main() -> int:
         return 1
     sys.path[:] = job.sys_path
     try:
-        facts = _facts(job)
+        info = _rank_info(job)
     except UsageError as error:
-        report_error(error, RankFacts(0, 0, 1, 1, job.launcher, ""), directory, job.logs)
+        report_error(error, RankInfo(0, 0, 1, 1, job.launcher, ""), directory, job.logs)
         return 1
-    for kind in ("error", "exit", "result", "kept"):  # of an earlier attempt, where an elastic launcher starts us again
-        (directory / f"rank{facts.rank}.{kind}").unlink(missing_ok=True)
-    guard(job, facts.rank, directory)
+    for kind in ("error", "exit", "result", "kept"):  # of the run before a restart by an elastic launcher
+        (directory / f"rank{info.rank}.{kind}").unlink(missing_ok=True)
+    supervise(job, info.rank, directory)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to stop, for a function that listens for it
-    with contextlib.suppress(OSError):  # its group is that of its guard
-        write_whole(directory / f"rank{facts.rank}.pid", _where_to_signal(job).encode())
-    _open_log(facts, job.logs / f"rank{facts.rank}.log")
-
-    def fail(error: BaseException) -> None:
-        report_error(error, facts, directory, job.logs)
-        os._exit(1)
-
-    def keep(value: Any) -> None:
-        with contextlib.suppress(OSError):  # the disk may be full
-            write_whole(directory / f"rank{facts.rank}.kept", pickle.dumps(value))
-
-    status = 1
-    try:
-        result = job.function()(dataclasses.replace(facts, fail=fail, keep=keep), *job.arguments())
-        write_whole(directory / f"rank{facts.rank}.result", pickle.dumps(result))
-    except BaseException as error:
-        report_error(error, facts, directory, job.logs)
-    else:
-        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (removes multiprocessing's temporary folders)
-        status = 0
+    with contextlib.suppress(OSError):  # its group is that of its supervisor
+        write_whole(directory / f"rank{info.rank}.pid", _where_to_signal(job).encode())
+    _open_log(info, job.logs / f"rank{info.rank}.log")
+    status = _call(job, info, directory)
     _flush()
     os._exit(status)
 
 
-def _facts(job: Job) -> RankFacts:
+def _call(job: Job, info: RankInfo, directory: Path) -> int:
+    """Call the job's function, and leave its result, or its error, in the job's folder; the exit status."""
+
+    def fail(error: BaseException) -> None:
+        report_error(error, info, directory, job.logs)
+        os._exit(1)
+
+    def keep(value: Any) -> None:
+        with contextlib.suppress(OSError):  # the disk may be full
+            write_whole(directory / f"rank{info.rank}.kept", pickle.dumps(value))
+
+    try:
+        result = job.function()(dataclasses.replace(info, fail=fail, keep=keep), *job.arguments())
+        write_whole(directory / f"rank{info.rank}.result", pickle.dumps(result))
+    except BaseException as error:
+        report_error(error, info, directory, job.logs)
+        return 1
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (removes multiprocessing's temporary folders)
+    return 0
+
+
+def _rank_info(job: Job) -> RankInfo:
     if len(sys.argv) > 2:
         rank, local_rank, local_size = map(int, sys.argv[2:5])
-        facts = RankFacts(rank, local_rank, job.processes, local_size, job.launcher, job.rendezvous or "")
+        info = RankInfo(rank, local_rank, job.processes, local_size, job.launcher, job.rendezvous or "")
     else:
-        found = facts_from_environment(os.environ)
+        found = rank_info_from_environment(os.environ)
         assert found is not None, f"{job.launcher} sets the environment of its processes"
-        facts = dataclasses.replace(found, started_by=job.launcher)
+        info = dataclasses.replace(found, started_by=job.launcher)
     if job.rendezvous is not None:
-        facts = dataclasses.replace(facts, rendezvous=job.rendezvous, hosts_store=facts.rank == 0)
-    return dataclasses.replace(facts, threads=job.threads)  # what is in the environment here may be ours
+        info = dataclasses.replace(info, rendezvous=job.rendezvous, is_store_master=info.rank == 0)
+    return dataclasses.replace(info, threads=job.threads)  # what is in the environment here may be ours
 
 
 def _where_to_signal(job: Job) -> str:
     """Process and group, for a parent on the same machine; nothing for one elsewhere."""
-    return f"{os.getpid()} {os.getpgrp()}" if process_space() == job.space else ""
+    return f"{os.getpid()} {os.getpgrp()}" if pid_namespace() == job.pid_namespace else ""
 
 
-def _open_log(facts: RankFacts, log: Path) -> None:
+def _open_log(info: RankInfo, log: Path) -> None:
     """Send all output of this process to its log, that of C++ libraries too: rank 0 alone has the screen."""
     with contextlib.suppress(OSError), log.open("a") as file:
-        file.write(f"# rank {facts.rank} of {facts.size} on {host_name()}, process {os.getpid()}\n")
-    if facts.rank == 0:
+        file.write(f"# rank {info.rank} of {info.size} on {host_name()}, process {os.getpid()}\n")
+    if info.rank == 0:
         return
     _flush()
     try:
@@ -119,12 +123,12 @@ def _flush() -> None:
             stream.flush()
 
 
-def report_error(error: BaseException, facts: RankFacts, directory: Path, logs: Path) -> None:
+def report_error(error: BaseException, info: RankInfo, directory: Path, logs: Path) -> None:
     """Leave the error where the parent finds it, and its frames in this rank's log."""
-    with contextlib.suppress(OSError), (logs / f"rank{facts.rank}.log").open("a") as log:  # the disk may be full
+    with contextlib.suppress(OSError), (logs / f"rank{info.rank}.log").open("a") as log:  # the disk may be full
         log.write("".join(traceback.format_exception(error)))
     row = {
-        "rank": facts.rank,
+        "rank": info.rank,
         "host": host_name(),
         "kind": type(error).__name__ if isinstance(error, EveryrankError) else "",
         "message": describe(error),
@@ -134,7 +138,7 @@ def report_error(error: BaseException, facts: RankFacts, directory: Path, logs: 
         "time": time.time(),
     }
     with contextlib.suppress(OSError):  # the disk is full, or the folder is gone: the exit status is what is left
-        write_whole(directory / f"rank{facts.rank}.error", json.dumps(row).encode())
+        write_whole(directory / f"rank{info.rank}.error", json.dumps(row).encode())
 
 
 if __name__ == "__main__":

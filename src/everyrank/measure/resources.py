@@ -125,7 +125,7 @@ class _Processors:
     def __init__(self) -> None:
         self.own = psutil.Process()
         rank, *above = self.own.parents()
-        # a rank of ours is forked from its guard
+        # a rank of ours is forked from its supervisor
         self.root = next((process for process in above if process.cmdline() != rank.cmdline()), rank)
         self.cores = self.own.cpu_affinity() if hasattr(self.own, "cpu_affinity") else None
         self.seconds: dict[int, float] = {}

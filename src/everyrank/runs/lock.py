@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from everyrank.errors import UsageError
-from everyrank.launch.hosts import host_name, process_space
+from everyrank.launch.hosts import host_name, pid_namespace
 
 __all__ = ["LOCK", "hold"]
 
@@ -86,7 +86,7 @@ def _take(path: Path) -> int:
             holder = _read(file)
             if not is_locked or (holder is not None and _is_alive(holder)):
                 raise UsageError(_held_by(path, holder))
-            if holder is None or holder in silent or holder.space == process_space():
+            if holder is None or holder in silent or holder.space == pid_namespace():
                 if _is_here(file, path):  # else its holder has just ended, and taken it away
                     _write(file, _myself())
                     kept, file = file, -1
@@ -121,7 +121,7 @@ def _is_here(file: int, path: Path) -> bool:
 
 def _is_alive(holder: _Holder) -> bool:
     """Whether it is a process that runs here; False of one elsewhere. A number may belong to another process by now."""
-    if holder.space != process_space():
+    if holder.space != pid_namespace():
         return False
     try:
         process = psutil.Process(holder.pid)
@@ -154,7 +154,7 @@ def _time_of(path: Path) -> int | None:
 
 def _myself() -> _Holder:
     started = psutil.Process().create_time()
-    return _Holder(host_name(), process_space(), os.getpid(), started, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+    return _Holder(host_name(), pid_namespace(), os.getpid(), started, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
 def _write(file: int, holder: _Holder) -> None:

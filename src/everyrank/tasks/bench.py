@@ -28,7 +28,7 @@ from torch import Tensor
 
 from everyrank.data import all_updates, updates_per_epoch
 from everyrank.errors import NotFiniteError
-from everyrank.launch import Launch, RankFacts
+from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, mean_metrics, open_data, planned_updates, run_updates
 from everyrank.measure.clock import now
@@ -53,7 +53,7 @@ _SPLIT_UPDATES = 20
 
 
 def bench_rank(
-    facts: RankFacts,
+    info: RankInfo,
     what: Source | Workload,
     layouts: Sequence[Layout],
     launch: Launch,
@@ -61,10 +61,10 @@ def bench_rank(
 ) -> list[Record] | None:
     """Check and time each layout; one Record for each on rank 0, None elsewhere."""
     for layout in layouts:
-        layout.mesh(facts.size)
-    is_first = facts.rank == 0
+        layout.mesh(info.size)
+    is_first = info.rank == 0
     with (
-        open_world(facts, launch) as world,
+        open_world(info, launch) as world,
         progress(len(layouts) * (3 + options.trials), options.show and is_first) as begin,
         said_once(is_first),
     ):
@@ -75,7 +75,7 @@ def bench_rank(
         bench = _planned(workload, train_data, eval_data, world, options)
         subject = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)
         with sampling(options.started, active=is_first) as sampler:
-            results = Results(bench, facts, world, layouts, options, sampler, startup_seconds)
+            results = Results(bench, info, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
                 begin(f"check {layout}")
                 sampler.now_running("check")

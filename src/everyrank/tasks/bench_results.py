@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from everyrank.data import samples_before, samples_per_epoch
-from everyrank.launch import RankFacts
+from everyrank.launch import RankInfo
 from everyrank.layout import Layout
 from everyrank.measure.clock import interval
 from everyrank.measure.instrumented import Instrumented
@@ -73,7 +73,7 @@ class Results:
     """What is known so far, as rank 0 says it, leaves it behind, and hands it back."""
 
     bench: Bench
-    facts: RankFacts
+    info: RankInfo
     world: World
     layouts: Sequence[Layout]
     options: BenchOptions
@@ -96,9 +96,9 @@ class Results:
         """Leave what is known by now, for the case that there is no more, and say a line of it."""
         if self.world.rank != 0:
             return
-        if self.facts.keep is not None:
+        if self.info.keep is not None:
             self.sampler.look()
-            self.facts.keep(self.records())
+            self.info.keep(self.records())
         if line and self.options.show:
             row_known(line)
 
@@ -110,11 +110,11 @@ class Results:
         found: list[Record] = []
         for arm in self.arms:
             used = self.sampler.of(str(running.index(arm))) if arm in running else None
-            made = _record(arm, self.bench, self.facts, self.startup_seconds, single)
+            made = _record(arm, self.bench, self.info, self.startup_seconds, single)
             found.append(replace(made, resources=used, provenance={**self.source, "load": load, **made.provenance}))
         for layout in self.layouts[len(self.arms) :]:
             arm = Arm(layout, Parity("not_verified", reason=_STOPPED), self.world)
-            made = _record(arm, self.bench, self.facts, self.startup_seconds, None)
+            made = _record(arm, self.bench, self.info, self.startup_seconds, None)
             found.append(replace(made, provenance={**self.source, "load": load}))
         return found
 
@@ -129,7 +129,7 @@ def _method(bench: Bench, options: BenchOptions) -> str:
     )
 
 
-def _record(arm: Arm, bench: Bench, facts: RankFacts, startup_seconds: float, single: Arm | None) -> Record:
+def _record(arm: Arm, bench: Bench, info: RankInfo, startup_seconds: float, single: Arm | None) -> Record:
     world = arm.world
     sizes = bench.sizes
     samples = samples_before(bench.lead_updates + bench.trial_updates, *sizes) - samples_before(
@@ -141,7 +141,7 @@ def _record(arm: Arm, bench: Bench, facts: RankFacts, startup_seconds: float, si
     return Record(
         workload=bench.workload.name,
         layout=str(arm.layout),
-        launcher=facts.started_by,
+        launcher=info.started_by,
         backend=world.backend if not arm.is_alone else "none",
         device=world.device.type,
         world_size=1 if arm.is_alone else world.size,

@@ -12,7 +12,7 @@ from torch import Tensor
 from everyrank.checkpoint import load_model, with_pretrained
 from everyrank.data import Batch, batches_for_evaluation
 from everyrank.errors import WorkloadError
-from everyrank.launch import Launch, RankFacts
+from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.options import PredictOptions
@@ -28,10 +28,10 @@ __all__ = ["predict_rank"]
 
 
 def predict_rank(
-    facts: RankFacts, what: Source | Workload, layout: Layout, launch: Launch, options: PredictOptions
+    info: RankInfo, what: Source | Workload, layout: Layout, launch: Launch, options: PredictOptions
 ) -> int | None:
     """Predict in this rank; how many samples there were on rank 0, None elsewhere. Rank 0 alone writes."""
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         workload = load(what)
         if options.pretrained is not None:
             workload = with_pretrained(workload, options.pretrained)

@@ -18,7 +18,7 @@ from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
 from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
 from everyrank.data.parts import weights_of
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
-from everyrank.launch import Launch, RankFacts, Stop, listen
+from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.layout import Layout
 from everyrank.loop import open_data, planned_updates, wrap_user_errors
 from everyrank.measure.clock import interval
@@ -51,7 +51,7 @@ _SAME_SECONDS = 0.5  # between two SIGTERM that are one
 
 
 def train_rank(
-    facts: RankFacts,
+    info: RankInfo,
     what: Source | Workload,
     layout: Layout,
     launch: Launch,
@@ -65,8 +65,8 @@ def train_rank(
     """
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(_listening(launch))
-        world = stack.enter_context(open_world(facts, launch))
-        options = _agreed(options, world, facts.attempt)
+        world = stack.enter_context(open_world(info, launch))
+        options = _agreed(options, world, info.restart_count)
         out = options.out if not options.evaluate else None
         if out is not None:
             on_rank_0(world, "lock", lambda: stack.enter_context(hold(out)))
@@ -90,7 +90,7 @@ def train_rank(
         record = Record(
             workload=workload.name,
             layout=str(layout),
-            launcher=facts.started_by,
+            launcher=info.started_by,
             backend=world.backend,
             device=world.device.type,
             world_size=world.size,
@@ -103,10 +103,10 @@ def train_rank(
 
 def _listening(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
     """Who hears a request to stop from here on."""
-    # torchrun ends ranks with SIGTERM when another has died; ours asks them with SIGUSR1
-    by_torchrun = "torchrun" in (launch.launcher, launch.per_node)
-    heard = [signal.SIGUSR1] if by_torchrun else [signal.SIGTERM, signal.SIGUSR1]
-    return listen(*heard, same_seconds=_SAME_SECONDS)
+    # where SIGTERM says that another rank has died, a request to stop is SIGUSR1 alone
+    is_end = launch.rank_launcher.terminates_ranks
+    heard = [signal.SIGUSR1] if is_end else [signal.SIGTERM, signal.SIGUSR1]
+    return catch_signals(*heard, same_seconds=_SAME_SECONDS)
 
 
 def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:
@@ -121,13 +121,13 @@ def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:
     return workload
 
 
-def _agreed(options: TrainOptions, world: World, attempt: int) -> TrainOptions:
+def _agreed(options: TrainOptions, world: World, restart_count: int) -> TrainOptions:
     """Rank 0's folders: where others start the ranks, each has looked for itself, and made up a name of its own.
 
-    Ranks that an elastic launcher starts again go on from what the attempt before has saved.
+    Ranks that an elastic launcher starts again go on from what was saved before.
     """
     places = {"out": options.out, "resume": options.resume}
-    if world.rank == 0 and attempt > 0 and options.out is not None and checkpoints_of(options.out):
+    if world.rank == 0 and restart_count > 0 and options.out is not None and checkpoints_of(options.out):
         places["resume"] = find_checkpoint(options.out).path
     told = from_rank_0(world, "places", lambda: {name: str(place) if place else None for name, place in places.items()})
     return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from everyrank.launch import Launch, RankFacts
+from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
 from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
@@ -25,7 +25,7 @@ _BY_RANK = "with order=shard the ranks decide which update has which samples; --
 
 
 def verify_rank(
-    facts: RankFacts,
+    info: RankInfo,
     what: Source | Workload,
     layouts: Sequence[Layout],
     launch: Launch,
@@ -33,8 +33,8 @@ def verify_rank(
 ) -> list[Record] | None:
     """Compare each layout with `single`; one Record for each on rank 0, None elsewhere."""
     for layout in layouts:
-        layout.mesh(facts.size)
-    with open_world(facts, launch) as world:
+        layout.mesh(info.size)
+    with open_world(info, launch) as world:
         workload = load(what)
         train_data, eval_data = open_data(workload, world)
         subject = parity_case(
@@ -50,7 +50,7 @@ def verify_rank(
                     Record(
                         workload=workload.name,
                         layout=str(layout),
-                        launcher=facts.started_by,
+                        launcher=info.started_by,
                         backend=world.backend,
                         device=world.device.type,
                         world_size=world.size if layout.axis else 1,

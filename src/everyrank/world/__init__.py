@@ -1,6 +1,6 @@
 """Inside one process: rank, device, process group, threads. Opened once, closed cleanly.
 
-    with open_world(facts, launch) as world:
+    with open_world(info, launch) as world:
         ...
 
 A world of one has the same interface. Every wait here has a timeout that names who was missing.

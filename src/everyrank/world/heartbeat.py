@@ -1,6 +1,6 @@
 """The other ranks: who they are, whether they still live, and which of them failed first.
 
-On one host the launcher's guards know all that. Between hosts nobody does: a link that goes down is silent, and what a
+On one host the supervisors know all that. Between hosts nobody does: a link that goes down is silent, and what a
 surviving rank sees of another's death is a connection that closed. So each rank leaves signs of life in the store.
 """
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from everyrank.launch import Launch, RankFacts, num_cores
+from everyrank.launch import Launch, RankInfo, num_cores
 from everyrank.launch.hosts import choose_interface, usable_interfaces
 from everyrank.world.barrier import store_barrier
 from everyrank.world.heartbeat import PeerMonitor, is_secondary_error, register_rank, route_to_peers, wait_for_peers
@@ -29,35 +29,13 @@ _WORLDS_OPENED = itertools.count()
 
 
 @contextlib.contextmanager
-def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
+def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
     """Meet the other ranks, and part from them when the block ends well.
 
     After an exception nobody is waited for: the launcher ends the other ranks.
     Raises `RankFailedError` that names the ranks which did not come within `launch.timeout_seconds`.
     """
-    num_cuda = torch.cuda.device_count()
-    kind = choose_device(launch.device, num_cuda)
-    backend, why = choose_backend(launch.backend, kind, facts.local_size, num_cuda)
-    device = torch.device("cuda", facts.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    threads, threads_alone, why_threads = choose_threads(facts.threads, num_cores(), facts.local_size)
-    meeting = open_store(facts, launch)
-    world = World(
-        rank=facts.rank,
-        size=facts.size,
-        local_rank=facts.local_rank,
-        local_size=facts.local_size,
-        device=device,
-        backend=backend,
-        threads=threads,
-        loader_workers=launch.loader_workers,
-        timeout_seconds=launch.timeout_seconds,
-        # A store may outlive a world: another attempt, or another world of the same process, has other names in it.
-        store=dist.PrefixStore(f"everyrank/{facts.attempt}/{next(_WORLDS_OPENED)}", meeting.store),
-        group=None,
-        threads_alone=threads_alone,
-    )
+    world, meeting = _come_to_the_store(info, launch)
     use_threads(world.threads)
     gc.collect()
     gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
@@ -67,18 +45,9 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
         others = wait_for_peers(world.store, world.size)
         world = replace(world, hosts=tuple(other.host for other in others))
         way = route_to_peers(others, world.rank, meeting.address)
-        with _on_interface(launch, *way) as interface, _on_the_lookout(world, facts):
-            dist.init_process_group(
-                # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
-                "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-                store=dist.PrefixStore("group", world.store),
-                rank=facts.rank,
-                world_size=facts.size,
-                timeout=datetime.timedelta(seconds=launch.timeout_seconds),
-                device_id=device if backend == "nccl" else None,
-            )
-            choices = {"backend": f"{backend}: {why}", "interface": interface, "threads": why_threads}
-            yield replace(world, group=dist.group.WORLD, choices=choices)
+        with _on_interface(launch, *way) as interface, _on_the_lookout(world, info):
+            _init_process_group(world)
+            yield replace(world, group=dist.group.WORLD, choices={**world.choices, "interface": interface})
             # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
             gc.unfreeze()
             gc.collect()
@@ -87,6 +56,50 @@ def open_world(facts: RankFacts, launch: Launch) -> Generator[World]:
     dist.destroy_process_group()
     _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
     _remove(meeting)
+
+
+def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
+    """The device, backend and threads of this rank, and the store that it shares with the others; nobody has met yet.
+
+    Raises `CannotRunError` or `UsageError` for a device or backend that cannot be had, and what `open_store` raises.
+    """
+    num_cuda = torch.cuda.device_count()
+    kind = choose_device(launch.device, num_cuda)
+    backend, why = choose_backend(launch.backend, kind, info.local_size, num_cuda)
+    device = torch.device("cuda", info.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    threads, threads_alone, why_threads = choose_threads(info.threads, num_cores(), info.local_size)
+    meeting = open_store(info, launch)
+    world = World(
+        rank=info.rank,
+        size=info.size,
+        local_rank=info.local_rank,
+        local_size=info.local_size,
+        device=device,
+        backend=backend,
+        threads=threads,
+        loader_workers=launch.loader_workers,
+        timeout_seconds=launch.timeout_seconds,
+        # A store may outlive a world: a restart, or another world of the same process, has other names in it.
+        store=dist.PrefixStore(f"everyrank/{info.restart_count}/{next(_WORLDS_OPENED)}", meeting.store),
+        group=None,
+        choices={"backend": f"{backend}: {why}", "interface": "", "threads": why_threads},
+        threads_alone=threads_alone,
+    )
+    return world, meeting
+
+
+def _init_process_group(world: World) -> None:
+    dist.init_process_group(
+        # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
+        "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend,
+        store=dist.PrefixStore("group", world.store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=datetime.timedelta(seconds=world.timeout_seconds),
+        device_id=world.device if world.backend == "nccl" else None,
+    )
 
 
 @contextlib.contextmanager
@@ -113,12 +126,12 @@ def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None)
 
 
 @contextlib.contextmanager
-def _on_the_lookout(world: World, facts: RankFacts) -> Generator[None]:
+def _on_the_lookout(world: World, info: RankInfo) -> Generator[None]:
     """Between hosts, an error that another rank caused becomes that rank's. On one host the launcher sees to it."""
-    if facts.local_size == facts.size:
+    if info.local_size == info.size:
         yield
         return
-    lookout = PeerMonitor(world.store, world.rank, world.hosts, world.timeout_seconds, facts.fail)
+    lookout = PeerMonitor(world.store, world.rank, world.hosts, world.timeout_seconds, info.fail)
     try:
         yield
     except Exception as error:

@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 import torch.distributed as dist
 
 from everyrank.errors import RankFailedError, UsageError, WorkloadError, describe
-from everyrank.launch import Launch, RankFacts
+from everyrank.launch import Launch, RankInfo, find_launcher
 from everyrank.launch.hosts import (
     addresses_of,
     boot_id,
@@ -53,42 +53,40 @@ class Rendezvous:
     file: Path | None = None
 
 
-def open_store(facts: RankFacts, launch: Launch) -> Rendezvous:
+def open_store(info: RankInfo, launch: Launch) -> Rendezvous:
     """By `launch.init_method`, or what the launcher said. Raises `UsageError`, or `RankFailedError` after a wait."""
-    method, hosts_store = launch.init_method, facts.hosts_store
+    method, is_store_master = launch.init_method, info.is_store_master
     if method is not None and not isinstance(method, str):
-        return _by_function(facts, launch)
+        return _by_function(info, launch)
     if method == "env":
-        method, hosts_store = _of_environment(os.environ, facts)
+        method, is_store_master = _of_environment(os.environ, info)
     elif method is not None:
-        hosts_store = facts.rank == 0
-    method = method or facts.rendezvous
+        is_store_master = info.rank == 0
+    method = method or info.rendezvous
     if not method:
         raise UsageError(
-            f"{facts.started_by} started {facts.size} ranks on several hosts and does not say where they meet: "
+            f"{info.started_by} started {info.size} ranks on several hosts and does not say where they meet: "
             "--init-method tcp://HOST:PORT (HOST: that of rank 0), or set MASTER_ADDR and MASTER_PORT"
         )
     timeout = datetime.timedelta(seconds=launch.timeout_seconds)
     kind, _, place = method.partition("://")
     if kind == "file":
         if launch.init_method is None:  # the launcher's own, which goes away with the job
-            return Rendezvous(dist.FileStore(url2pathname(place), facts.size), None, is_host=False)
-        return _by_file(Path(place), facts, launch.timeout_seconds)
+            return Rendezvous(dist.FileStore(url2pathname(place), info.size), None, is_host=False)
+        return _by_file(Path(place), info, launch.timeout_seconds)
     if kind == "meet":
-        return _by_address_in_file(Path(url2pathname(place)), facts, timeout)
+        return _by_address_in_file(Path(url2pathname(place)), info, timeout)
     host, port = split_endpoint(place, "--init-method tcp://")
-    is_alone = facts.local_size == facts.size
-    # a Slurm of several nodes on one machine has loopback as their address, and means it
-    # and torchrun's agent has opened a store of its own on every interface
-    is_meant = facts.started_by == "torchrun" or (facts.started_by == "slurm" and host.startswith("127."))
-    if not is_meant:
+    is_alone = info.local_size == info.size
+    launcher = find_launcher(info.started_by)
+    if launcher is None or not launcher.trusts_address(host):
         (check_known if is_alone else check_reachable)(host, "the rendezvous at")
-    store = _tcp(host, port, hosts_store, timeout, is_alone)
-    address = None if is_alone or facts.rank == 0 else local_address_towards(host)
-    return Rendezvous(store, address, hosts_store)
+    store = _tcp(host, port, is_store_master, timeout, is_alone)
+    address = None if is_alone or info.rank == 0 else local_address_towards(host)
+    return Rendezvous(store, address, is_store_master)
 
 
-def _of_environment(environment: Mapping[str, str], facts: RankFacts) -> tuple[str, bool]:
+def _of_environment(environment: Mapping[str, str], info: RankInfo) -> tuple[str, bool]:
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address or not port:
         missing = "MASTER_ADDR" if not address else "MASTER_PORT"
@@ -98,22 +96,22 @@ def _of_environment(environment: Mapping[str, str], facts: RankFacts) -> tuple[s
         )
     method = f"tcp://{address}:{port}"
     # torchrun's agent, which sets these two, has that store open already
-    return method, facts.rank == 0 if method != facts.rendezvous else facts.hosts_store
+    return method, info.rank == 0 if method != info.rendezvous else info.is_store_master
 
 
-def _by_function(facts: RankFacts, launch: Launch) -> Rendezvous:
+def _by_function(info: RankInfo, launch: Launch) -> Rendezvous:
     """A store from Python."""
     function: Any = launch.init_method
     try:
-        store: Any = function(facts.rank, facts.size)
+        store: Any = function(info.rank, info.size)
     except Exception as error:
         raise WorkloadError(f"init_method: {describe(error)}") from error
     if not isinstance(store, dist.Store):
         raise WorkloadError(f"init_method returned {type(store).__name__}; return a torch.distributed.Store")
-    return Rendezvous(store, None, is_host=facts.rank == 0)
+    return Rendezvous(store, None, is_host=info.rank == 0)
 
 
-def _by_file(path: Path, facts: RankFacts, timeout_seconds: float) -> Rendezvous:
+def _by_file(path: Path, info: RankInfo, timeout_seconds: float) -> Rendezvous:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -131,13 +129,13 @@ def _by_file(path: Path, facts: RankFacts, timeout_seconds: float) -> Rendezvous
             pass
     except OSError as error:
         raise UsageError(f"file://{path}: {error.strerror}; give another place") from error
-    return Rendezvous(dist.FileStore(str(path), facts.size), None, facts.rank == 0, path)
+    return Rendezvous(dist.FileStore(str(path), info.size), None, info.rank == 0, path)
 
 
-def _by_address_in_file(path: Path, facts: RankFacts, timeout: datetime.timedelta) -> Rendezvous:
+def _by_address_in_file(path: Path, info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
     """Rank 0 opens a store on a port that the system chooses, and writes down where: no port can collide."""
-    is_alone = facts.local_size == facts.size
-    if facts.rank == 0:
+    is_alone = info.local_size == info.size
+    if info.rank == 0:
         addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
         addresses = [address for address in addresses if not address.startswith("fe80")]
         store = _tcp("" if not is_alone else "127.0.0.1", 0, True, timeout, is_alone)

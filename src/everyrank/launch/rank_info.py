@@ -11,11 +11,11 @@ from typing import Any
 
 from everyrank.errors import UsageError
 
-__all__ = ["RankFacts", "cgroup_quota", "num_accelerators", "num_cores"]
+__all__ = ["RankInfo", "cgroup_quota", "num_accelerators", "num_cores"]
 
 
 @dataclass(frozen=True)
-class RankFacts:
+class RankInfo:
     """The place of one process among all.
 
     rank, size              over all hosts
@@ -23,8 +23,8 @@ class RankFacts:
     started_by              spawn, torchrun, slurm, mpi, ray or env
     rendezvous              where the ranks meet: file:///path, tcp://host:port, or meet:///path (a file in which
                             rank 0 says where it has opened a store); empty where nobody has said
-    hosts_store             whether this process opens the tcp store (else somebody else has it open)
-    attempt                 counts restarts by an elastic launcher
+    is_store_master         whether this process opens the tcp store (else somebody else has it open)
+    restart_count           how often an elastic launcher has started all ranks again
     threads                 CPU threads of each process that a person has asked for (OMP_NUM_THREADS); None: nobody has
     fail                    ends this process with an error, where its main thread waits for others and cannot
     keep                    leaves a result so far with whoever started the ranks, for the case that there is no other
@@ -38,8 +38,8 @@ class RankFacts:
     local_size: int
     started_by: str
     rendezvous: str
-    hosts_store: bool = False
-    attempt: int = 0
+    is_store_master: bool = False
+    restart_count: int = 0
     threads: int | None = None
     fail: Callable[[BaseException], None] | None = field(default=None, compare=False)
     keep: Callable[[Any], None] | None = field(default=None, compare=False)

@@ -1,7 +1,7 @@
-"""What stands over each rank, in a process of its own without torch: how the rank ended, whoever started it.
+"""The supervisor of each rank, a process of its own without torch: how the rank ended, whoever started it.
 
-Launchers differ in what they say of a rank that died, and none says all of it. So each rank is forked from a guard,
-which writes down the exit code or the signal, and whether the kernel killed for memory.
+Launchers differ in what they say of a rank that died, and none says all of it. So each rank is forked from a
+supervisor, which writes down the exit code or the signal, and whether the kernel killed for memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from types import FrameType
 
 import psutil
 
-from everyrank.launch.hosts import host_name, process_space
+from everyrank.launch.hosts import host_name, pid_namespace
 from everyrank.launch.job import Job
 
-__all__ = ["guard", "write_whole"]
+__all__ = ["supervise", "write_whole"]
 
 _LOOK_SECONDS = 0.25
-_ASK_SECONDS = 0.5  # between two requests to stop: a rank that is still starting does not listen yet
+_ASK_SECONDS = 0.5  # between two requests to stop: a rank that is still starting does not catch them yet
 _SILENCE_SECONDS = 60.0  # of a parent on another machine
 
 
-def guard(job: Job, rank: int, directory: Path) -> None:
-    """Fork. Returns in the child, which is the rank; the guard never returns: it ends as the rank did."""
+def supervise(job: Job, rank: int, directory: Path) -> None:
+    """Fork. Returns in the child, which is the rank; the supervisor never returns: it ends as the rank did."""
     kills_before, own_pid = _kills_for_memory(), os.getpid()
     child = os.fork()
     if child == 0:
@@ -59,7 +59,7 @@ def guard(job: Job, rank: int, directory: Path) -> None:
 def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> None:
     """Pass on a request to stop; end the rank, and this process, when whoever started it, or the person's, is gone."""
     starter, asked = os.getppid(), 0.0
-    lives = _pid_watch(job.parent_pid) if process_space() == job.space else _beat_watch(directory)
+    lives = _pid_watch(job.parent_pid) if pid_namespace() == job.pid_namespace else _beat_watch(directory)
     while True:
         time.sleep(_LOOK_SECONDS)
         if (directory / "stop").exists() and time.monotonic() > asked + _ASK_SECONDS:
@@ -71,7 +71,7 @@ def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> No
             ending.set()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-            if is_orphan and process_space() == job.space:  # nobody else is left to tidy up
+            if is_orphan and pid_namespace() == job.pid_namespace:  # nobody else is left to tidy up
                 for folder in (directory, *([] if job.keeps_logs else [job.logs])):
                     shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
@@ -109,15 +109,15 @@ def _beat_watch(directory: Path) -> Callable[[], bool]:
     return lives
 
 
-def _end_with(guard_pid: int) -> None:
-    """End this process as soon as its guard is gone."""
+def _end_with(supervisor_pid: int) -> None:
+    """End this process as soon as its supervisor is gone."""
 
     def watch() -> None:
-        while os.getppid() == guard_pid:
+        while os.getppid() == supervisor_pid:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="everyrank-guard-watch").start()
+    threading.Thread(target=watch, daemon=True, name="everyrank-supervisor-watch").start()
 
 
 def _kills_for_memory() -> int:

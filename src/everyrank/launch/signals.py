@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-__all__ = ["Stop", "listen"]
+__all__ = ["Stop", "catch_signals"]
 
 
 @dataclass
@@ -22,13 +22,13 @@ class Stop:
 
 
 @contextlib.contextmanager
-def listen(*signals: signal.Signals, same_seconds: float = 0.0) -> Generator[Stop]:
+def catch_signals(*signals: signal.Signals, same_seconds: float = 0.0) -> Generator[Stop]:
     """Note these signals instead of being ended by them; a SIGTERM after one of them does what it did before.
 
-    Within `same_seconds` it is taken for the same request: schedulers send it to a rank and to its guard, which passes
-    it on.
+    Within `same_seconds` it is taken for the same request: schedulers send it to a rank and to its supervisor,
+    which passes it on.
 
-    Outside the main thread nothing can be listened for, and nothing is ever asked.
+    Outside the main thread no signal can be caught, and nothing is ever asked.
     """
     stop, asked_at = Stop(), 0.0
     before: dict[signal.Signals, Any] = {}

@@ -1,0 +1,198 @@
+"""The processes of one job: start them, watch them, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from everyrank.errors import RankFailedError
+from everyrank.launch.hosts import host_name
+from everyrank.launch.job import Launch
+from everyrank.launch.reports import Reports, ranks_text
+from everyrank.launch.signals import Stop
+from everyrank.launch.silence import wake_supervisors
+
+__all__ = ["ProcessMonitor"]
+
+_GRACE_SECONDS = 2.0  # after the first failure, for the others to say what they saw
+_END_SECONDS = 2.0  # between SIGTERM and SIGKILL
+_BEAT_SECONDS = 1.0  # for supervisors on other machines
+
+
+class ProcessMonitor:
+    """The started processes. Leaving the block ends whatever still runs, however the block is left."""
+
+    def __init__(self, launch: Launch, directory: Path, logs: Path, stop: Stop | None = None) -> None:
+        self.launch = launch
+        self.launcher = launch.row
+        self.directory = directory
+        self.logs = logs
+        self.stop = stop
+        self.launcher_log: IO[bytes] | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.beat_at = 0.0
+        # where each host starts its own, only theirs report here
+        is_one_of_several = launch.nodes > 1 and self.launcher.one_command_per_host
+        count = launch.processes_per_node if is_one_of_several else launch.processes
+        first = (launch.node_rank or 0) * count if is_one_of_several else 0
+        expected = range(first, first + count)
+        self.reports = Reports(directory, logs, launch.processes, expected, launch.timeout_seconds)
+
+    def __enter__(self) -> ProcessMonitor:
+        for stale in self._logs_of_before():
+            with contextlib.suppress(FileNotFoundError):
+                stale.replace(stale.with_name(stale.name + ".before"))
+        # A launcher's own messages are kept away from the screen: what it says of a failure is not what failed.
+        if not self.launcher.starts_supervisors:
+            self.launcher_log = (self.logs / self._launcher_log_name).open("wb")
+        self._beat()
+        try:
+            for command in self.launcher.render(self.launch, self.directory):
+                self.processes.append(self._start(command))
+        except BaseException:  # Ctrl-C between two starts: `__exit__` would not be called
+            self._end()
+            raise
+        return self
+
+    @property
+    def _launcher_log_name(self) -> str:
+        # hosts that each start their own may share the folder
+        return f"{self.launch.launcher}{f'-{host_name()}' if self.launch.nodes > 1 else ''}.log"
+
+    def _logs_of_before(self) -> list[Path]:
+        """Those that this host's ranks are about to write, from the run before."""
+        if self.launch.nodes > 1 and self.launch.assigns_node_ranks:  # which ranks are here is decided later
+            return [self.logs / self._launcher_log_name]
+        ranks = (self.logs / f"rank{rank}.log" for rank in self.reports.expected)
+        return [self.logs / self._launcher_log_name, *ranks]
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=self.launcher_log,
+            env=_child_environment(),
+            # Ctrl-C reaches this process alone, which then ends them all in order.
+            start_new_session=True,
+        )
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._end()
+        else:  # what a workload has started and forgotten
+            _signal(os.killpg, [process.pid for process in self.processes], signal.SIGKILL)
+        if self.launcher_log is not None:
+            self.launcher_log.close()
+
+    def wait(self) -> None:
+        """Return when every process has ended well.
+
+        Raises what went wrong first: the error of a rank, or `RankFailedError` for one that died or never started.
+        """
+        deadline = time.monotonic() + self.launch.timeout_seconds
+        is_asked = False
+        while True:
+            codes = [process.poll() for process in self.processes]
+            is_final = not self.launch.restarts_ranks or self._is_asked
+            failed = is_final and (self.reports.errors() or self._dead())
+            if failed or any(code not in (None, 0) for code in codes):
+                self._raise_first_failure()
+            if all(code == 0 for code in codes):
+                return
+            missing = [] if deadline == 0 else self.reports.not_started()
+            if not missing:
+                deadline = 0
+            elif time.monotonic() > deadline:
+                raise RankFailedError(
+                    f"{ranks_text(missing)} of {self.launch.processes} never started: "
+                    f"no sign within {self.launch.timeout_seconds:g} s (--timeout){self._last_words()}"
+                )
+            if self._is_asked and not is_asked:
+                is_asked = True
+                (self.directory / "stop").touch()  # each rank's supervisor looks for it
+            if time.monotonic() > self.beat_at + _BEAT_SECONDS:
+                self._beat()
+            time.sleep(0.02 if missing else 0.1)
+
+    def results(self) -> dict[int, Any]:
+        """What the function returned, by rank, of those that report here; `RankFailedError` where one left nothing."""
+        return self.reports.results(needs_all=not self.launch.restarts_ranks)
+
+    def _beat(self) -> None:
+        self.beat_at = time.monotonic()
+        with contextlib.suppress(OSError):  # of storage elsewhere
+            (self.directory / "alive").touch()
+        wake_supervisors(self.directory)
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether a signal has asked the training to stop."""
+        return self.stop is not None and self.stop.asked is not None
+
+    def _dead(self) -> list[dict[str, Any]]:
+        """Rank processes that ended without a result or an error, earliest first."""
+        codes: dict[int, int | None] = {}
+        if self.launcher.starts_supervisors:
+            started = zip(self.reports.expected, self.processes, strict=False)
+            codes = {rank: process.poll() for rank, process in started}
+        return self.reports.dead(codes)
+
+    def _raise_first_failure(self) -> None:
+        """Let the others say what they saw, then raise the root cause."""
+        deadline, count = time.monotonic() + _GRACE_SECONDS, len(self.reports.expected)
+        while time.monotonic() < deadline and len(self.reports.errors()) + len(self._dead()) < count:
+            time.sleep(0.02)
+        if self.launcher_log is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.processes[0].wait(timeout=_GRACE_SECONDS)
+        raise self.reports.root_cause(self._dead()) or RankFailedError(
+            f"{self.launch.launcher} ended before its ranks had started{self._last_words()}",
+            self.logs / self._launcher_log_name,
+        )
+
+    def _last_words(self) -> str:
+        """The last line that a launcher said."""
+        if self.launcher_log is None:
+            return ""
+        text = (self.logs / self._launcher_log_name).read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
+        return f": {lines[-1]}" if lines else ""
+
+    def _end(self) -> None:
+        """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
+        groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
+        ranks = self.reports.processes()
+        # ranks that catch signals take SIGTERM for a request to stop; these launchers must end in order all the same
+        if self.stop is None or self.launcher.needs_sigterm:
+            _signal(os.killpg, groups, signal.SIGTERM)
+            deadline = time.monotonic() + _END_SECONDS
+            while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+                time.sleep(0.02)
+        _signal(os.killpg, groups, signal.SIGKILL)
+        if not self.launcher.starts_supervisors:  # their ranks have groups of their own; on other hosts supervisors see
+            mine = os.getpgrp()
+            _signal(os.kill, [pid for pid, _ in ranks], signal.SIGKILL)
+            _signal(os.killpg, [group for _, group in ranks if group != mine], signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def _child_environment() -> dict[str, str]:
+    # The world sets the number of threads itself; the first variable only spares torchrun its warning. The second
+    # tells rich, in rank 0, whether there is a terminal at the end of what a launcher passes on. Without the third,
+    # c10d warns when it cannot find the name of an address, which nobody asked for.
+    terminal = str(int(sys.stdout.isatty()))
+    return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": terminal, "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+
+
+def _signal(send: Callable[[int, int], None], targets: Iterable[int], number: signal.Signals) -> None:
+    for target in targets:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(target, number)

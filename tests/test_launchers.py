@@ -1,0 +1,266 @@
+"""The table of launchers: each is one file with its row, and nothing outside of that file asks for its name."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everyrank
+from everyrank.commands.launching import add_launching, launch_of
+from everyrank.errors import CannotRunError, UsageError
+from everyrank.launch import LAUNCHERS, Launch, RankInfo, find_launcher, launchers, ray, run, slurm, spawn, torchrun
+from everyrank.launch.environments import is_rank_0_of_all, rank_info_from_environment
+from everyrank.launch.launcher import Environment, Launcher
+from everyrank.launch.node import main as node_main
+
+PACKAGE = Path(everyrank.__file__).parent
+LOOK_UPS = ("get", "pop", "startswith", "endswith", "removeprefix")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests may run in somebody's allocation."""
+    prefixes = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_")
+    for name in [name for name in os.environ if name.startswith(prefixes)]:
+        monkeypatch.delenv(name)
+
+
+def names_asked_for(path: Path) -> list[str]:
+    """Where a file compares with a launcher's name, or looks something up by it: `line 3: spawn`."""
+    asked: list[ast.expr | None] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                asked += side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]
+        elif isinstance(node, ast.Dict):
+            asked += node.keys
+        elif isinstance(node, ast.Subscript):
+            asked.append(node.slice)
+        elif isinstance(node, ast.MatchValue):
+            asked.append(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOK_UPS:
+            asked += node.args
+    return [
+        f"line {value.lineno}: {value.value}"
+        for value in asked
+        if isinstance(value, ast.Constant) and value.value in LAUNCHERS
+    ]
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts)
+
+
+def test_no_launcher_is_asked_for_by_name() -> None:
+    """What depends on the launcher stands in its row: adding one is its file and its name in the table."""
+    own = {PACKAGE / "launch" / f"{name}.py" for name in LAUNCHERS}
+    found = {str(path.relative_to(PACKAGE)): names for path in modules() if (names := names_asked_for(path))}
+    assert {path: names for path, names in found.items() if PACKAGE / path not in own} == {}
+    # nor by another launcher
+    for path in own:
+        assert [name for name in names_asked_for(path) if not name.endswith(f" {path.stem}")] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if launch.launcher == 'spawn': pass",
+        "if 'torchrun' != launch.launcher: pass",
+        "if launch.launcher in ('slurm', 'pbs'): pass",
+        "how = {'mpi': 1}[launch.launcher]",
+        "render = RENDER['ray']",
+        "match launcher:\n    case 'spawn': pass",
+        "row = RENDER.get('ray')",
+    ],
+)
+def test_the_test_above_sees_it(tmp_path: Path, code: str) -> None:
+    """Every way of asking that there is."""
+    path = tmp_path / "code.py"
+    path.write_text(code)
+    assert len(names_asked_for(path)) == 1
+
+
+def test_each_launcher_is_a_file_with_its_row() -> None:
+    """The table's names are files, and their rows have these names."""
+    assert [row.name for row in launchers()] == list(LAUNCHERS)
+    for name in LAUNCHERS:
+        assert find_launcher(name) == importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
+    assert find_launcher("env") is None  # a person
+    with pytest.raises(UsageError, match="--launcher pbs: give one of spawn, torchrun, slurm, mpi, ray"):
+        Launch("pbs")
+
+
+FLAGS = {
+    "takes_arguments": {"torchrun", "slurm", "mpi"},
+    "one_command_per_host": {"spawn", "torchrun"},
+    "starts_supervisors": {"spawn"},
+    "reads_job_folder": {"slurm", "mpi"},
+    "rank_0_is_here": {"spawn", "torchrun", "mpi", "ray"},
+    "needs_sigterm": {"slurm", "mpi", "ray"},
+    "terminates_ranks": {"torchrun"},
+    "has_own_rendezvous": {"torchrun"},
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_which_launchers_are_alike(flag: str) -> None:
+    """What several have in common, side by side; the integration tests see each of these in a real start."""
+    assert {row.name for row in launchers() if getattr(row, flag)} == FLAGS[flag]
+
+
+def test_every_launch_has_its_launchers_options() -> None:
+    """Their defaults where none are given; they travel to the ranks; those of another launcher are refused."""
+    for row in launchers():
+        launch = Launch(row.name)
+        assert launch.options == (row.options() if row.options is not None else None)
+        assert pickle.loads(pickle.dumps(launch)) == launch
+        assert dataclasses.replace(launch, processes=2).options == launch.options
+    for launcher, options in (("spawn", torchrun.Options()), ("torchrun", ray.Options()), ("slurm", "per_node")):
+        with pytest.raises(UsageError, match=f"not those of --launcher {launcher}"):
+            Launch(launcher, options=options)
+    with pytest.raises(UsageError, match="--restarts -1"):
+        Launch("torchrun", options=torchrun.Options(restarts=-1))
+    with pytest.raises(UsageError, match="--per-node mpi: give spawn or torchrun"):
+        Launch("slurm", options=slurm.Options("mpi"))
+
+
+def test_the_launcher_that_starts_the_ranks() -> None:
+    """Slurm leaves it to another one where it starts one task on each node."""
+    assert Launch("slurm").rank_launcher.name == "slurm"
+    for name in ("spawn", "torchrun"):
+        assert Launch("slurm", options=slurm.Options(name)).rank_launcher.name == name
+        assert Launch(name).rank_launcher.name == name
+
+
+def test_an_address_that_is_meant() -> None:
+    """torchrun's agent has opened its store there; nodes of a small Slurm may be one machine."""
+    trusted = {row.name: [host for host in ("127.0.0.1", "n0") if row.trusts_address(host)] for row in launchers()}
+    assert trusted == {"spawn": [], "torchrun": ["127.0.0.1", "n0"], "slurm": ["127.0.0.1"], "mpi": [], "ray": []}
+
+
+def test_what_a_launcher_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One line each, before anything is started."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="there is no allocation"):
+        run(Launch("slurm"), len)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(CannotRunError, match="there is no srun here"):
+        run(Launch("slurm"), len)
+    with pytest.raises(UsageError, match="--nodes 2: Ray chooses the hosts itself"):
+        Launch("ray", processes=2, nodes=2)
+
+
+def test_a_shell_that_srun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks like a rank: the line says how to get out of it."""
+    shell = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_NODEID": "0",
+    }
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"slurm has already started this rank.*unset SLURM_STEP_ID"):
+        launched("--launcher", "spawn")
+
+
+# --- one more launcher, as a person would add it
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyOptions:
+    """Its own."""
+
+    loud: bool = False
+
+
+def read_toy_options(args: argparse.Namespace, is_chosen: bool) -> ToyOptions:
+    if args.loud and not is_chosen:
+        raise UsageError("--loud: it is the toy's; give --launcher toy too")
+    return ToyOptions(args.loud)
+
+
+def read_toy_variables(environment: Any) -> RankInfo | None:
+    if "TOY_RANK" not in environment:
+        return None
+    return RankInfo(int(environment["TOY_RANK"]), 0, 2, 1, "toy", "tcp://n0:1234")
+
+
+TOY = Launcher(
+    name="toy",
+    render=spawn.render,
+    find=lambda: "here",
+    rendezvous=spawn.LAUNCHER.rendezvous,
+    options=ToyOptions,
+    add_arguments=lambda group: group.add_argument("--loud", action="store_true"),
+    read_options=read_toy_options,
+    starts_supervisors=True,
+    environment=Environment("toyrun", 0, ("TOY_RANK",), read_toy_variables),
+)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixth launcher, `toy`, which starts its ranks as spawn does."""
+    table = importlib.import_module("everyrank.launch.launcher")
+    importing = importlib.import_module
+    module = argparse.Namespace(LAUNCHER=TOY)
+    monkeypatch.setattr(table, "LAUNCHERS", (*LAUNCHERS, "toy"))
+    monkeypatch.setattr(
+        table.importlib, "import_module", lambda name: module if name.endswith(".toy") else importing(name)
+    )
+
+
+def launched(*words: str) -> Launch:
+    parser = argparse.ArgumentParser()
+    add_launching(parser, default_processes=2)
+    parser.set_defaults(workers=0)
+    return launch_of(parser.parse_args(words))
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_launcher_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a row alone it has its flags, its options, its variables, and starts ranks."""
+    launch = launched("--launcher", "toy", "--loud", "--processes", "2", "--device", "cpu")
+    assert launch.options == ToyOptions(loud=True)
+    with pytest.raises(UsageError, match="it is the toy's"):
+        launched("--loud")
+    found = run(launch, lambda info: (info.rank, info.size, info.started_by))
+    assert found == {rank: (rank, 2, "toy") for rank in range(2)}
+    monkeypatch.setenv("TOY_RANK", "1")
+    info = rank_info_from_environment({"TOY_RANK": "1"})
+    assert info is not None
+    assert (info.rank, info.started_by) == (1, "toy")
+    assert not is_rank_0_of_all({"TOY_RANK": "1"})
+    with pytest.raises(UsageError, match="RANK=0 in the environment, but toyrun says 1"):
+        rank_info_from_environment({"TOY_RANK": "1", "RANK": "0"})
+
+
+# --- functions by name
+
+
+def test_a_function_by_name_is_imported_in_the_rank() -> None:
+    """So a process that only starts ranks needs none of what they import."""
+    found = run(Launch(processes=1), "builtins:repr")
+    assert found[0].startswith("RankInfo(rank=0, local_rank=0, size=1, local_size=1, started_by='spawn'")
+
+
+def test_a_node_task_wants_a_launcher_that_starts_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invariant of ours: `slurm.Options` refuses the others before."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**variables, "MASTER_ADDR": "n0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["node", "mpi", "2", "a folder"])
+    with pytest.raises(AssertionError, match="mpi starts no ranks of one node"):
+        node_main()
