@@ -33,7 +33,7 @@ from everyrank.builtin import Decoder, DecoderShape
 from everyrank.builtin.text import Bytes, next_token_loss
 from everyrank.checkpoint import Saver
 from everyrank.data import all_updates
-from everyrank.launch import RankInfo, run
+from everyrank.launch import RankInfo, run_ranks
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
@@ -223,7 +223,7 @@ def main() -> None:
     for layout in args.layout:
         folder = Path(tempfile.mkdtemp(dir=args.folder))
         try:
-            results = run(launch, measure, launch, args.model, layout, args.rounds, folder, command)
+            results = run_ranks(launch, measure, launch, args.model, layout, args.rounds, folder, command)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         records += next(rows for rows in results.values() if rows is not None)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from everyrank import Launch, Workload, parse_layout
-from everyrank.launch import run
+from everyrank.launch import run_ranks
 from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
 from everyrank.parity import check_layout, parity_case
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     launch = Launch(processes=2, device="cpu", timeout_seconds=600)
-    records: list[Record] = run(launch, verify_all, launch, args.seeds)[0]
+    records: list[Record] = run_ranks(launch, verify_all, launch, args.seeds)[0]
     by_kind: dict[str, collections.Counter[str]] = {}
     for record in records:
         by_kind.setdefault(record.workload, collections.Counter())[record.parity.status] += 1

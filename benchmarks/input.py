@@ -24,7 +24,7 @@ from everyrank import Launch, Record, find_workload
 from everyrank.builtin.digits import Digits
 from everyrank.data import Slice, all_updates, batches_for_updates
 from everyrank.datasets.folder import read_image
-from everyrank.launch import RankInfo, run
+from everyrank.launch import RankInfo, run_ranks
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.record import write_records
@@ -126,7 +126,7 @@ def main() -> None:
     launch = Launch(device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder))
-        [records] = run(
+        [records] = run_ranks(
             launch, measure, launch, Path(folder), args.workers, args.rounds, ["python", *sys.argv]
         ).values()
     show(records)

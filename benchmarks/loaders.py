@@ -34,7 +34,7 @@ from everyrank.builtin import ConvNet
 from everyrank.builtin.classify import classification_loss
 from everyrank.builtin.digits import Digits
 from everyrank.data import all_updates, updates_per_epoch
-from everyrank.launch import RankInfo, run
+from everyrank.launch import RankInfo, run_ranks
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
@@ -228,7 +228,7 @@ def main() -> None:
     command = ["python", *sys.argv]
     [records] = [
         result
-        for result in run(launch, measure, launch, args.rounds, args.latency_ms / 1e3, command).values()
+        for result in run_ranks(launch, measure, launch, args.rounds, args.latency_ms / 1e3, command).values()
         if result is not None
     ]
     show(records)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from everyrank import Launch, find_workload, parse_layout
 from everyrank.data import all_updates, updates_per_epoch
 from everyrank.data.order import epoch_order
-from everyrank.launch import RankInfo, run
+from everyrank.launch import RankInfo, run_ranks
 from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
@@ -134,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     launch = Launch(processes=1)
     command = ["python", *sys.argv]
-    records: list[Record] = run(launch, measure, launch, args.workload, args.steps, args.rounds, command)[0]
+    records: list[Record] = run_ranks(launch, measure, launch, args.workload, args.steps, args.rounds, command)[0]
     for record in records:
         own, ratio = record.provenance["tokens"], record.provenance["tokens"]["ratio_to_hand_written"]
         print(

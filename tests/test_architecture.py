@@ -301,3 +301,70 @@ def test_strategies_are_a_file_and_a_line() -> None:
     recipes = {path.stem for path in (PACKAGE / "recipes").glob("*.py")}
     assert {name for name in STRATEGIES if name != "ddp"} <= recipes
     assert "ddp_torchrun" in recipes
+
+
+# One name for one thing in all rooms; these are what several files of a kind have by agreement.
+SHARED = {
+    "HELP": "a command's line in --help",
+    "LAUNCHER": "a launcher's row",
+    "T": "a type variable",
+    "add_arguments": "what a command takes",
+    "find": "a launcher's program",
+    "main": "a module that is run",
+    "prepare": "a strategy",
+    "render": "a launcher's commands",
+    "run": "what a command does; in api/, the call from Python",
+    "workload": "a file of a workload, as a person would write one",
+}
+
+
+def public_names() -> dict[str, list[str]]:
+    """Name -> the modules that define it, of functions, classes and constants at the top level."""
+    found: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            for name in names:
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append(".".join(name_of(path)))
+    return found
+
+
+def test_no_name_for_two_things() -> None:
+    """A public name is defined in one place, so that whoever reads it anywhere knows what it is."""
+    twice = {name: places for name, places in public_names().items() if len(places) > 1 and name not in SHARED}
+    assert not twice
+    assert len(public_names()["prepare"]) > 1, "the search finds names that are there twice"
+
+
+# Longer than 40 lines, and why.
+LONG = {
+    "strategies.fsdp.prepare": "step and predict are read beside what they close over: the file is a tutorial",
+    "strategies.pipeline.prepare": "the same",
+    "builtin.imagenet.workload": "one argument a line, and the datasets that it describes",
+    "builtin.text._workload": "one field of the workload a line",
+}
+
+
+def test_functions_are_short() -> None:
+    """40 lines, signature and docstring aside: what is longer says why, or is two functions."""
+    found: set[str] = set()
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                has_docstring = ast.get_docstring(node) is not None
+                first = node.body[1] if has_docstring and len(node.body) > 1 else node.body[0]
+                if (node.end_lineno or 0) - first.lineno + 1 > 40:
+                    found.add(".".join([*name_of(path), node.name]))
+    assert found == set(LONG)
+
+
+def test_docstrings_say_something() -> None:
+    """A docstring of a public name is a sentence about it, of three words at least."""
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                text = ast.get_docstring(node)
+                assert text is None or len(text.split()) >= 3, f"{path}: {node.name}: {text!r}"

@@ -18,7 +18,7 @@ from everyrank import Launch, api, parse_layout, read_records
 from everyrank.api import scaling
 from everyrank.cli import _TerminatedError, main
 from everyrank.errors import RankFailedError, UsageError
-from everyrank.launch import RankInfo, run
+from everyrank.launch import RankInfo, run_ranks
 from everyrank.options import BenchOptions
 from everyrank.record import Parity, Record
 from everyrank.tasks.bench import bench_rank
@@ -175,9 +175,9 @@ def test_what_a_rank_keeps_outlives_it() -> None:
         return "done"
 
     kept: dict[int, Any] = {}
-    assert run(Launch(processes=1), keeps, False, kept=kept) == {0: "done"}
+    assert run_ranks(Launch(processes=1), keeps, False, kept=kept) == {0: "done"}
     assert kept == {0: (0, 2)}
     kept.clear()
     with pytest.raises(UsageError, match="no further"):
-        run(Launch(processes=1), keeps, True, kept=kept)
+        run_ranks(Launch(processes=1), keeps, True, kept=kept)
     assert kept == {0: (0, 2)}

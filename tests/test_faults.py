@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.errors import RankFailedError
-from everyrank.launch import Launch, RankInfo, catch_signals, run, spawn
+from everyrank.launch import Launch, RankInfo, catch_signals, run_ranks, spawn
 from forge import by_hand, free_port
 
 pytestmark = pytest.mark.skipif(
@@ -299,7 +299,7 @@ def hangs(info: RankInfo, how: str) -> None:
 def test_a_rank_that_hangs(how: str, state: str) -> None:
     """Who waited says so first; the line names who did not come."""
     with pytest.raises(RankFailedError) as caught:
-        run(Launch(processes=2, timeout_seconds=9), hangs, how)
+        run_ranks(Launch(processes=2, timeout_seconds=9), hangs, how)
     line = str(caught.value)
     assert line.startswith("rank 1 of 2 did not come within 9 s (--timeout), " + state)
     assert "; rank 0 waited in test_faults.py:" in line
@@ -314,7 +314,7 @@ def test_a_rank_that_fails_while_another_computes() -> None:
         raise RuntimeError("connection timed out")
 
     with pytest.raises(RankFailedError, match=r"^rank 0 of 2 .*: connection timed out$"):
-        run(Launch(processes=2, timeout_seconds=9), fails)
+        run_ranks(Launch(processes=2, timeout_seconds=9), fails)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -329,9 +329,9 @@ def test_a_supervisor_that_is_stopped(dies: bool) -> None:
 
     if dies:
         with pytest.raises(RankFailedError, match=r"rank 0 .*SIGKILL"):
-            run(Launch(processes=1), stops_its_supervisor)
+            run_ranks(Launch(processes=1), stops_its_supervisor)
     else:
-        assert run(Launch(processes=1), stops_its_supervisor) == {0: 1}
+        assert run_ranks(Launch(processes=1), stops_its_supervisor) == {0: 1}
 
 
 def test_what_a_workload_has_started_ends_with_it() -> None:
@@ -340,7 +340,7 @@ def test_what_a_workload_has_started_ends_with_it() -> None:
     def forgets(_: RankInfo) -> int:
         return subprocess.Popen(["sleep", "100"]).pid
 
-    [pid] = run(Launch(processes=1), forgets).values()
+    [pid] = run_ranks(Launch(processes=1), forgets).values()
     deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -352,8 +352,10 @@ def test_nothing_is_left_in_the_temporary_folder(cli: Cli) -> None:
     places = cli.folder / "tmp"
     places.mkdir()
     script = cli.folder / "waits.py"
-    script.write_text("import time\nfrom everyrank.launch import Launch, run\n")
-    script.write_text(script.read_text() + "run(Launch(processes=2), lambda info: print('there') or time.sleep(99))\n")
+    script.write_text("import time\nfrom everyrank.launch import Launch, run_ranks\n")
+    script.write_text(
+        script.read_text() + "run_ranks(Launch(processes=2), lambda info: print('there') or time.sleep(99))\n"
+    )
     cli.start(str(script), command=("-u",), TMPDIR=str(places))
     assert cli.process is not None
     assert cli.process.stdout is not None
@@ -375,7 +377,7 @@ def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     begun = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1\b") as caught:
-        run(Launch(processes=2, timeout_seconds=3), waits)
+        run_ranks(Launch(processes=2, timeout_seconds=3), waits)
     assert time.monotonic() - begun < 20
     assert "rank 0" not in str(caught.value)
     assert "3 s" in str(caught.value)
@@ -396,7 +398,7 @@ def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "LAUNCHER", dataclasses.replace(spawn.LAUNCHER, render=interrupted))
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(KeyboardInterrupt):
-        run(Launch(processes=2), waits)
+        run_ranks(Launch(processes=2), waits)
     monkeypatch.delenv(MARK)
     left = Cli(Path())
     left.mark = mark

@@ -11,7 +11,7 @@ import pytest
 from everyrank.cli import main
 from everyrank.commands import new
 from everyrank.errors import UsageError, WorkloadError, describe
-from everyrank.launch import Launch, RankInfo, rank_info_from_environment, run
+from everyrank.launch import Launch, RankInfo, rank_info_from_environment, run_ranks
 from everyrank.progress import progress
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report import print_table
@@ -37,7 +37,7 @@ def test_what_nobody_has_foreseen_is_one_line(
     def fails(_: object) -> int:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(new, "run", fails)
+    monkeypatch.setattr(new, "run_ranks", fails)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["new", "--list"]) == 4
     log, line = capsys.readouterr().err.splitlines()
@@ -65,7 +65,7 @@ def test_a_rank_without_an_output() -> None:
         sys.stdout = sys.stderr = None  # type: ignore[assignment]
         return info.size
 
-    assert run(Launch(processes=1), takes_it_away) == {0: 1}
+    assert run_ranks(Launch(processes=1), takes_it_away) == {0: 1}
 
 
 # --- what is too large
@@ -108,7 +108,7 @@ def test_an_error_of_our_own_is_shortened_at_last(
     def fails(_: object) -> int:
         raise WorkloadError("a" * 2_000_000 + ": give another")
 
-    monkeypatch.setattr(new, "run", fails)
+    monkeypatch.setattr(new, "run_ranks", fails)
     assert main(["new", "--list"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert len(line) < 1100

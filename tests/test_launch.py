@@ -41,14 +41,14 @@ from everyrank.launch import (
     mpi,
     node,
     rank_info_from_environment,
-    run,
+    run_ranks,
     slurm,
     spawn,
     torchrun,
 )
 from everyrank.launch import ray as ray_launcher
 from everyrank.launch.hosts import LOOPBACK, check_reachable, choose_interface, local_address_towards, split_endpoint
-from everyrank.launch.slurm import Batch, check_allocation, first_host, script, tasks_per_node
+from everyrank.launch.slurm import BatchScript, check_allocation, first_host, script, tasks_per_node
 from everyrank.layout import Layout, parse_layout
 from everyrank.world import heartbeat
 from everyrank.world.heartbeat import Peer, register_rank, route_to_peers, wait_for_peers
@@ -191,7 +191,7 @@ def test_a_rank_imports_nothing_from_the_current_folder(trap: Any) -> None:
     """In /tmp that would be somebody else's code."""
     trap("json", "psutil", "random")
     with contextlib.suppress(RankFailedError):
-        run(Launch(processes=1, timeout_seconds=60), lambda info: info.size)
+        run_ranks(Launch(processes=1, timeout_seconds=60), lambda info: info.size)
     assert trap() == []
 
 
@@ -274,7 +274,7 @@ def test_torchrun_is_told_which_host_opens_the_store(
     """It would compare host names, and err."""
     monkeypatch.setattr(torchrun, "local_address_towards", lambda _: towards)
     monkeypatch.setattr(torchrun, "addresses_of", lambda _: ["10.0.0.1"])
-    launch = Launch("torchrun", 4, nodes=2, rendezvous="n0:29500", options=torchrun.Options("c10d"))
+    launch = Launch("torchrun", 4, nodes=2, rendezvous="n0:29500", options=torchrun.TorchrunOptions("c10d"))
     [command] = torchrun.render(launch, Path("JOB"))
     [told] = [word for word in command if word.startswith("--rdzv-conf=")]
     assert f"is_host={is_host}" in told
@@ -406,7 +406,9 @@ def test_odd_names_come_through_a_batch_script(
 
 def test_a_named_option_replaces_ours(tmp_path: Path) -> None:
     """Whoever passes an option of sbatch's own knows why; it is there once."""
-    text = script(Launch("slurm", 4, nodes=2), Batch({"job-name": "mine", "output": "o.txt"}), ["x"], tmp_path, "name")
+    text = script(
+        Launch("slurm", 4, nodes=2), BatchScript({"job-name": "mine", "output": "o.txt"}), ["x"], tmp_path, "name"
+    )
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --job-name=mine" in lines
     assert "#SBATCH --output=o.txt" in lines
@@ -416,7 +418,9 @@ def test_a_named_option_replaces_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_node", [None, "spawn", "torchrun"])
 def test_a_batch_job_has_a_task_for_each_rank_or_one_a_node(tmp_path: Path, per_node: str | None) -> None:
     """ntasks-per-node=1 where spawn or torchrun starts the ranks of the node."""
-    text = script(Launch("slurm", 8, nodes=2, options=slurm.Options(per_node)), Batch({}), ["x"], tmp_path, "name")
+    text = script(
+        Launch("slurm", 8, nodes=2, options=slurm.SlurmOptions(per_node)), BatchScript({}), ["x"], tmp_path, "name"
+    )
     tasks = 8 if per_node is None else 2
     assert f"#SBATCH --ntasks={tasks}\n" in text
     assert f"#SBATCH --ntasks-per-node={tasks // 2}\n" in text
@@ -427,14 +431,14 @@ def test_a_batch_job_has_a_task_for_each_rank_or_one_a_node(tmp_path: Path, per_
 def test_a_prologue_may_use_variables_that_are_not_set(tmp_path: Path) -> None:
     """`module load` and `conda activate` do."""
     (tmp_path / "prologue").write_text('if [ -z "$NOT_SET_ANYWHERE" ]; then WAS=empty; fi\n')
-    text = script(Launch("slurm"), Batch({}, tmp_path / "prologue"), ["echo", "ran"], tmp_path, "name")
+    text = script(Launch("slurm"), BatchScript({}, tmp_path / "prologue"), ["echo", "ran"], tmp_path, "name")
     said = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
     assert said.stdout == "ran\n", said.stderr
 
 
 def test_a_percent_in_a_folder_is_no_pattern_of_slurms(tmp_path: Path) -> None:
     """`%u` in --output is the user's name to Slurm; %% is a percent."""
-    text = script(Launch("slurm"), Batch({}), ["x"], tmp_path / "100%users", "name")
+    text = script(Launch("slurm"), BatchScript({}), ["x"], tmp_path / "100%users", "name")
     assert f"--output={tmp_path}/100%%users/slurm-%j.out\n" in text
 
 
@@ -799,7 +803,10 @@ def test_an_allocation_of_other_tasks_than_asked_for(case: str) -> None:
     ("launch", "environment"),
     [
         (Launch("slurm", 4, nodes=2), {"SLURM_NNODES": "2", "SLURM_NTASKS": "4"}),
-        (Launch("slurm", 8, nodes=2, options=slurm.Options("torchrun")), {"SLURM_NNODES": "2", "SLURM_NTASKS": "2"}),
+        (
+            Launch("slurm", 8, nodes=2, options=slurm.SlurmOptions("torchrun")),
+            {"SLURM_NNODES": "2", "SLURM_NTASKS": "2"},
+        ),
         (Launch("slurm", 8, nodes=2), {"SLURM_NNODES": "2"}),  # allocated by GPUs: srun may start any number
         (Launch("slurm", 1), {}),
     ],
@@ -1030,14 +1037,14 @@ def test_a_dry_run_inside_a_launcher_says_so(forge: Forge, tmp_path: Path) -> No
 @pytest.mark.parametrize("words", ["doctor", "doctor --json f.json"])
 def test_doctor_looks_at_an_allocation_that_lacks_srun(typed: Any, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     """It starts no ranks of that allocation; whoever asks why things do not work is not refused."""
-    monkeypatch.setattr(doctor_command, "run", lambda _: 0)
+    monkeypatch.setattr(doctor_command, "run_ranks", lambda _: 0)
     assert typed(words, **JOB).status == 0
 
 
 @pytest.mark.parametrize("words", ["doctor --launch --launcher slurm", "doctor --launch --launcher slurm --dry-run"])
 def test_doctor_of_slurm_without_an_allocation(typed: Any, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     """A job is not submitted to look at it: one line, or findings; never a traceback."""
-    monkeypatch.setattr(doctor_command, "run", lambda _: 0)
+    monkeypatch.setattr(doctor_command, "run_ranks", lambda _: 0)
     assert typed(words).status in (0, 2)
 
 
@@ -1269,7 +1276,7 @@ def test_too_few_files_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> No
     """They and their rank would wait for each other for ever."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
     with pytest.raises(UsageError, match=r"--workers 1: a process may open 32 files here, .* ulimit -n 1024"):
-        run(Launch(loader_workers=1), len)
+        run_ranks(Launch(loader_workers=1), len)
 
 
 def test_a_name_without_an_address_is_not_listened_at() -> None:
@@ -1521,7 +1528,7 @@ def row(rank: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("skew", "status"), [(0.2, "ok"), (-0.2, "ok"), (90.0, "warning"), (-90.0, "warning")])
 def test_doctor_sees_clocks_that_differ(monkeypatch: pytest.MonkeyPatch, skew: float, status: str) -> None:
     """In either direction, and whose."""
-    monkeypatch.setattr(doctor, "run", lambda *_: {0: [row(0), row(1, skew_seconds=skew)]})
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: {0: [row(0), row(1, skew_seconds=skew)]})
     found = {finding.what: finding for finding in doctor.check_start(Launch(processes=2))}
     assert found["clocks"].status == status
     assert status == "ok" or "n1" in found["clocks"].line
@@ -1535,7 +1542,7 @@ def test_doctor_sees_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None
     def start(*_: object) -> None:
         raise CannotRunError("rank 1 on n1 has torch 2.8, and rank 0 on n0 has 2.9: install the same on all hosts")
 
-    monkeypatch.setattr(doctor, "run", start)
+    monkeypatch.setattr(doctor, "run_ranks", start)
     [finding] = doctor.check_start(Launch(processes=2))
     assert finding.status == "problem"
     assert "rank 1 on n1 has torch 2.8" in finding.line
@@ -1547,7 +1554,7 @@ def test_doctor_starts_nothing_after_a_problem(monkeypatch: pytest.MonkeyPatch, 
     def start(*_: object) -> None:
         raise AssertionError("a start was tried")
 
-    monkeypatch.setattr(doctor, "run", start)
+    monkeypatch.setattr(doctor, "run_ranks", start)
     sections = doctor.examine_launch(Launch(rendezvous=f"127.0.0.1:{busy}"))
     [finding] = sections["start"]
     assert finding.status == "absent"

@@ -16,7 +16,18 @@ import pytest
 import everyrank
 from everyrank.commands.launching import add_launching, launch_of
 from everyrank.errors import CannotRunError, UsageError
-from everyrank.launch import LAUNCHERS, Launch, RankInfo, find_launcher, launchers, ray, run, slurm, spawn, torchrun
+from everyrank.launch import (
+    LAUNCHERS,
+    Launch,
+    RankInfo,
+    find_launcher,
+    launchers,
+    ray,
+    run_ranks,
+    slurm,
+    spawn,
+    torchrun,
+)
 from everyrank.launch.environments import is_rank_0_of_all, rank_info_from_environment
 from everyrank.launch.launcher import Environment, Launcher
 from everyrank.launch.node import main as node_main
@@ -123,20 +134,24 @@ def test_every_launch_has_its_launchers_options() -> None:
         assert launch.options == (row.options() if row.options is not None else None)
         assert pickle.loads(pickle.dumps(launch)) == launch
         assert dataclasses.replace(launch, processes=2).options == launch.options
-    for launcher, options in (("spawn", torchrun.Options()), ("torchrun", ray.Options()), ("slurm", "per_node")):
+    for launcher, options in (
+        ("spawn", torchrun.TorchrunOptions()),
+        ("torchrun", ray.RayOptions()),
+        ("slurm", "per_node"),
+    ):
         with pytest.raises(UsageError, match=f"not those of --launcher {launcher}"):
             Launch(launcher, options=options)
     with pytest.raises(UsageError, match="--restarts -1"):
-        Launch("torchrun", options=torchrun.Options(restarts=-1))
+        Launch("torchrun", options=torchrun.TorchrunOptions(restarts=-1))
     with pytest.raises(UsageError, match="--per-node mpi: give spawn or torchrun"):
-        Launch("slurm", options=slurm.Options("mpi"))
+        Launch("slurm", options=slurm.SlurmOptions("mpi"))
 
 
 def test_the_launcher_that_starts_the_ranks() -> None:
     """Slurm leaves it to another one where it starts one task on each node."""
     assert Launch("slurm").rank_launcher.name == "slurm"
     for name in ("spawn", "torchrun"):
-        assert Launch("slurm", options=slurm.Options(name)).rank_launcher.name == name
+        assert Launch("slurm", options=slurm.SlurmOptions(name)).rank_launcher.name == name
         assert Launch(name).rank_launcher.name == name
 
 
@@ -150,10 +165,10 @@ def test_what_a_launcher_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """One line each, before anything is started."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="there is no allocation"):
-        run(Launch("slurm"), len)
+        run_ranks(Launch("slurm"), len)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(CannotRunError, match="there is no srun here"):
-        run(Launch("slurm"), len)
+        run_ranks(Launch("slurm"), len)
     with pytest.raises(UsageError, match="--nodes 2: Ray chooses the hosts itself"):
         Launch("ray", processes=2, nodes=2)
 
@@ -236,7 +251,7 @@ def test_a_launcher_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.options == ToyOptions(loud=True)
     with pytest.raises(UsageError, match="it is the toy's"):
         launched("--loud")
-    found = run(launch, lambda info: (info.rank, info.size, info.started_by))
+    found = run_ranks(launch, lambda info: (info.rank, info.size, info.started_by))
     assert found == {rank: (rank, 2, "toy") for rank in range(2)}
     monkeypatch.setenv("TOY_RANK", "1")
     info = rank_info_from_environment({"TOY_RANK": "1"})
@@ -252,7 +267,7 @@ def test_a_launcher_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_by_name_is_imported_in_the_rank() -> None:
     """So a process that only starts ranks needs none of what they import."""
-    found = run(Launch(processes=1), "builtins:repr")
+    found = run_ranks(Launch(processes=1), "builtins:repr")
     assert found[0].startswith("RankInfo(rank=0, local_rank=0, size=1, local_size=1, started_by='spawn'")
 
 

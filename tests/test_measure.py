@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 import zoo
 from everyrank import Workload, find_workload, parse_layout
 from everyrank.data import all_updates
-from everyrank.launch import Launch, run
+from everyrank.launch import Launch, run_ranks
 from everyrank.loop import open_data, run_updates
 from everyrank.measure.comm_counter import CommCounter
 from everyrank.measure.instrumented import Instrumented, run_instrumented
@@ -239,7 +239,7 @@ def test_a_large_gradient_is_exposed_communication(ranks: Any) -> None:
 def test_the_parts_are_the_whole(ranks: Any) -> None:
     """What lies between two readings of the clock belongs to one phase: nothing is lost."""
 
-    def run(world: World) -> tuple[float, float]:
+    def run_ranks(world: World) -> tuple[float, float]:
         workload, layout = sleepy("none"), parse_layout("single")
         data, _ = open_data(workload, world)
         prepared = prepare(workload, layout, single_process_world(world))
@@ -248,7 +248,7 @@ def test_the_parts_are_the_whole(ranks: Any) -> None:
         rows = phases(prepared.trainable, updates, world.device)
         return time.perf_counter() - begin, sum(sum(row.values()) for row in rows)
 
-    [(whole, parts)] = ranks(1, run)
+    [(whole, parts)] = ranks(1, run_ranks)
     assert parts <= whole
     assert parts > 0.5 * whole
 
@@ -256,7 +256,7 @@ def test_the_parts_are_the_whole(ranks: Any) -> None:
 def test_no_phase_is_told_twice(ranks: Any) -> None:
     """Accumulating, the forward pass of each micro-batch is forward, and normalising at the end is optimizer."""
 
-    def run(world: World, accumulate: int) -> list[str]:
+    def run_ranks(world: World, accumulate: int) -> list[str]:
         workload, layout = sleepy("none"), parse_layout(f"single:accumulate={accumulate}")
         data, _ = open_data(workload, world)
         prepared = prepare(workload, layout, single_process_world(world))
@@ -268,8 +268,8 @@ def test_no_phase_is_told_twice(ranks: Any) -> None:
         return [phase for index, phase in enumerate(seen) if index == 0 or seen[index - 1] != phase]
 
     one, two = ["forward", "backward", "optimizer"], ["forward", "backward", "optimizer"] * 2
-    assert ranks(1, run, 1) == [one]
-    assert ranks(1, run, 2) == [two]
+    assert ranks(1, run_ranks, 1) == [one]
+    assert ranks(1, run_ranks, 2) == [two]
 
 
 def event(name: str, begin: float, end: float, kind: str) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def test_peak_memory_is_what_was_alive_at_once() -> None:
 def test_an_optimizer_with_state_takes_more(ranks: Any) -> None:
     """Adam keeps two numbers for each parameter, momentum one; both are counted."""
 
-    def run(world: World, name: str) -> int:
+    def run_ranks(world: World, name: str) -> int:
         workload = dataclasses.replace(
             sleepy("none"),
             model=lambda: Sleepy(None, 100_000),
@@ -320,7 +320,7 @@ def test_an_optimizer_with_state_takes_more(ranks: Any) -> None:
         data, _ = open_data(workload, world)
         return run_instrumented(workload, data, parse_layout("single"), single_process_world(world)).peak_memory_bytes
 
-    [sgd], [adam] = ranks(1, run, "sgd"), ranks(1, run, "adam")
+    [sgd], [adam] = ranks(1, run_ranks, "sgd"), ranks(1, run_ranks, "adam")
     parameters = 500_000 * 4
     assert sgd >= 2 * parameters  # with their gradients
     assert adam >= sgd + parameters
@@ -394,7 +394,7 @@ def test_samples_tell_the_ranks_of_this_host_from_other_programs(tmp_path: Path)
         check=True,
     )
     try:
-        used = run(Launch(processes=2), sampled, tmp_path)[0]
+        used = run_ranks(Launch(processes=2), sampled, tmp_path)[0]
     finally:
         os.kill(int(orphan.stdout), signal.SIGKILL)
     assert max(used.memory_bytes) > 200 << 20

@@ -13,7 +13,7 @@ import torch
 
 import everyrank
 from everyrank.errors import CannotRunError, RankFailedError, UsageError
-from everyrank.launch import Launch, RankInfo, num_cores, rank_info_from_environment, run, threads_asked
+from everyrank.launch import Launch, RankInfo, num_cores, rank_info_from_environment, run_ranks, threads_asked
 from everyrank.world import (
     World,
     choose_backend,
@@ -116,7 +116,7 @@ def test_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     own = max(1, cores // 2)
-    for found in run(Launch(processes=2), count_threads).values():
+    for found in run_ranks(Launch(processes=2), count_threads).values():
         assert found == (own, cores, own)
 
 
@@ -168,9 +168,13 @@ def test_what_the_person_asks_for_reaches_the_ranks(monkeypatch: pytest.MonkeyPa
     """What the ranks' own environment says may be ours."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert run(Launch(processes=1), lambda info: (info.threads, os.environ["OMP_NUM_THREADS"])) == {0: (None, "1")}
+
+    def threads(info: RankInfo) -> tuple[int | None, str]:
+        return info.threads, os.environ["OMP_NUM_THREADS"]
+
+    assert run_ranks(Launch(processes=1), threads) == {0: (None, "1")}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert run(Launch(processes=1), lambda info: (info.threads, os.environ["OMP_NUM_THREADS"])) == {0: (3, "3")}
+    assert run_ranks(Launch(processes=1), threads) == {0: (3, "3")}
 
 
 def test_single_too_computes_with_the_threads_that_were_asked_for(tmp_path: Path) -> None:
@@ -305,7 +309,7 @@ def leave_late(info: RankInfo) -> None:
 def test_nobody_comes_to_the_end() -> None:
     """A rank that is done does not wait for ever for one that is not."""
     with pytest.raises(RankFailedError, match="rank 1 did not come to the end within 2 s"):
-        run(Launch(processes=2), leave_late)
+        run_ranks(Launch(processes=2), leave_late)
 
 
 def listens(info: RankInfo, launch: Launch) -> list[str]:
@@ -321,7 +325,7 @@ def listens(info: RankInfo, launch: Launch) -> list[str]:
 def test_nothing_listens_beyond_loopback(method: str | None) -> None:
     """Ranks of one host talk over loopback, and so does the store that rank 0 opens."""
     launch = Launch(processes=2, init_method=f"tcp://127.0.0.1:{free_port()}" if method else None)
-    found = run(launch, listens, launch)
+    found = run_ranks(launch, listens, launch)
     assert all(address.endswith(("127.0.0.1", "::1")) for rank in (0, 1) for address in found[rank]), found
     assert len(found[0]) > 0
 
@@ -338,7 +342,7 @@ def hold_a_ddp(info: RankInfo) -> int:
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_clean_end(launcher: str) -> None:
     """No abort at exit, results by rank, no process left. A local function is sent by value."""
-    results = run(Launch(launcher=launcher, processes=2), lambda info: (info.rank, hold_a_ddp(info)))
+    results = run_ranks(Launch(launcher=launcher, processes=2), lambda info: (info.rank, hold_a_ddp(info)))
     assert [results[rank][0] for rank in (0, 1)] == [0, 1]
     for _, pid in results.values():
         with pytest.raises(ProcessLookupError):
@@ -346,13 +350,13 @@ def test_clean_end(launcher: str) -> None:
 
 
 def test_script_without_a_guard(tmp_path: Path) -> None:
-    """A script that calls `run` at its top level is not run again by its own ranks."""
+    """A script that calls `run_ranks` at its top level is not run again by its own ranks."""
     script = tmp_path / "script.py"
     script.write_text(
         "print('top')\n"
-        "from everyrank.launch import Launch, run\n"
+        "from everyrank.launch import Launch, run_ranks\n"
         "def f(info):\n    return info.rank * 10\n"
-        "print(run(Launch(processes=2), f))\n"
+        "print(run_ranks(Launch(processes=2), f))\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "top\n{0: 0, 1: 10}\n"

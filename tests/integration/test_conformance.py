@@ -362,7 +362,7 @@ def test_fifty_launches(tmp_path: Path) -> None:
     launchers = ["spawn", "torchrun", "mpi"] if mpi.program() else ["spawn", "torchrun"]
     script = tmp_path / "start.py"
     script.write_text(
-        "import sys\nfrom everyrank.launch import Launch, run\n"
+        "import sys\nfrom everyrank.launch import Launch, run_ranks\n"
         "launch = Launch(sys.argv[1], processes=2, device='cpu', timeout_seconds=60)\n"
         "rows = run(launch, 'everyrank.doctor.selftest:introduce_rank', launch)[0]\n"
         "assert [row['rank'] for row in rows] == [0, 1]\n"

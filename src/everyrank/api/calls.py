@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
-from everyrank.launch import Launch, catch_signals
-from everyrank.launch import run as run_ranks
+from everyrank.launch import Launch, catch_signals, run_ranks
 from everyrank.layout import Layout
 from everyrank.options import BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
 from everyrank.record import Record

@@ -17,7 +17,7 @@ __all__ = [
     "drawn_order",
     "epoch_order",
     "lone_sample",
-    "numbers",
+    "sample_numbers",
     "samples_before",
     "samples_per_epoch",
     "shard_order",
@@ -106,10 +106,10 @@ class _Updates(Sequence[Update]):
 
 def update_samples(order: Tensor | range, global_batch: int, index: int) -> list[int]:
     """The samples of batch `index` in an epoch of this order."""
-    return numbers(order[index * global_batch : (index + 1) * global_batch])
+    return sample_numbers(order[index * global_batch : (index + 1) * global_batch])
 
 
-def numbers(part: Tensor | range) -> list[int]:
+def sample_numbers(part: Tensor | range) -> list[int]:
     """A part of an order as plain numbers; the whole of it would take five times the memory of a tensor."""
     return part.tolist() if isinstance(part, Tensor) else list(part)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from everyrank.data.order import Update, drawn_order, epoch_order, numbers, shard_order, update_samples
+from everyrank.data.order import Update, drawn_order, epoch_order, sample_numbers, shard_order, update_samples
 from everyrank.data.slicing import Slice, cut, micro_batches
 from everyrank.data.stream import Streamed
 from everyrank.errors import WorkloadError
@@ -114,10 +114,10 @@ def _by_shard(
             min(number * workload.global_batch, len(dataset)) for number in (update.index, update.index + 1)
         )
         first, last = len(cut(before, reads)), len(cut(after, reads))
-        samples = numbers(order[own.start + first : own.start + last])
+        samples = sample_numbers(order[own.start + first : own.start + last])
         micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(after - before, accumulate))]
         place = min(own.start, len(order) - 1)
-        borrowed = numbers(order[place : place + 1])
+        borrowed = sample_numbers(order[place : place + 1])
         # where this part would stand in the global batch, had it been cut over ranks
         start = cut(after, reads).start - cut(before, reads).start
         yield [

@@ -15,7 +15,7 @@ from everyrank.doctor.machine import check_machine
 from everyrank.doctor.network import check_network
 from everyrank.doctor.software import check_optional, check_software, installed_versions
 from everyrank.errors import EveryrankError
-from everyrank.launch import Launch, run
+from everyrank.launch import Launch, run_ranks
 from everyrank.layout import STRATEGIES
 
 __all__ = ["Examination", "examine", "paste"]
@@ -37,7 +37,7 @@ class Examination:
         return [finding for findings in self.sections.values() for finding in findings if finding.status == PROBLEM]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """What `--json` writes."""
         return {
             "schema": 1,
             "everyrank": __version__,
@@ -101,7 +101,7 @@ def _backends(
 def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[list[dict[str, Any]] | None, CheckResult]:
     launch = Launch(processes=ranks, device=device, backend=backend, timeout_seconds=timeout)
     try:
-        answers = run(launch, "everyrank.doctor.selftest:selftest_rank", launch)
+        answers = run_ranks(launch, "everyrank.doctor.selftest:selftest_rank", launch)
     except EveryrankError as error:
         fix = f"the whole traceback is in {error.log}" if error.log else "paste this into an issue"
         return None, problem(backend, f"{ranks} ranks could not talk: {error}", fix, private=True)

@@ -12,7 +12,7 @@ from typing import Any
 from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem, warning
 from everyrank.doctor.network import check_network
 from everyrank.errors import EveryrankError, UsageError
-from everyrank.launch import Launch, run
+from everyrank.launch import Launch, run_ranks
 from everyrank.launch.hosts import (
     addresses_of,
     check_port,
@@ -135,7 +135,7 @@ def check_start(launch: Launch) -> list[CheckResult]:
     """Start the ranks, and look at where each of them is."""
     begun = time.monotonic()
     try:
-        answers = run(launch, "everyrank.doctor.selftest:introduce_rank", launch)
+        answers = run_ranks(launch, "everyrank.doctor.selftest:introduce_rank", launch)
     except EveryrankError as error:
         log = f"the whole traceback is in {error.log}" if error.log else "docs/launching.md has the usual causes"
         return [problem("start", f"{launch.launcher}: {error}", log, private=True)]

@@ -34,7 +34,7 @@ Imports no torch: the process of the person who typed the command only waits.
 from everyrank.launch.environments import rank_info_from_environment, threads_asked
 from everyrank.launch.job import Launch
 from everyrank.launch.launcher import LAUNCHERS, Launcher, find_launcher, launchers
-from everyrank.launch.processes import run
+from everyrank.launch.processes import run_ranks
 from everyrank.launch.rank_info import RankInfo, cgroup_quota, num_accelerators, num_cores
 from everyrank.launch.signals import Stop, catch_signals
 
@@ -51,6 +51,6 @@ __all__ = [
     "num_accelerators",
     "num_cores",
     "rank_info_from_environment",
-    "run",
+    "run_ranks",
     "threads_asked",
 ]

@@ -14,7 +14,7 @@ from everyrank.errors import CannotRunError
 from everyrank.launch.job import WORKER, Launch
 from everyrank.launch.launcher import Environment, Launcher
 from everyrank.launch.rank_info import RankInfo
-from everyrank.launch.variables import numbers, rank_info_of_task
+from everyrank.launch.variables import rank_info_of_task, whole_numbers
 
 __all__ = ["LAUNCHER", "find", "program", "render"]
 
@@ -67,7 +67,7 @@ def _is_open_mpi(path: str) -> bool:
 def _read(environment: Mapping[str, str]) -> RankInfo | None:
     for names in (_OPEN_MPI, _MPICH):
         if all(environment.get(name) for name in names):
-            rank, local_rank, size, local_size = numbers(environment, names)
+            rank, local_rank, size, local_size = whole_numbers(environment, names)
             return rank_info_of_task("mpi", environment, (rank, local_rank, size, local_size))
     return None
 

@@ -37,12 +37,12 @@ from everyrank.launch.monitor import ProcessMonitor
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.signals import Stop
 
-__all__ = ["run"]
+__all__ = ["run_ranks"]
 
 _FILES_OF_A_RANK, _FILES_OF_A_WORKER = 32, 4  # with fewer, loader workers and their rank wait for each other for ever
 
 
-def run(
+def run_ranks(
     launch: Launch,
     function: Callable[..., Any] | str,
     *arguments: Any,

@@ -15,11 +15,11 @@ from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.job import PYTHON, Launch
 from everyrank.launch.launcher import Launcher
 
-__all__ = ["LAUNCHER", "Options", "find", "render"]
+__all__ = ["LAUNCHER", "RayOptions", "find", "render"]
 
 
 @dataclass(frozen=True)
-class Options:
+class RayOptions:
     """Ray's own options.
 
     address   of its cluster; None: one of this machine, started for the run
@@ -51,10 +51,10 @@ def _add_arguments(group: Any) -> None:
     group.add_argument("--address", metavar="A", help="ray: of the cluster; default: one on this machine")
 
 
-def _read_options(args: argparse.Namespace, is_chosen: bool) -> Options:
+def _read_options(args: argparse.Namespace, is_chosen: bool) -> RayOptions:
     if args.address is not None and not is_chosen:
         raise UsageError(f"--address {args.address}: it is that of a Ray cluster; give --launcher ray too")
-    return Options(args.address)
+    return RayOptions(args.address)
 
 
 LAUNCHER = Launcher(
@@ -62,7 +62,7 @@ LAUNCHER = Launcher(
     render=render,
     find=find,
     check=_check,
-    options=Options,
+    options=RayOptions,
     add_arguments=_add_arguments,
     read_options=_read_options,
     takes_arguments=False,

@@ -13,13 +13,13 @@ from pathlib import Path
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.job import Launch
 
-__all__ = ["Batch", "requeue", "require", "script", "submit"]
+__all__ = ["BatchScript", "requeue", "require", "script", "submit"]
 
 WARNING_SECONDS = 120  # between the signal that the time is up, and the end
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchScript:
     """What a batch job is asked for with.
 
     options    of sbatch, by their long names: {"partition": "gpu", "time": "1:00:00", "exclusive": ""}
@@ -32,7 +32,7 @@ class Batch:
     requeue: bool = False
 
 
-def script(launch: Launch, batch: Batch, command: Sequence[str], folder: Path, name: str) -> str:
+def script(launch: Launch, batch: BatchScript, command: Sequence[str], folder: Path, name: str) -> str:
     """The batch script. `command` is run in `folder`, and in the allocation it finds srun. Raises `UsageError`."""
     per_node = 1 if launch.options.per_node else launch.processes_per_node
     options = {

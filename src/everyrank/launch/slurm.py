@@ -19,13 +19,13 @@ from everyrank.launch.hosts import addresses_of
 from everyrank.launch.job import PYTHON, WORKER, Launch
 from everyrank.launch.launcher import Environment, Launcher, Scheduler, launchers
 from everyrank.launch.rank_info import RankInfo
-from everyrank.launch.sbatch import Batch, requeue, require, script, submit
-from everyrank.launch.variables import numbers, rank_info_of_task, whole_number
+from everyrank.launch.sbatch import BatchScript, requeue, require, script, submit
+from everyrank.launch.variables import rank_info_of_task, whole_number, whole_numbers
 
 __all__ = [
     "LAUNCHER",
-    "Batch",
-    "Options",
+    "BatchScript",
+    "SlurmOptions",
     "check_allocation",
     "first_host",
     "render",
@@ -40,7 +40,7 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below those that systems give to out
 
 
 @dataclass(frozen=True)
-class Options:
+class SlurmOptions:
     """Slurm's own options.
 
     per_node   one task on each node, and in it this launcher; None: one task for each rank
@@ -114,10 +114,10 @@ def _add_arguments(group: Any) -> None:
     group.add_argument("--requeue", action="store_true", help="slurm: preempted or out of time: save, and queue again")
 
 
-def _read_options(args: argparse.Namespace, is_chosen: bool) -> Options:
+def _read_options(args: argparse.Namespace, is_chosen: bool) -> SlurmOptions:
     if args.per_node is not None and not is_chosen:
         raise UsageError(_PER_NODE.format(args.per_node, " or ".join(_starters_on_a_node())))
-    return Options(args.per_node)
+    return SlurmOptions(args.per_node)
 
 
 def _check_batch_options(args: argparse.Namespace) -> None:
@@ -133,7 +133,7 @@ def _script(launch: Launch, args: argparse.Namespace, command: Sequence[str], fo
     for word in args.sbatch:
         key, _, value = word.partition("=")
         options[key.lstrip("-")] = value
-    return script(launch, Batch(options, args.prologue, args.requeue), command, folder, name)
+    return script(launch, BatchScript(options, args.prologue, args.requeue), command, folder, name)
 
 
 # --- the environment
@@ -143,7 +143,7 @@ def _allocated_nodes(environment: Mapping[str, str]) -> int | None:
     return whole_number(environment, "SLURM_NNODES", "1") if "SLURM_JOB_ID" in environment else None
 
 
-def _allocated_processes(environment: Mapping[str, str], options: Options) -> int | None:
+def _allocated_processes(environment: Mapping[str, str], options: SlurmOptions) -> int | None:
     tasks = environment.get("SLURM_NTASKS", "")
     return int(tasks) if tasks.isdecimal() and options.per_node is None else None
 
@@ -162,8 +162,8 @@ def _check_forgotten(environment: Mapping[str, str]) -> None:
 def _read(environment: Mapping[str, str]) -> RankInfo | None:
     if environment.get("SLURM_STEP_ID") is None or not all(environment.get(name) for name in _SLURM):
         return None
-    rank, local_rank, size = numbers(environment, _SLURM[:3])
-    node, job, step = numbers(environment, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
+    rank, local_rank, size = whole_numbers(environment, _SLURM[:3])
+    node, job, step = whole_numbers(environment, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
     if step > _LAST_STEP:
         return None
     counts = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
@@ -243,7 +243,7 @@ LAUNCHER = Launcher(
     find=_find,
     check=_check,
     check_start=_check_start,
-    options=Options,
+    options=SlurmOptions,
     add_arguments=_add_arguments,
     read_options=_read_options,
     rank_launcher=lambda options: options.per_node,

@@ -16,7 +16,7 @@ from everyrank.launch.launcher import Environment, Launcher
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.variables import rank_info_of_person
 
-__all__ = ["LAUNCHER", "RENDEZVOUS_KINDS", "Options", "render"]
+__all__ = ["LAUNCHER", "RENDEZVOUS_KINDS", "TorchrunOptions", "render"]
 
 RENDEZVOUS_KINDS = ("static", "c10d")
 _PROGRAM = (*PYTHON, "-m", "torch.distributed.run")
@@ -24,7 +24,7 @@ _MARKER = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
-class Options:
+class TorchrunOptions:
     """torchrun's own options.
 
     rendezvous_kind  its backend where hosts meet: static or c10d
@@ -39,7 +39,7 @@ class Options:
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv for this host."""
-    options: Options = launch.options
+    options: TorchrunOptions = launch.options
     command = [*_PROGRAM, *_rendezvous(launch, options)]
     command += [f"--nproc-per-node={launch.processes_per_node}"]
     command += [f"--max-restarts={options.restarts}"] if options.restarts else []
@@ -47,7 +47,7 @@ def render(launch: Launch, directory: Path) -> list[list[str]]:
     return [[*command, f"--log-dir={directory}", *launch.arguments, "--no-python", *WORKER, str(directory)]]
 
 
-def _rendezvous(launch: Launch, options: Options) -> list[str]:
+def _rendezvous(launch: Launch, options: TorchrunOptions) -> list[str]:
     """One host: a port of torchrun's own choosing, whose store, unlike all else, is open on every interface."""
     if launch.nodes == 1:
         return ["--standalone"]
@@ -83,7 +83,7 @@ def _render_on_node(task: RankInfo, count: int, directory: str) -> list[list[str
 
 
 def _check(launch: Launch) -> None:
-    options: Options = launch.options
+    options: TorchrunOptions = launch.options
     if options.rendezvous_kind not in RENDEZVOUS_KINDS:
         raise UsageError(f"--rendezvous-kind {options.rendezvous_kind}: give {' or '.join(RENDEZVOUS_KINDS)}")
     if options.min_nodes is not None:
@@ -103,8 +103,8 @@ def _add_arguments(group: Any) -> None:
     group.add_argument("--restarts", type=int, default=0, metavar="K", help="torchrun: start all ranks again so often")
 
 
-def _read_options(args: argparse.Namespace, is_chosen: bool) -> Options:
-    options = Options(args.rendezvous_kind, args.min_nodes, args.restarts)
+def _read_options(args: argparse.Namespace, is_chosen: bool) -> TorchrunOptions:
+    options = TorchrunOptions(args.rendezvous_kind, args.min_nodes, args.restarts)
     if is_chosen:
         return options
     if options.rendezvous_kind not in RENDEZVOUS_KINDS:
@@ -123,7 +123,7 @@ def _read(environment: Mapping[str, str]) -> RankInfo | None:
     return dataclasses.replace(info, started_by="torchrun") if info is not None else None
 
 
-def _restarts_ranks(options: Options) -> bool:
+def _restarts_ranks(options: TorchrunOptions) -> bool:
     return options.restarts > 0 or options.min_nodes is not None
 
 
@@ -133,7 +133,7 @@ LAUNCHER = Launcher(
     find=lambda: "starts in this Python",
     check=_check,
     render_on_node=_render_on_node,
-    options=Options,
+    options=TorchrunOptions,
     add_arguments=_add_arguments,
     read_options=_read_options,
     one_command_per_host=True,

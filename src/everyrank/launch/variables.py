@@ -13,12 +13,12 @@ import psutil
 from everyrank.errors import UsageError
 from everyrank.launch.rank_info import RankInfo
 
-__all__ = ["PERSON", "numbers", "rank_info_of_person", "rank_info_of_task", "whole_number"]
+__all__ = ["PERSON", "rank_info_of_person", "rank_info_of_task", "whole_number", "whole_numbers"]
 
 PERSON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[int]:
+def whole_numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[int]:
     """These variables as whole numbers. Raises `UsageError` for one that is none."""
     found: list[int] = []
     for name in names:
@@ -31,7 +31,7 @@ def numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[int]:
 
 def whole_number(environment: Mapping[str, str], name: str, default: str) -> int:
     """A variable that counts something. Raises `UsageError`."""
-    return numbers({name: default, **environment}, (name,))[0]
+    return whole_numbers({name: default, **environment}, (name,))[0]
 
 
 def rank_info_of_person(environment: Mapping[str, str]) -> RankInfo | None:
@@ -41,8 +41,8 @@ def rank_info_of_person(environment: Mapping[str, str]) -> RankInfo | None:
     """
     if not all(environment.get(name) for name in PERSON):
         return None
-    rank, local_rank, size, local_size = numbers(environment, PERSON[:4])
-    port, restart_count = numbers(
+    rank, local_rank, size, local_size = whole_numbers(environment, PERSON[:4])
+    port, restart_count = whole_numbers(
         {"TORCHELASTIC_RESTART_COUNT": "0", **environment}, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     )
     return RankInfo(

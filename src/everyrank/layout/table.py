@@ -40,7 +40,7 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
-class Options:
+class StrategyOptions:
     """The options of one mechanism."""
 
     def conflict(self, layout: Layout) -> str:
@@ -50,7 +50,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class DDPOptions(Options):
+class DDPOptions(StrategyOptions):
     """DistributedDataParallel.
 
     bucket_mb      size of a gradient bucket in MiB; None: torch's own
@@ -73,7 +73,7 @@ class DDPOptions(Options):
 
 
 @dataclass(frozen=True)
-class FSDPOptions(Options):
+class FSDPOptions(StrategyOptions):
     """`fully_shard`.
 
     reshard_after_forward   gathered blocks are let go of after forward, and gathered again in backward
@@ -85,7 +85,7 @@ class FSDPOptions(Options):
 
 
 @dataclass(frozen=True)
-class TensorOptions(Options):
+class TensorOptions(StrategyOptions):
     """Split matrices. `sequence`: activations between them are split along the sequence."""
 
     sequence: bool = False
@@ -96,7 +96,7 @@ class TensorOptions(Options):
 
 
 @dataclass(frozen=True)
-class ContextOptions(Options):
+class ContextOptions(StrategyOptions):
     """Split sequences. `method`: how attention reaches over the ranks."""
 
     method: Literal["ring", "ulysses"] = "ring"
@@ -107,7 +107,7 @@ class ContextOptions(Options):
 
 
 @dataclass(frozen=True)
-class PipelineOptions(Options):
+class PipelineOptions(StrategyOptions):
     """Stages of blocks.
 
     schedule       which rank does what when
@@ -132,14 +132,14 @@ class PipelineOptions(Options):
 
 
 @dataclass(frozen=True)
-class DeviceOptions(Options):
+class DeviceOptions(StrategyOptions):
     """Devices of each rank, for models that lie on several."""
 
     devices: int = 1
 
 
 @dataclass(frozen=True)
-class DataParallelOptions(Options):
+class DataParallelOptions(StrategyOptions):
     """nn.DataParallel has no options; what it does not go together with is said here."""
 
     def conflict(self, layout: Layout) -> str:

@@ -30,10 +30,8 @@ def check_layout(
     """
     try:
         ensure_references(subject, layout, world, key)
-    except (
-        CannotRunError,
-        UnsupportedLayoutError,
-    ) as error:  # what `single` cannot have either, where it takes as many micro-batches
+    except (CannotRunError, UnsupportedLayoutError) as error:
+        # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
     checks = list(subject.notes)
     finding: Comparison | None = None
@@ -59,7 +57,11 @@ def check_layout(
         checks.append(f"{precision}, {own.scope}: {own.text}")
         finding = finding or own  # float64 decides; the layout's own precision can only refuse
     assert finding is not None
-    parity = Parity(
+    return _equal(finding, subject, checks), losses
+
+
+def _equal(finding: Comparison, subject: ParityCase, checks: list[str]) -> Parity:
+    return Parity(
         "equal",
         bitwise=finding.loss_difference == 0.0,
         max_relative_difference=finding.difference,
@@ -67,7 +69,6 @@ def check_layout(
         scope="the gradients alone" if subject.by_gradient else finding.scope,
         checks=checks,
     )
-    return parity, losses
 
 
 def _left_out(error: CannotRunError | UnsupportedLayoutError, by_name: bool) -> Parity:

@@ -24,7 +24,7 @@ from everyrank.data import (
     samples_per_epoch,
     updates_per_epoch,
 )
-from everyrank.data.order import numbers as epoch_numbers
+from everyrank.data.order import sample_numbers as epoch_numbers
 from everyrank.data.parts import Keys, order_of
 from everyrank.data.seeds import seed_sample
 from everyrank.data.stream import StreamReader

@@ -70,16 +70,9 @@ def trace(
     weight is moved one unit in the last place, up, down or not at all. `measure` finds out how far tensors move and
     how large gradients are (for `single`); `keep` keeps the tensors of every update, and watches the samples.
     """
-    workload = subject.workload
-    if jitter:
-        step = torch.finfo(DTYPES[layout.precision]).eps
-        workload = dataclasses.replace(workload, model=lambda *at: _moved(subject.workload.model(*at), step, jitter))
-    with wrap_user_errors():
-        prepared = prepare(workload, layout, world)
+    prepared = _prepared(subject, layout, world, jitter)
     rows: list[Tensor] = []
     watched = _watched(prepared, rows) if keep else prepared
-    if prepared.trainable.scaler is not None:
-        prepared.trainable.scaler.scale = _QUIET_SCALE
     initial = prepared.state() if measure or keep else {}
     saved = prepared.trainable.snapshot() if len(segments) > 1 else {}
     found = Trace([], [], {}, [], True, states=[initial] if keep else [], rows=rows)
@@ -100,9 +93,8 @@ def trace(
         if measure:
             found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
-    evaluation: dict[str, tuple[float, float]] = {}
-    if subject.eval_ends is not None and evaluates:
-        evaluation = evaluate(watched, subject.eval_ends)
+    has_evaluation = subject.eval_ends is not None and evaluates
+    evaluation = evaluate(watched, subject.eval_ends) if has_evaluation else {}
     del prepared, watched, saved
     gc.collect()
     return dataclasses.replace(
@@ -112,6 +104,19 @@ def trace(
         evaluation=evaluation,
         replicas_equal=replicas_equal,
     )
+
+
+def _prepared(subject: ParityCase, layout: Layout, world: World, jitter: int) -> Prepared:
+    """The workload under `layout`, its initial weights moved by a `jitter` above 0."""
+    workload = subject.workload
+    if jitter:
+        step = torch.finfo(DTYPES[layout.precision]).eps
+        workload = dataclasses.replace(workload, model=lambda *at: _moved(subject.workload.model(*at), step, jitter))
+    with wrap_user_errors():
+        prepared = prepare(workload, layout, world)
+    if prepared.trainable.scaler is not None:
+        prepared.trainable.scaler.scale = _QUIET_SCALE
+    return prepared
 
 
 @torch.no_grad()

@@ -150,6 +150,14 @@ class _Attention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        self._check(query, key, attn_mask, dropout_p, enable_gqa)
+        factor = scale if scale is not None else query.shape[-1] ** -0.5
+        # autocast lets torch's own function see its low precision; ours gets what it would
+        query, key, value = _autocast(query, key, value)
+        return _METHODS[self.split.method](query, key, value, is_causal, factor, self.split.ring)
+
+    def _check(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool) -> None:
+        """Raise `UnsupportedLayoutError` for attention that is no attention of the sequence to itself."""
         if attn_mask is not None:
             raise UnsupportedLayoutError(
                 "context: attention with a mask, which is made of this rank's positions alone; "
@@ -178,10 +186,6 @@ class _Attention(TorchFunctionMode):
                     raise UnsupportedLayoutError(
                         f"context: {heads} heads do not divide by context={ring.count}; use method=ring"
                     )
-        factor = scale if scale is not None else query.shape[-1] ** -0.5
-        # autocast lets torch's own function see its low precision; ours gets what it would
-        query, key, value = _autocast(query, key, value)
-        return _METHODS[self.split.method](query, key, value, is_causal, factor, ring)
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
