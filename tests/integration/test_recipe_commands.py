@@ -14,7 +14,19 @@ import pytest
 
 from everyrank.cli import main
 from forge import Forge
-from recipes.test_recipes import LAYOUTS, MUTATIONS, NAMES, RECIPES, Printed, beside, distance, library, read, typed
+from recipes.test_recipes import (
+    LAYOUTS,
+    MUTATIONS,
+    NAMES,
+    RECIPES,
+    Printed,
+    beside,
+    distance,
+    in_float64,
+    library,
+    read,
+    typed,
+)
 
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
 
@@ -23,7 +35,7 @@ def by_its_command(folder: Path, name: str, more: str = "", **variables: str) ->
     """The lines of its header, in one shell; `more` words come after the name of the program."""
     beside(folder, name)
     text = (folder / f"{name}.py").read_text()
-    commands = "\n".join(re.findall(r"^Run: (.*)$", text, re.MULTILINE))
+    commands = "\n".join(in_float64(text))
     program, _, rest = commands.partition(" ")
     return typed(folder, f"{program} {more} {rest}" if more else commands, **variables)
 
@@ -60,7 +72,7 @@ def check(forge: Forge, name: str, right: Printed, wrong: Printed) -> None:
 def test_slurm(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
     """By srun as the header says, and on two nodes, which have one address here and so are told it."""
     right = read(by_its_command(tmp_path, "slurm", **slurm).stdout)
-    two_nodes = "srun --nodes 2 --ntasks-per-node 1 --cpu-bind=none python slurm.py"
+    two_nodes = "srun --nodes 2 --ntasks-per-node 1 --cpu-bind=none python slurm.py --float64"
     on_two = read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout)
     mutated(tmp_path, "slurm")
     check(forge, "slurm", right, read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout))
@@ -79,7 +91,7 @@ def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
 def test_slurm_batch_script(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
     """What `everyrank new slurm` writes, submitted as it is, but for where the first node is."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
-    typed(tmp_path, "sbatch --wait --output=out train.sbatch", **slurm, MASTER_ADDR="127.0.0.1")
+    typed(tmp_path, "sbatch --wait --output=out train.sbatch --float64", **slurm, MASTER_ADDR="127.0.0.1")
     assert distance(read((tmp_path / "out").read_text()), library(forge, LAYOUTS["slurm"])) <= 1e-12
 
 
@@ -104,7 +116,7 @@ def test_mpi(forge: Forge, tmp_path: Path, program: str) -> None:
     by_address = read(by_its_command(tmp_path, "mpi", words, **variables, **meeting).stdout)
     assert distance(by_address, library(forge, LAYOUTS["mpi"])) <= 1e-12
     mutated(tmp_path, "mpi")
-    check(forge, "mpi", right, read(typed(tmp_path, "mpirun -n 2 python mpi.py", **variables).stdout))
+    check(forge, "mpi", right, read(typed(tmp_path, "mpirun -n 2 python mpi.py --float64", **variables).stdout))
 
 
 def test_ray(forge: Forge, tmp_path: Path) -> None:
@@ -113,9 +125,9 @@ def test_ray(forge: Forge, tmp_path: Path) -> None:
         pytest.skip("not verified here: needs Ray")
     right = read(by_its_command(tmp_path, "ray_actors").stdout)
     mutated(tmp_path, "ray_actors")
-    check(forge, "ray_actors", right, read(typed(tmp_path, "python ray_actors.py --ranks 2").stdout))
+    check(forge, "ray_actors", right, read(typed(tmp_path, "python ray_actors.py --ranks 2 --float64").stdout))
     text = (RECIPES / "ray_actors.py").read_text()
-    failing = text.replace("        losses = []\n", "        losses = [] if rank == 0 else 1 / 0\n")
+    failing = text.replace("        all_losses = []\n", "        all_losses = [] if rank == 0 else 1 / 0\n")
     assert failing != text
     (tmp_path / "ray_actors.py").write_text(failing)
     done = typed(tmp_path, "python ray_actors.py --ranks 2", 1)

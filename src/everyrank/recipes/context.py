@@ -1,21 +1,28 @@
-"""Context parallelism: the sequence is cut over ranks, and keys and values go round in a ring (ring attention).
+"""Context parallelism: the sequence is split over ranks, keys and values travel in a ring (ring attention).
 
 Run: torchrun --standalone --nproc-per-node 2 context.py
 
-`python context.py` trains the same network on whole sequences, in one process: the losses are the same.
+`python context.py` trains the same network on whole sequences, in one process: with --float64 on both the losses are
+the same. Letters as in the papers: Liu et al., Ring Attention (2023), and Dao, FlashAttention-2 (2023) for lse and dq.
+
+Holds     the whole model on every rank, and the activations of a part of each sequence
+Travels   per attention: k and v around the ring in forward; k, v, dk and dv in backward; then gradients, by all-reduce
+Use when  the activations of one long sequence do not fit on a device
 
 What to change for your own training:
 - Put RingAttention where your network calls scaled_dot_product_attention with is_causal=True. What else looks at more
   than one token (a convolution, a mean over the sequence) would need the other ranks too.
 - Positions are an input of the network: a rank that counts its own tokens from 0 is silently wrong.
-- Targets are shifted before the cut. Afterwards the last token of a rank's part has its target on another rank.
-- Every rank holds the whole model, and reads the same sequences; twice their number divides LENGTH.
+- Targets are shifted before the split. Afterwards the last token of a rank's part has its target on another rank.
+- All ranks read the same sequences, and twice their number divides LENGTH.
 """
 
+import argparse
 import os
 import sys
 import time
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from pydoc_data import topics
 
@@ -24,90 +31,98 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 UPDATES = 40
 BATCH, LENGTH = 8, 96  # sequences of one update, and bytes of each
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 WIDTH, HEADS, BLOCKS = 48, 4, 2
 
 
-def load(device, held_out):
-    """Inputs and next bytes, (N, LENGTH) each, of the text behind Python's help(). The last tenth is held out."""
-    text = torch.tensor(list("\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()), device=device)
+def load(held_out):
+    """Bytes and the byte after each, (LENGTH,) both, of the text behind Python's help(). The last tenth is held out."""
+    text = torch.tensor(list("\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
     text = text[len(text) * 9 // 10 :] if held_out else text[: len(text) * 9 // 10]
     text = text[: (len(text) - 1) // LENGTH * LENGTH + 1]
-    return text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH)
+    return TensorDataset(text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH))
 
 
-def places(rank, world_size):
-    """The tokens of a rank: a piece from the front and its mirror image from the back."""
-    # Late tokens look at more than early ones: with contiguous parts the last rank would have most of the work.
-    pieces = torch.arange(LENGTH).chunk(2 * world_size)
-    return torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]])
+def own_positions(rank, world_size):
+    """The tokens of a rank: a chunk from the front of the sequence and its mirror image from the back."""
+    # Late tokens attend to more than early ones: with contiguous parts the last rank would have most of the work.
+    chunks = torch.arange(LENGTH).chunk(2 * world_size)
+    return torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
 
 
 def visible(step, length):
-    """Of the own tokens those that see some, and of those that have come here in so many steps those that are seen."""
+    """Which of the own q attend to something, and to which of the k that have arrived after `step` steps."""
     source = (dist.get_rank() - step) % dist.get_world_size()
-    if source < dist.get_rank():  # its front piece is before both own ones, its back piece behind both
+    if source < dist.get_rank():  # its front chunk is before both of ours, its back chunk after both
         return slice(length), slice(length // 2)
-    if source > dist.get_rank():  # both are before the own back piece, and behind the own front piece
+    if source > dist.get_rank():  # both its chunks are before our back chunk, and after our front chunk
         return slice(length // 2, length), slice(length)
-    return slice(length), slice(length)  # the own ones: each sees itself and those before it
+    return slice(length), slice(length)  # our own: each token attends to itself and those before it
 
 
-def scaled(query, key, step):
-    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+def attention_scores(q, k, step):
+    """q (N, H, Tq, D), k (N, H, Tk, D) -> (N, H, Tq, Tk); causal among the rank's own tokens, which are in order."""
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     return scores if step else scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
 
 
-def pass_on(tensor):
-    """Starts sending to the next rank; returns what waits for, and gives, what the previous rank sends."""
-    rank, world_size, arriving = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
+def ring_send_recv(tensor):
+    """Starts sending to the next rank; returns a function that waits for what the previous rank sends, and gives it."""
+    rank, world_size, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
-    messages = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, arriving, (rank - 1) % world_size)])
-    return lambda: [message.wait() for message in messages] and arriving
+    requests = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, (rank - 1) % world_size)])
+    return lambda: [request.wait() for request in requests] and received
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of the own queries to all keys and values: each (N, heads, own tokens, width)."""
+    """Causal attention of this rank's q to the k and v of all ranks.
+
+    Shapes: N sequences, H heads, T tokens of this rank, D features of a head; q, k, v and the output (N, H, T, D).
+    """
 
     @staticmethod
-    def forward(ctx, query, key, value):
-        output, total = torch.zeros_like(query), query.new_full((*query.shape[:-1], 1), -torch.inf)
-        pair = torch.stack([key, value])
+    def forward(ctx, q, k, v):
+        out = torch.zeros_like(q)  # (N, H, T, D)
+        lse = q.new_full((*q.shape[:-1], 1), -torch.inf)  # (N, H, T, 1): log of the sum of exp(scores) so far
+        kv = torch.stack([k, v])  # (2, N, H, T, D)
         for step in range(dist.get_world_size()):
             is_last = step + 1 == dist.get_world_size()
-            arrived = None if is_last else pass_on(pair)  # while this rank works on what it has
-            rows, columns = visible(step, query.shape[-2])
-            own_query, own_output, own_total = (tensor[..., rows, :] for tensor in (query, output, total))
-            scores = scaled(own_query, pair[0][..., columns, :], step)
-            # total is the logarithm of the sum of exponentials so far; as it grows, what is there weighs less.
-            grown = torch.logaddexp(own_total, scores.logsumexp(-1, keepdim=True))
-            own_output.mul_((own_total - grown).exp()).add_((scores - grown).exp() @ pair[1][..., columns, :])
-            own_total.copy_(grown)
-            pair = pair if is_last else arrived()
-        ctx.save_for_backward(query, key, value, output, total)
-        return output
+            received = None if is_last else ring_send_recv(kv)  # travels while this rank computes with what it has
+            rows, columns = visible(step, q.shape[-2])
+            k_j, v_j = kv[..., columns, :]
+            scores = attention_scores(q[..., rows, :], k_j, step)  # (N, H, Tq, Tk)
+            # What is in out was divided by the exp of the old lse: as lse grows, it weighs less.
+            old_lse = lse[..., rows, :]
+            new_lse = torch.logaddexp(old_lse, scores.logsumexp(-1, keepdim=True))
+            out[..., rows, :] = out[..., rows, :] * (old_lse - new_lse).exp() + (scores - new_lse).exp() @ v_j
+            lse[..., rows, :] = new_lse
+            kv = kv if is_last else received()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
 
     @staticmethod
-    def backward(ctx, gradient):
-        query, key, value, output, total = ctx.saved_tensors
-        query_gradient, common = torch.zeros_like(query), (gradient * output).sum(-1, keepdim=True)
-        # Keys and values go round once more, with their gradients, to which each rank adds its part.
-        four = torch.stack([key, value, torch.zeros_like(key), torch.zeros_like(value)])
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq = torch.zeros_like(q)  # (N, H, T, D)
+        delta = (dout * out).sum(-1, keepdim=True)  # (N, H, T, 1): D in FlashAttention-2
+        # k and v go around once more, with dk and dv, to which each rank adds its part.
+        kv_dkv = torch.stack([k, v, torch.zeros_like(k), torch.zeros_like(v)])  # (4, N, H, T, D)
         for step in range(dist.get_world_size()):
-            rows, columns = visible(step, query.shape[-2])
-            key, value, key_gradient, value_gradient = four[..., columns, :]
-            own_query, own_gradient = query[..., rows, :], gradient[..., rows, :]
-            weights = (scaled(own_query, key, step) - total[..., rows, :]).exp()
-            inner = weights * (own_gradient @ value.transpose(-1, -2) - common[..., rows, :]) / query.shape[-1] ** 0.5
-            query_gradient[..., rows, :] += inner @ key
-            key_gradient += inner.transpose(-1, -2) @ own_query
-            value_gradient += weights.transpose(-1, -2) @ own_gradient
-            four = pass_on(four)()  # after the last step too: that one takes them home
-        return query_gradient, four[2], four[3]
+            rows, columns = visible(step, q.shape[-2])
+            k_j, v_j, dk_j, dv_j = kv_dkv[..., columns, :]  # views: what is added to them is in kv_dkv
+            q_i, dout_i = q[..., rows, :], dout[..., rows, :]
+            p = (attention_scores(q_i, k_j, step) - lse[..., rows, :]).exp()  # (N, H, Tq, Tk): the softmax, recomputed
+            dp = dout_i @ v_j.transpose(-1, -2)  # as p, and ds
+            ds = p * (dp - delta[..., rows, :]) / q.shape[-1] ** 0.5
+            dq[..., rows, :] += ds @ k_j
+            dk_j += ds.transpose(-1, -2) @ q_i
+            dv_j += p.transpose(-1, -2) @ dout_i
+            kv_dkv = ring_send_recv(kv_dkv)()  # after the last step too: that one takes dk and dv home
+        return dq, kv_dkv[2], kv_dkv[3]
 
 
 class Block(nn.Module):
@@ -121,19 +136,18 @@ class Block(nn.Module):
 
     def forward(self, stream):
         normed = self.attention_norm(stream)
-        heads = [
-            layer(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        ]
+        projections = self.query(normed), self.key(normed), self.value(normed)
+        q, k, v = (tensor.unflatten(-1, (HEADS, -1)).transpose(1, 2) for tensor in projections)  # (N, H, T, D)
         if dist.is_initialized():
-            mixed = RingAttention.apply(*heads)
+            out = RingAttention.apply(q, k, v)
         else:
-            mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        stream = stream + self.output(mixed.transpose(1, 2).flatten(-2))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        stream = stream + self.output(out.transpose(1, 2).flatten(-2))
         return stream + self.feed(self.feed_norm(stream))
 
 
 class Decoder(nn.Module):
-    """Scores of the next byte: bytes (N, T) and their places in the sequence (T,) -> (N, T, 256)."""
+    """Scores of the next byte: bytes (N, T) and their positions in the sequence (T,) -> (N, T, 256)."""
 
     def __init__(self):
         super().__init__()
@@ -151,15 +165,18 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def evaluate(model, positions, device):
-    """The fraction of held-out bytes that are guessed right; of 40 sequences, to be quick."""
-    inputs, targets = (tensor[:40, positions] for tensor in load(device, held_out=True))
-    right = (model(inputs, positions).argmax(-1) == targets).sum()
+    """The fraction of held-out bytes that are predicted correctly; of 40 sequences, to be quick."""
+    inputs, targets = (tensor.to(device)[:, positions] for tensor in load(held_out=True)[:40])
+    correct = (model(inputs, positions).argmax(-1) == targets).sum()
     if dist.is_initialized():
-        dist.all_reduce(right)
-    return right.item() / (40 * LENGTH)
+        dist.all_reduce(correct)
+    return correct.item() / (40 * LENGTH)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if LENGTH % (2 * world_size):
         if rank == 0:
@@ -172,37 +189,40 @@ def main():
             torch.cuda.set_device(device)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
-    inputs, targets = load(device, held_out=False)
-    positions = places(rank, world_size).to(device)
-    model = Decoder().to(device, DTYPE)
+    positions = own_positions(rank, world_size).to(device)
+    # All ranks draw the same sequences from one seed; each takes its own positions of them.
+    train_data, generator = load(held_out=False), torch.Generator().manual_seed(SEED)
+    sampler = RandomSampler(train_data, generator=generator)
+    loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=cuda)
+    model = Decoder().to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(SEED))  # the same on all ranks
-    batches = order.to(device).split(BATCH)[:UPDATES]
-    sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-    for index, batch in enumerate(batches):
-        scores = model(inputs[batch][:, positions], positions)
-        loss = F.cross_entropy(scores.flatten(0, 1), targets[batch][:, positions].flatten(), reduction="sum")
+    losses = torch.zeros(UPDATES, dtype=torch.float64, device=device)
+    for index, (inputs, targets) in enumerate(islice(loader, UPDATES)):
+        num_terms = targets.numel()  # of the loss, on all ranks together
+        inputs, targets = (tensor.to(device, non_blocking=True)[:, positions] for tensor in (inputs, targets))
+        scores = model(inputs, positions)
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / num_terms
         optimizer.zero_grad()
-        (loss / (len(batch) * LENGTH)).backward()  # by the number of bytes on all ranks
+        loss.backward()
         if world_size > 1:  # each rank has the part of its own tokens
             gradients = [parameter.grad for parameter in model.parameters()]
             flat = parameters_to_vector(gradients)
             dist.all_reduce(flat)
             vector_to_parameters(flat, gradients)
         optimizer.step()
-        sums[index] = loss.detach()
+        losses[index] = loss.detach()
 
     if world_size > 1:
-        dist.all_reduce(sums)
+        dist.all_reduce(losses)
     if rank == 0:
-        for index, total in enumerate(sums.tolist()):
-            print(f"update {index} loss {total / (len(batches[index]) * LENGTH)}")
+        for index, loss in enumerate(losses.tolist()):
+            print(f"update {index} loss {loss}")
     top1 = evaluate(model, positions, device)
     if rank == 0:
         print(f"top1 {top1}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
         dist.destroy_process_group()
 
 

@@ -2,7 +2,11 @@
 
 Run: torchrun --standalone --nproc-per-node 2 contrastive.py
 
-`python contrastive.py` trains the same network in one process: the losses are the same.
+`python contrastive.py` trains the same network in one process: with --float64 on both the losses are the same.
+
+Holds     the whole model on every rank; the embeddings of the whole batch, too
+Travels   the embeddings, by all-gather; their gradients, by all-reduce; those of the parameters, as in DDP
+Use when  the loss compares samples with each other, and more negatives than one rank has are wanted
 
 What to change for your own training:
 - load(), two_views() and build() are your data, your augmentation and your network.
@@ -12,6 +16,7 @@ What to change for your own training:
 - Two small passes of half a batch (accumulation) are another loss, too; recompute activations to save memory.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -24,20 +29,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 TEMPERATURE = 0.5
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def two_views(images, epoch):
@@ -48,7 +54,7 @@ def two_views(images, epoch):
     generator = torch.Generator().manual_seed(SEED + epoch)
     moves = torch.randint(-1, 2, (2, 2), generator=generator).tolist()
     views = torch.stack([torch.roll(images, move, (2, 3)) for move in moves], dim=1)
-    return views + 0.1 * torch.randn(views.shape, generator=generator, dtype=DTYPE).to(images.device)
+    return views + 0.1 * torch.randn(views.shape, generator=generator, dtype=images.dtype).to(images.device)
 
 
 def build():
@@ -95,34 +101,37 @@ def contrast(own, everyone, first):
 
 
 @torch.no_grad()
-def evaluate(model, device):
-    """The fraction of held-out images whose nearest image of the training set is the same digit; every rank's own."""
-    images, labels = load(device, held_out=False)
-    others, wanted = load(device, held_out=True)
-    keys, queries = F.normalize(model(images), dim=1), F.normalize(model(others), dim=1)
-    return (labels[(queries @ keys.T).argmax(1)] == wanted).double().mean().item()
+def evaluate(model, train_data, held_out, device):
+    """The fraction of held-out images whose nearest training image is the same digit; the same on every rank."""
+    keys, queries = (F.normalize(model(data.tensors[0].to(device)), dim=1) for data in (train_data, held_out))
+    nearest = (queries @ keys.T).argmax(1).cpu()
+    return (train_data.tensors[1][nearest] == held_out.tensors[1]).double().mean().item()
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    model = ddp = build().to(device, DTYPE)
+    model = ddp = build().to(device, dtype)
     if world_size > 1:
         if cuda:
             torch.cuda.set_device(device)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
         ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
-    images, _ = load(device, held_out=False)
+    train_data, held_out = load(dtype)
+    images = train_data.tensors[0].to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
+        # No DistributedSampler: a sample that it repeats would be its own negative. Ranks know here who has which.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
         batches = order.to(device).split(BATCH)
         views = two_views(images, epoch)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
+        losses = torch.zeros(len(batches), dtype=torch.float64, device=device)
         for index, batch in enumerate(batches):
             slices = batch.tensor_split(world_size)
             sizes = [len(part) for part in slices]
@@ -130,23 +139,23 @@ def main():
             everyone = Gather.apply(own, sizes, rank) if world_size > 1 else own
             loss = contrast(own, everyone, sum(sizes[:rank]))
             optimizer.zero_grad()
-            # DDP averages over ranks. Times world_size that is a sum, which the number of terms divides.
+            # DDP averages gradients over ranks: times world_size that is their sum, over the terms their mean.
             (loss * world_size / (2 * len(batch))).backward()
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / (2 * len(batch))
 
         if world_size > 1:
-            dist.all_reduce(sums)  # here, once an epoch: in the loop it would hold up every update
+            dist.all_reduce(losses)  # here, once an epoch: in the loop every update would wait for it
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / (2 * len(batches[index]))}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(batches) + index} loss {loss}")
 
-    top1 = evaluate(model, device)
+    top1 = evaluate(model, train_data, held_out, device)
     if rank == 0:
         print(f"top1 {top1}")
     if world_size > 1:
         del ddp  # before its process group
-        time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
         dist.destroy_process_group()
 
 

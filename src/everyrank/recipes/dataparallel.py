@@ -2,12 +2,16 @@
 
 Run: python dataparallel.py
 
+Holds     the model, gradients and optimizer state, on the first device; copies of the model on the others
+Travels   per update: parameters and inputs from the first device to all, outputs and gradients back to it
+Use when  never in new code: ddp_torchrun.py is faster on one machine too (no copies, one interpreter per device)
+
 What to change for your own training:
-- Take ddp_torchrun.py instead. PyTorch advises it on one machine too: no copies, an interpreter per device.
 - The loss is computed here, over the gathered output: a mean taken on each device would be a mean of means.
 - Save model.state_dict(), not parallel.state_dict(), whose names begin with "module.".
 """
 
+import argparse
 import csv
 import gzip
 import sys
@@ -16,19 +20,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -45,21 +50,27 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, device):
-    """The fraction of the held-out images that are read right."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, device):
+    """The fraction of the images that are classified correctly."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        right += (model(images[batch]).argmax(1) == labels[batch]).sum()
-    return right.item() / len(images)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(data, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     num_devices = torch.cuda.device_count()
     device = torch.device("cuda", 0) if num_devices else torch.device("cpu")
-    images, labels = load(device, held_out=False)
-    model = build().to(device, DTYPE)
+    train_data, held_out = load(dtype)
+    generator = torch.Generator()
+    sampler = RandomSampler(train_data, generator=generator)
+    loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=device.type == "cuda")
+    model = build().to(device, dtype)
     parallel = model
     if num_devices >= 2:
         # Inputs are cut over device_ids; outputs are gathered on output_device, where the parameters live.
@@ -69,22 +80,21 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, a function of seed and epoch alone. The smaller last batch is kept.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            loss = F.cross_entropy(parallel(images[batch]), labels[batch], reduction="sum")
+        generator.manual_seed(SEED + epoch)  # the order is a function of seed and epoch: DistributedSampler's, too
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss = F.cross_entropy(parallel(images), labels, reduction="sum")
             optimizer.zero_grad()
-            (loss / len(batch)).backward()
+            (loss / len(labels)).backward()  # the last batch is smaller, and not dropped
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / len(labels)
 
         # The losses stayed on the device until now: reading one in the loop would make the CPU wait for it.
-        for index, total in enumerate(sums.tolist()):
-            print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+        for index, loss in enumerate(losses.tolist()):
+            print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    print(f"top1 {evaluate(parallel, device)}")
+    print(f"top1 {evaluate(parallel, held_out, device)}")
 
 
 if __name__ == "__main__":

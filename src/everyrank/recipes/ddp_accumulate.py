@@ -1,14 +1,19 @@
-"""Distributed data parallel with gradient accumulation: a batch too large for the devices, in several pieces.
+"""Distributed data parallel with gradient accumulation: a batch too large for the devices, in micro-batches.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_accumulate.py
 
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, in the last micro-batch only
+Use when  the activations of the batch do not fit on the devices together
+
 What to change for your own training:
-- ACCUMULATE: more pieces need less memory; the losses stay the same, because BATCH does.
-- Divide by the size of the whole batch. A mean over each piece, divided by ACCUMULATE, is another training
-  as soon as the pieces differ in size, or in how many of their targets are masked.
-- With batch norm the pieces have statistics of their own: accumulation is then another training.
+- ACCUMULATE: more micro-batches need less memory; the losses stay the same, because BATCH does.
+- Divide by the size of the whole batch. A mean over each micro-batch, divided by ACCUMULATE, is another training
+  as soon as they differ in size, or in how many of their targets are masked.
+- With batch norm each micro-batch has its own statistics: accumulation is then another training.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -22,20 +27,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
-ACCUMULATE = 4  # pieces of one update
+ACCUMULATE = 4  # micro-batches of one update
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -52,19 +58,22 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, device):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, device):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(own, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -74,43 +83,51 @@ def main():
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if BATCH % (world_size * ACCUMULATE):
+        raise SystemExit(f"BATCH={BATCH}: {world_size} ranks times ACCUMULATE={ACCUMULATE} must divide it")
 
-    images, labels = load(device, held_out=False)
-    model = build().to(device, DTYPE)
+    train_data, held_out = load(dtype)
+    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
+    sampler = DistributedSampler(train_data, seed=SEED)
+    micro_batch = BATCH // (world_size * ACCUMULATE)  # samples of a rank in one micro-batch
+    loader = DataLoader(train_data, micro_batch, sampler=sampler, pin_memory=cuda)
+    num_updates = -(-len(loader) // ACCUMULATE)  # of an epoch, the last one smaller
+    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            micro_batches = batch.tensor_split(ACCUMULATE)
-            optimizer.zero_grad()
-            for micro_batch in micro_batches:
-                # Contiguous slices whose sizes differ by at most one: no sample is repeated to even them.
-                own = micro_batch.tensor_split(world_size)[rank]
-                # The last piece sends what all of them have added up. no_sync has to be entered before
-                # the forward pass: that is where DDP decides whether backward will send.
-                with nullcontext() if micro_batch is micro_batches[-1] else ddp.no_sync():
-                    loss = F.cross_entropy(ddp(images[own]), labels[own], reduction="sum")
-                    # DDP averages over ranks. Times world_size that is a sum, over the batch's size.
-                    (loss * world_size / len(batch)).backward()
-                sums[index] += loss.detach()
-            optimizer.step()
+        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        losses = torch.zeros(num_updates, dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            update = index // ACCUMULATE  # of this epoch
+            size = min(BATCH, len(train_data) - update * BATCH)  # of the whole batch: the last one is smaller
+            is_last = (index + 1) % ACCUMULATE == 0 or index + 1 == len(loader)
+            # The last micro-batch sends the gradients that all of them have added up. no_sync has to be entered
+            # before the forward pass: that is where DDP decides whether backward will send.
+            with nullcontext() if is_last else ddp.no_sync():
+                images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                loss = F.cross_entropy(ddp(images), labels, reduction="none")
+                loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+                # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
+                (loss * world_size / size).backward()
+            losses[update] += loss.detach() / size
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
 
-        # The losses are added up over ranks here, once an epoch: in the loop it would hold up every update.
-        dist.all_reduce(sums)
+        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
+        dist.all_reduce(losses)
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * num_updates + index} loss {loss}")
 
-    top1 = evaluate(model, rank, world_size, device)
+    top1 = evaluate(model, held_out, rank, world_size, device)
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 

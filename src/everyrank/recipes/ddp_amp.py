@@ -1,13 +1,19 @@
-"""Distributed data parallel in mixed precision: float32 parameters, products of matrices in bf16 or fp16.
+"""Distributed data parallel in mixed precision: float32 parameters, matrix products and convolutions in bf16 or fp16.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_amp.py
+
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when  the devices are faster in bf16 or fp16 (most GPUs since 2017 are), or activations fill their memory
 
 What to change for your own training:
 - PRECISION: bf16 on CPUs and on CUDA devices since Ampere; fp16 on older ones, with its loss scaling.
 - Leave the parameters in float32: in bf16 an update much smaller than its weight is rounded away.
 - Backward stays outside autocast. Clip gradients after scaler.unscale_() and before scaler.step().
+- --float64 turns autocast off: it checks data, scaling and normalisation, which low precision would hide.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -20,21 +26,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float32  # of parameters, gradients and inputs; autocast computes in less
 PRECISION = "bf16"  # or "fp16"
 AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}[PRECISION]
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -51,20 +58,23 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, device):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, device, autocast):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        with torch.autocast(device.type, AUTOCAST_DTYPE):
-            right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(own, BATCH):
+        with autocast:
+            correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -74,47 +84,54 @@ def main():
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if BATCH % world_size:
+        raise SystemExit(f"BATCH={BATCH}: {world_size} ranks must divide it")
 
-    images, labels = load(device, held_out=False)
-    model = build().to(device, DTYPE)
+    train_data, held_out = load(dtype)
+    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
+    sampler = DistributedSampler(train_data, seed=SEED)
+    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
+    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     # Small gradients are zero in fp16: the scaler multiplies the loss, and skips an update that overflowed.
     # bf16 reaches as far as float32, and there the scaler does nothing.
-    scaler = torch.amp.GradScaler(device.type, enabled=PRECISION == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=PRECISION == "fp16" and dtype == torch.float32)
+    # Parameters, gradients and the optimizer stay in float32; autocast converts what each operation reads.
+    autocast = torch.autocast(device.type, AUTOCAST_DTYPE, enabled=dtype == torch.float32)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            # Contiguous slices whose sizes differ by at most one: no sample is repeated to make them even.
-            own = batch.tensor_split(world_size)[rank]
-            with torch.autocast(device.type, AUTOCAST_DTYPE):
-                loss = F.cross_entropy(ddp(images[own]), labels[own], reduction="sum")
+        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with autocast:
+                loss = F.cross_entropy(ddp(images), labels, reduction="none")
+            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages over ranks. Times world_size that is a sum. Backward runs on sum / BATCH, the same
-            # constant for every batch; the size of this one comes in afterwards, in float32.
+            # DDP averages gradients over ranks: times world_size that is their sum. Backward runs on sum / BATCH, the
+            # same constant for every batch; the size of this one comes in afterwards, in float32.
             scaler.scale(loss * (world_size / BATCH)).backward()
             scaler.unscale_(optimizer)
             for parameter in model.parameters():
-                parameter.grad *= BATCH / len(batch)
+                parameter.grad *= BATCH / size
             scaler.step(optimizer)
             scaler.update()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / size
 
-        # The losses are added up over ranks here, once an epoch: in the loop it would hold up every update.
-        dist.all_reduce(sums)
+        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
+        dist.all_reduce(losses)
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, rank, world_size, device)
+    top1 = evaluate(model, held_out, rank, world_size, device, autocast)
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 

@@ -2,6 +2,10 @@
 
 Run: python ddp_spawn.py --processes 2
 
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when  one machine is enough and plain `python` has to start it: in an IDE, a test, a job that you do not control
+
 What to change for your own training:
 - load() and build() are your data and your network. On CUDA, give as many processes as there are devices.
 - BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
@@ -24,19 +28,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -53,19 +58,19 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, device):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, device):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(own, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
-def train(rank, world_size, meeting_place):
+def train(rank, world_size, init_method, dtype):
     """What each process runs; spawn passes its rank first."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -73,53 +78,61 @@ def train(rank, world_size, meeting_place):
         torch.cuda.set_device(device)
     # Unless told, every rank starts a thread for every core, and they hold each other up.
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
-    # The ranks meet over a file: no port has to be free. The timeout ends a wait for a rank that died.
+    # The ranks find each other over a file: no port has to be free. The timeout ends a wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        init_method=meeting_place,
+        init_method=init_method,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=5),
         device_id=device if cuda else None,
     )
 
-    images, labels = load(device, held_out=False)
-    model = build().to(device, DTYPE)
+    train_data, held_out = load(dtype)
+    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
+    sampler = DistributedSampler(train_data, seed=SEED)
+    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
+    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            # Contiguous slices whose sizes differ by at most one: no sample is repeated to make them even.
-            own = batch.tensor_split(world_size)[rank]
-            loss = F.cross_entropy(ddp(images[own]), labels[own], reduction="sum")
+        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss = F.cross_entropy(ddp(images), labels, reduction="none")
+            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages over ranks. Times world_size that is a sum, which the batch's size divides.
-            (loss * world_size / len(batch)).backward()
+            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
+            (loss * world_size / size).backward()
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / size
 
-        # The losses are added up over ranks here, once an epoch: in the loop it would hold up every update.
-        dist.all_reduce(sums)
+        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
+        dist.all_reduce(losses)
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, rank, world_size, device)
+    top1 = evaluate(model, held_out, rank, world_size, device)
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=2, help="one for each rank")
-    processes = parser.parse_args().processes
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
+    if BATCH % args.processes:
+        parser.error(f"--processes {args.processes}: must divide BATCH={BATCH}")
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(train, (processes, Path(folder, "ranks").as_uri()), nprocs=processes)
+        init_method = Path(folder, "ranks").as_uri()
+        multiprocessing.spawn(train, (args.processes, init_method, dtype), nprocs=args.processes)

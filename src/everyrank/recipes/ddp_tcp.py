@@ -1,15 +1,19 @@
-"""Distributed data parallel without a launcher: each rank started by hand, told where to meet in its words.
+"""Distributed data parallel without a launcher: each rank started by hand, told on its command line where to meet.
 
 Run: python ddp_tcp.py --rank 0 --world-size 2 --init tcp://127.0.0.1:29511 &
 Run: python ddp_tcp.py --rank 1 --world-size 2 --init tcp://127.0.0.1:29511
 
 Type each line, without the `&`, in a terminal of its own, in any order; on several hosts, the same --init on all.
 
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when  no launcher is there: two machines and two terminals, or a debugger around each rank
+
 What to change for your own training:
 - load() and build() are your data and your network. Batch norm needs nn.SyncBatchNorm, on CUDA only.
 - BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
 - HOST in tcp://HOST:PORT is that of rank 0, which listens there. On several hosts it is never localhost, and better an
-  address than a name: Debian gives a host's own name the address 127.0.1.1, where the host meets nobody but itself.
+  address than a name: Debian gives a host's own name the address 127.0.1.1, which leads other hosts to themselves.
 - Gloo asks for that name too. On several hosts set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface (eth0).
 - PORT has to be free on rank 0's host, and open in its firewall. If it is taken, rank 0 ends with EADDRINUSE; the other
   ranks may meet whoever has taken it, so give each training a port of its own, below those that systems hand out
@@ -30,19 +34,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -59,16 +64,16 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, device):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, device):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(own, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
@@ -77,9 +82,13 @@ def main():
     parser.add_argument("--world-size", type=int, required=True, help="how many ranks there are, on all hosts")
     parser.add_argument("--init", required=True, metavar="tcp://HOST:PORT", help="where rank 0 listens")
     parser.add_argument("--local-rank", type=int, help="which CUDA device of this host; else they are taken in turn")
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
     args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     if not 0 <= args.rank < args.world_size:
         parser.error(f"--rank {args.rank}: ranks count from 0 to {args.world_size - 1}")
+    if BATCH % args.world_size:
+        parser.error(f"--world-size {args.world_size}: must divide BATCH={BATCH}")
     rank, world_size = args.rank, args.world_size
     cuda = torch.cuda.is_available()
     local_rank = args.local_rank if args.local_rank is not None else rank % max(1, torch.cuda.device_count())
@@ -98,37 +107,40 @@ def main():
         device_id=device if cuda else None,
     )
 
-    images, labels = load(device, held_out=False)
-    model = build().to(device, DTYPE)
+    train_data, held_out = load(dtype)
+    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
+    sampler = DistributedSampler(train_data, seed=SEED)
+    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
+    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            # Contiguous slices whose sizes differ by at most one: no sample is repeated to make them even.
-            own = batch.tensor_split(world_size)[rank]
-            loss = F.cross_entropy(ddp(images[own]), labels[own], reduction="sum")
+        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss = F.cross_entropy(ddp(images), labels, reduction="none")
+            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages over ranks. Times world_size that is a sum, which the batch's size divides.
-            (loss * world_size / len(batch)).backward()
+            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
+            (loss * world_size / size).backward()
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / size
 
-        # The losses are added up over ranks here, once an epoch: in the loop it would hold up every update.
-        dist.all_reduce(sums)
+        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
+        dist.all_reduce(losses)
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, rank, world_size, device)
+    top1 = evaluate(model, held_out, rank, world_size, device)
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 

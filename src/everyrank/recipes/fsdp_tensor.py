@@ -2,12 +2,19 @@
 
 Run: torchrun --standalone --nproc-per-node 4 fsdp_tensor.py
 
+Holds     of each large layer a part of a part: split over the tensor axis, then sharded over the other
+Travels   in every block an all-reduce of activations over the tensor axis, forward and backward; over the shard axis
+          all-gathers of parameters and reduce-scatters of gradients, as in FSDP
+Use when  FSDP alone would need a larger batch than the training can have, or layers do not fit even one at a time
+
 What to change for your own training:
-- The recipe tensor.py, the same network, says how PLAN is made. Cut first, then fully_shard what a rank has left.
-- The batch is cut over the shard axis only: ranks of one tensor group read the same samples.
+- The recipe tensor.py, the same network, says how PLAN is made. Split first, then fully_shard what a rank has left.
+- The batch is divided over the shard axis only: ranks of one tensor group read the same samples.
 - TENSOR is at most the devices of one host, which talk in every layer; FSDP's gathers can go between hosts.
+- Mixed precision, building on the meta device and prefetching: as in fsdp.py.
 """
 
+import argparse
 import csv
 import gzip
 import math
@@ -24,23 +31,24 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 TENSOR = 2  # ranks that cut each layer among them: it divides the number of ranks, and of heads
 WIDTH, HEADS, CLIP = 32, 4, 1.0  # CLIP is the largest norm that the gradients may have
 PLAN = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 class Block(nn.Module):
@@ -71,7 +79,7 @@ def build():
 @torch.no_grad()
 def clip(gradients):
     """Scale them to a norm of at most CLIP, as one vector; torch's own raises, as they are of several meshes."""
-    squares = torch.zeros((), dtype=DTYPE, device=gradients[0].device)
+    squares = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
     for gradient in gradients:
         axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
         pieces = math.prod(size for size, how in axes if not how.is_replicate())
@@ -83,19 +91,25 @@ def clip(gradients):
 
 
 @torch.no_grad()
-def evaluate(model, shards, device):
-    """The fraction of the held-out images that are read right; each is read by one tensor group."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, group, device):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(shards.size())[shards.get_local_rank()]
-        right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right, group=shards.get_group())
-    return right.item() / len(images)
+    # With a Subset for each rank some would call the model once more than others, and wait for them forever.
+    loader = DataLoader(data, BATCH // world_size, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
+    num_own = len(range(rank, len(data), world_size))  # the sampler repeats samples after these to make ranks even
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for index, (images, labels) in enumerate(loader):
+        hits = model(images.to(device)).argmax(1) == labels.to(device)
+        correct += hits[: num_own - index * loader.batch_size].sum()
+    dist.all_reduce(correct, group=group)
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if not world_size or world_size % TENSOR or HEADS % TENSOR:
         if rank == 0:
@@ -109,40 +123,47 @@ def main():
     # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
     mesh = init_device_mesh(device.type, (world_size // TENSOR, TENSOR), mesh_dim_names=("shard", "tensor"))
-    shards, model = mesh["shard"], build().to(device, DTYPE)
+    shards, model = mesh["shard"], build().to(device, dtype)
     for block in model[2:4]:
         parallelize_module(block, mesh["tensor"], PLAN)
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)  # what is left: the first and the last layers
-    images, labels = load(device, held_out=False)
+    train_data, held_out = load(dtype)
+    # Divided over the shard axis: ranks of one tensor group have the same coordinate on it, and so the same samples.
+    # A few samples are repeated at the end of the order, to make the coordinates even.
+    coordinate, num_shards = shards.get_local_rank(), shards.size()
+    if BATCH % num_shards:
+        raise SystemExit(f"BATCH={BATCH}: {num_shards} shards must divide it")
+    sampler = DistributedSampler(train_data, num_shards, coordinate, seed=SEED)
+    loader = DataLoader(train_data, BATCH // num_shards, sampler=sampler, pin_memory=cuda)
+    num_own = len(range(coordinate, len(train_data), num_shards))  # without the repeated ones
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)  # after the cuts
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            # Ranks of one tensor group have the same place on the shard axis, and so the same samples.
-            own = batch.tensor_split(shards.size())[shards.get_local_rank()]
-            loss = F.cross_entropy(model(images[own]), labels[own], reduction="sum")
+        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss = F.cross_entropy(model(images), labels, reduction="none")
+            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # FSDP averages over its axis. Times its size that is a sum, which the batch's size divides.
-            (loss * shards.size() / len(batch)).backward()
+            # FSDP averages gradients over its axis: times num_shards that is their sum, over the size their mean.
+            (loss * num_shards / size).backward()
             clip([parameter.grad for parameter in model.parameters()])
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / size
 
         # Over the shard axis only: all ranks of a tensor group have the loss of the same samples.
-        dist.all_reduce(sums, group=shards.get_group())
+        dist.all_reduce(losses, group=shards.get_group())
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, shards, device)
+    top1 = evaluate(model, held_out, coordinate, num_shards, shards.get_group(), device)
     if rank == 0:
         print(f"top1 {top1}")
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 

@@ -2,8 +2,13 @@
 
 Run: torchrun --standalone --nproc-per-node 2 imagenet_ddp.py DIR
 
-DIR holds train/<class>/*.jpg and val/<class>/*.jpg. Needs Pillow. The script that everybody copies, with what is
-usually wrong in it put right:
+DIR holds train/<class>/*.jpg and val/<class>/*.jpg. Needs Pillow.
+
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when  you train a classifier of images, and for the shape of a whole script: loader workers, schedule, checkpoint
+
+Differs from the example that everybody copies in what is usually wrong there:
 - The batch is that of all ranks; adding ranks does not change the training.
 - Augmentation is a function of (seed, epoch, image): not of the rank or the worker that happens to draw.
 - The last, smaller batch is not dropped, and no image is repeated to make ranks even: top-1 and top-5 are exact.
@@ -199,7 +204,7 @@ def main():
     if rank == 0:
         print(f"top1 {top1}\ntop5 {top5}")
     del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 

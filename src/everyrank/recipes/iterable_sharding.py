@@ -1,19 +1,24 @@
-"""A stream over ranks and data loader workers: every sample is read once, whatever their numbers.
+"""A stream (IterableDataset) over ranks and DataLoader workers: every sample is read once, whatever their numbers.
 
 Run: torchrun --standalone --nproc-per-node 2 iterable_sharding.py
 
-An IterableDataset is copied into every worker of every rank. Nobody divides it: that is done here, in `Stream`, and
-what is easily wrong is dividing it not at all (every reader yields everything), by rank alone (workers repeat each
-other), or twice. Here sample i of an epoch belongs to update i // BATCH, so the losses are those of one process.
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when  samples arrive in order and cannot be picked by index (tar files, a queue), so that no sampler can divide them
+
+An IterableDataset is copied into every worker of every rank, and nothing divides it unless its __iter__ does, as here.
+Easily wrong: not dividing it at all (every reader yields everything), by rank alone (workers repeat each other), or
+twice. Here sample i of an epoch belongs to update i // BATCH, so the losses are those of one process.
 
 What to change for your own training:
-- __iter__ goes through your source in its own order; each reader goes past what is not its own. Decode after that.
+- __iter__ goes through your source in its own order; each reader skips what is not its own. Decode after that.
 - The order of an epoch has to reach the workers: they are started anew for each epoch, after set_epoch. With
   persistent_workers=True they would keep the first epoch's order for ever.
 - Ranks must make equally many updates, or they wait for each other until the timeout. Dividing every batch over all
   ranks, as here, does that for any length; files given to ranks whole do not.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -26,41 +31,40 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 WORKERS = 2  # data loader processes of each rank
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 
 
 class Stream(IterableDataset):
     """Batches of this reader: of every update the rank's part, and of those the updates that are this worker's."""
 
-    def __init__(self, rank, world_size):
-        self.rank, self.world_size, self.epoch = rank, world_size, 0
+    def __init__(self, data, rank, world_size):
+        self.data, self.rank, self.world_size, self.epoch = data, rank, world_size, 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
 
     def __iter__(self):
-        images, labels = load("cpu", held_out=False)
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + self.epoch))
+        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(SEED + self.epoch))
         worker = get_worker_info()
         for update, batch in enumerate(order.split(BATCH)):
             # The DataLoader takes one item from each worker in turn, so update u has to come from worker u % WORKERS.
             if worker is None or update % worker.num_workers == worker.id:
-                own = batch.tensor_split(self.world_size)[self.rank]
-                yield images[own], labels[own], len(batch)
+                images, labels = self.data[batch.tensor_split(self.world_size)[self.rank]]
+                yield images, labels, len(batch)
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -77,19 +81,22 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, device):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, device):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(own, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -99,38 +106,40 @@ def main():
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    stream = Stream(rank, world_size)
-    loader = DataLoader(stream, batch_size=None, num_workers=WORKERS)  # the stream makes the batches itself
-    model = build().to(device, DTYPE)
+    train_data, held_out = load(dtype)
+    stream = Stream(train_data, rank, world_size)
+    # No batch_size: the stream makes the batches itself.
+    loader = DataLoader(stream, batch_size=None, num_workers=WORKERS, pin_memory=cuda)
+    model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     update = 0
     for epoch in range(EPOCHS):
         stream.set_epoch(epoch)  # before the loader starts its workers
-        sums, sizes = [], []
+        losses = []
         for images, labels, size in loader:
-            loss = F.cross_entropy(ddp(images.to(device)), labels.to(device), reduction="sum")
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss = F.cross_entropy(ddp(images), labels, reduction="sum")
             optimizer.zero_grad()
-            # DDP averages over ranks. Times world_size that is a sum, which the batch's size divides.
+            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
             (loss * world_size / size).backward()
             optimizer.step()
-            sums.append(loss.detach())
-            sizes.append(size)
+            losses.append(loss.detach() / size)
 
-        # The losses are added up over ranks here, once an epoch: in the loop it would hold up every update.
-        totals = torch.stack(sums)
-        dist.all_reduce(totals)
-        for total, size in zip(totals.tolist(), sizes, strict=True):
+        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
+        losses = torch.stack(losses)
+        dist.all_reduce(losses)
+        for loss in losses.tolist():
             if rank == 0:
-                print(f"update {update} loss {total / size}")
+                print(f"update {update} loss {loss}")
             update += 1
 
-    top1 = evaluate(model, rank, world_size, device)
+    top1 = evaluate(model, held_out, rank, world_size, device)
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 

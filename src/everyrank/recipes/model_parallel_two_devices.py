@@ -4,13 +4,18 @@ Run: python model_parallel_two_devices.py
 
 torchrun --standalone --nproc-per-node 2 model_parallel_two_devices.py: the same losses, each rank with two devices.
 
+Holds     half of the layers on each of the two devices of a rank
+Travels   activations from the first device to the second, their gradients back; with DDP all gradients, by all-reduce
+Use when  a network is slightly too large for one device; while one device works, the other one waits
+
 What to change for your own training:
-- Where a network too large for one device is cut: both halves and their activations have to fit. While one device
-  works the other one waits; pipeline.py lets both work, fsdp.py cuts every layer.
+- Where the network is divided: both halves and their activations have to fit. pipeline.py lets both devices work at
+  once, fsdp.py shards every layer.
 - Inputs go to the first device, targets to the last, where the output is. The optimizer comes after to(device).
 - DDP of a module on several devices takes device_ids=None: each parameter's gradient is sent from where it is.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -24,19 +29,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 
 
-def load(held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
         rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    rows = rows[(torch.arange(len(rows)) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -57,7 +63,7 @@ class TwoDevices(nn.Module):
 
     def __init__(self, network, first, second):
         super().__init__()
-        self.first, self.second = network[:2].to(first, DTYPE), network[2:].to(second, DTYPE)
+        self.first, self.second = network[:2].to(first), network[2:].to(second)
         self.device = second
 
     def forward(self, images):
@@ -66,17 +72,17 @@ class TwoDevices(nn.Module):
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, first, second):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(held_out=True)
+def evaluate(model, data, rank, world_size, first, second):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=second)
-    for batch in torch.arange(len(images)).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        right += (model(images[own].to(first)).argmax(1) == labels[own].to(second)).sum()
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=second)
+    for images, labels in DataLoader(own, BATCH):
+        correct += (model(images.to(first)).argmax(1) == labels.to(second)).sum()
     if dist.is_initialized():
-        dist.all_reduce(right)
-    return right.item() / len(images)
+        dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
 def devices():
@@ -91,44 +97,53 @@ def devices():
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if BATCH % world_size:
+        raise SystemExit(f"BATCH={BATCH}: {world_size} ranks must divide it")
     first, second = devices()
-    network = model = TwoDevices(build(), first, second)
+    network = model = TwoDevices(build().to(dtype), first, second)
     if "RANK" in os.environ:
         if first.type == "cuda":
             torch.cuda.set_device(first)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
         dist.init_process_group("nccl" if first.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
         model = DistributedDataParallel(network, device_ids=None)
-    images, labels = load(held_out=False)
+    train_data, held_out = load(dtype)
+    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
+    sampler = DistributedSampler(train_data, world_size, rank, seed=SEED)
+    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=first.type == "cuda")
+    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=second)
-        for index, batch in enumerate(batches):
-            own = batch.tensor_split(world_size)[rank]
-            loss = F.cross_entropy(model(images[own].to(first)), labels[own].to(second), reduction="sum")
+        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=second)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(first, non_blocking=True), labels.to(second, non_blocking=True)
+            loss = F.cross_entropy(model(images), labels, reduction="none")
+            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages over ranks. Times world_size that is a sum, which the batch's size divides.
-            (loss * world_size / len(batch)).backward()
+            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
+            (loss * world_size / size).backward()
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / size
 
         if dist.is_initialized():
-            dist.all_reduce(sums)
+            dist.all_reduce(losses)
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, rank, world_size, first, second)
+    top1 = evaluate(network, held_out, rank, world_size, first, second)
     if rank == 0:
         print(f"top1 {top1}")
     if dist.is_initialized():
         del model  # before its process group
-        time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
         dist.destroy_process_group()
 
 

@@ -1,14 +1,19 @@
-"""Pipeline parallelism: each rank has some of the layers, and the batch passes through in pieces (1F1B).
+"""Pipeline parallelism: each rank has some of the layers, and the batch passes through in micro-batches (1F1B).
 
 Run: torchrun --standalone --nproc-per-node 2 pipeline.py
 
+Holds     some layers on every rank, with their gradients and optimizer state
+Travels   per micro-batch the activations between neighbours, forward to the next stage, their gradients back
+Use when  the model does not fit on one device and connections are slow: little is sent, and only between neighbours
+
 What to change for your own training:
-- build() gives the pieces in their order, of which a stage has one or several; the slowest stage sets the pace. What
-  passes between them is one tensor, a row for each sample. A weight that two stages use needs its gradients added up.
+- build() gives the layers in order; a stage has one or several, and the slowest stage sets the pace. One tensor passes
+  between stages, a row for each sample. A weight that two stages use needs its gradients added up.
 - MICRO_BATCHES: of p stages each idles (p - 1) / (MICRO_BATCHES + p - 1) of the time. They may differ in size, where
   the schedules in torch.distributed.pipelining want all of one size. With batch norm it is another training.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -22,24 +27,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 MICRO_BATCHES = 7  # of 10 samples and six times 9
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), in pieces; the same weights in every process."""
+    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), as a list; the same weights in every process."""
 
     def block(before, after, stride):
         convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
@@ -52,82 +58,89 @@ def build():
 
 
 class Stage:
-    """The pieces of this rank, between the stages before and behind."""
+    """The layers of this rank, between the previous stage (rank - 1) and the next (rank + 1)."""
 
-    def __init__(self, rank, world_size, device):
-        pieces = build()  # all of them on every rank, so that all draw the same weights
-        own = [place for place in range(len(pieces)) if place * world_size // len(pieces) == rank]
-        # What arrives for a sample has the shape that the pieces before give it: no message has to say it.
-        self.shape = nn.Sequential(*pieces[: own[0]])(torch.zeros(1, 1, 8, 8)).shape[1:]
-        self.layers = nn.Sequential(*(pieces[place] for place in own)).to(device, DTYPE)
-        self.rank, self.num_behind = rank, world_size - 1 - rank
+    def __init__(self, rank, world_size, device, dtype):
+        layers = build()  # all of them on every rank, so that all draw the same weights
+        own = [index for index in range(len(layers)) if index * world_size // len(layers) == rank]
+        # What arrives for a sample has the shape that the layers before give it: no message has to say it.
+        self.shape = nn.Sequential(*layers[: own[0]])(torch.zeros(1, 1, 8, 8)).shape[1:]
+        self.layers = nn.Sequential(*(layers[index] for index in own)).to(device, dtype)
+        self.rank, self.num_later, self.device, self.dtype = rank, world_size - 1 - rank, device, dtype
         # A group for each direction: on NCCL, what two ranks send each other in one group waits in one queue.
-        self.down, self.up = dist.new_group(), dist.new_group()
+        self.to_next, self.to_previous = dist.new_group(), dist.new_group()
 
     def forward(self, images):
-        """The input and the output for these samples, and the message that takes it to the stage behind."""
+        """Input and output of this stage for a micro-batch, and the message that carries the output to the next one."""
+        inputs = images.to(self.device, non_blocking=True)
         if self.rank:
-            images = torch.empty(len(images), *self.shape, dtype=DTYPE, device=images.device)
-            dist.recv(images, self.rank - 1, self.down)
-            images.requires_grad_(torch.is_grad_enabled())
-        output = self.layers(images)
+            inputs = torch.empty(len(images), *self.shape, dtype=self.dtype, device=self.device)
+            dist.recv(inputs, self.rank - 1, self.to_next)
+            inputs.requires_grad_(torch.is_grad_enabled())
+        output = self.layers(inputs)
         # Not send, which waits for the other: that one may be waiting to send a gradient to this rank.
-        sending = dist.isend(output.detach().contiguous(), self.rank + 1, self.down) if self.num_behind else None
-        return images, output, sending
+        sending = dist.isend(output.detach().contiguous(), self.rank + 1, self.to_next) if self.num_later else None
+        return inputs, output, sending
 
-    def backward(self, images, output, sending):
-        """Adds to the gradients of the parameters, and sends that of the input to the stage before."""
+    def backward(self, inputs, output, sending):
+        """Adds to the gradients of the parameters, and sends that of the input to the previous stage."""
         gradient = None  # the last stage's output is the loss
-        if self.num_behind:
+        if self.num_later:
             gradient = torch.empty_like(output)
-            dist.recv(gradient, self.rank + 1, self.up)
+            dist.recv(gradient, self.rank + 1, self.to_previous)
             sending.wait()  # takes no time: its gradient has come back
         output.backward(gradient)
         if self.rank:
-            dist.send(images.grad, self.rank - 1, self.up)
+            dist.send(inputs.grad, self.rank - 1, self.to_previous)
 
-    def train(self, images, labels, batch):
-        """Adds the gradients of the mean over a batch; the sum of its losses on the last stage, elsewhere 0."""
-        total, running, micro_batches = 0, deque(), iter(batch.tensor_split(MICRO_BATCHES))
-        # Forward once for each stage behind, then both in turn: never more than that many, and one, are in memory.
-        ahead = min(self.num_behind, MICRO_BATCHES)
-        for step in "F" * ahead + "FB" * (MICRO_BATCHES - ahead) + "B" * ahead:
+    def train(self, images, labels):
+        """Adds the gradients of the mean loss over a batch. Returns that loss on the last stage, 0 on the others."""
+        batch_loss, in_flight = 0, deque()
+        micro_batches = zip(images.tensor_split(MICRO_BATCHES), labels.tensor_split(MICRO_BATCHES), strict=True)
+        # 1F1B: a forward for each later stage to warm up, then one forward and one backward in turn, then the remaining
+        # backwards. Never more than num_later + 1 micro-batches have their activations in memory.
+        warmup = min(self.num_later, MICRO_BATCHES)
+        for step in "F" * warmup + "FB" * (MICRO_BATCHES - warmup) + "B" * warmup:
             if step == "B":
-                self.backward(*running.popleft())
+                self.backward(*in_flight.popleft())
                 continue
-            own = next(micro_batches)
-            inputs, output, sending = self.forward(images[own])
-            if not self.num_behind:
-                loss = F.cross_entropy(output, labels[own], reduction="sum")
-                total += loss.detach()
-                output = loss / len(batch)  # of all micro-batches: their gradients add up to that of the mean
-            running.append((inputs, output, sending))
-        return total
+            own_images, own_labels = next(micro_batches)
+            inputs, output, sending = self.forward(own_images)
+            if not self.num_later:
+                own_labels = own_labels.to(self.device, non_blocking=True)
+                # Divided by the size of the whole batch, so that the micro-batches add up to its mean.
+                output = F.cross_entropy(output, own_labels, reduction="sum") / len(labels)
+                batch_loss += output.detach()
+            in_flight.append((inputs, output, sending))
+        return batch_loss
 
 
 @torch.no_grad()
-def evaluate(stage, device):
-    """The fraction of the held-out images that are read right, which the last stage knows."""
-    images, labels = load(device, held_out=True)
+def evaluate(stage, data, device):
+    """The fraction of the images that are classified correctly; the last stage counts, the others add 0."""
     stage.layers.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        _, output, sending = stage.forward(images[batch])
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(data, BATCH):
+        _, output, sending = stage.forward(images)
         if sending:
             sending.wait()
         else:
-            right += (output.argmax(1) == labels[batch]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+            correct += (output.argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    stage.layers.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     most = len(build())
     if not 1 <= world_size <= most:
         if rank == 0:
             sys.stderr.write(
-                f"{Path(__file__).name}: {world_size} ranks of torchrun: give 1 to {most}, of which each has a piece\n"
+                f"{Path(__file__).name}: {world_size} ranks of torchrun: give 1 to {most}, of which each has a layer\n"
             )
         raise SystemExit(2)
     cuda = torch.cuda.is_available()
@@ -136,29 +149,31 @@ def main():
         torch.cuda.set_device(device)
     # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
-    images, labels = load(device, held_out=False)  # the first stage reads the images, the last one the labels
-    stage = Stage(rank, world_size, device)
+    train_data, held_out = load(dtype)
+    # All stages draw the same order from one seed: the first uses the images, the last the labels.
+    generator = torch.Generator()
+    sampler = RandomSampler(train_data, generator=generator)
+    loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=cuda)
+    stage = Stage(rank, world_size, device, dtype)
     optimizer = torch.optim.SGD(stage.layers.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
+        generator.manual_seed(SEED + epoch)  # another order in every epoch; the smaller last batch is not dropped
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
             optimizer.zero_grad()
-            sums[index] = stage.train(images, labels, batch)
+            losses[index] = stage.train(images, labels)
             optimizer.step()
 
-        dist.all_reduce(sums)  # from the last stage, which has them, to rank 0; the others add 0
+        dist.all_reduce(losses)  # from the last stage, which has them, to rank 0; the others add 0
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(stage, device)
+    top1 = evaluate(stage, held_out, device)
     if rank == 0:
         print(f"top1 {top1}")
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 

@@ -2,6 +2,10 @@
 
 Run: python ray_actors.py --ranks 2
 
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when  Ray is how jobs start on your cluster, or the training is one part of a larger Ray program
+
 What to change for your own training:
 - load() and build() are your data and your network. BATCH is the batch of all ranks.
 - ray.init() finds the cluster in RAY_ADDRESS, or that of this node, else it starts one here. Name no script ray.py.
@@ -17,7 +21,6 @@ import csv
 import gzip
 import socket
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,21 +32,22 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 STRATEGY = "PACK"  # on as few nodes as it can; "STRICT_SPREAD" puts each rank on another
 LONGEST = 24 * 3600  # seconds of training, after which a rank that says nothing is given up
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -60,16 +64,16 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, device):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, device):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(own, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
 @ray.remote
@@ -82,49 +86,55 @@ class Rank:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def train(self, rank, world_size, address):
+    def train(self, rank, world_size, address, dtype):
         """The losses of all updates, and top1."""
         cuda = bool(ray.get_gpu_ids())
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         # The timeout ends the wait for a rank that died.
         dist.init_process_group("nccl" if cuda else "gloo", address, timedelta(minutes=5), world_size, rank)
-        losses = []
+        all_losses = []
 
-        images, labels = load(device, held_out=False)
-        model = build().to(device, DTYPE)
+        train_data, held_out = load(dtype)
+        # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
+        sampler = DistributedSampler(train_data, seed=SEED)
+        loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
+        num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+        model = build().to(device, dtype)
         ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
         for epoch in range(EPOCHS):
-            # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-            batches = order.to(device).split(BATCH)
-            sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-            for index, batch in enumerate(batches):
-                # Contiguous slices whose sizes differ by at most one: no sample is repeated to make them even.
-                own = batch.tensor_split(world_size)[rank]
-                loss = F.cross_entropy(ddp(images[own]), labels[own], reduction="sum")
+            sampler.set_epoch(epoch)  # else every epoch has the order of the first
+            losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+            for index, (images, labels) in enumerate(loader):
+                images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                loss = F.cross_entropy(ddp(images), labels, reduction="none")
+                loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+                size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
                 optimizer.zero_grad()
-                # DDP averages over ranks. Times world_size that is a sum, which the batch's size divides.
-                (loss * world_size / len(batch)).backward()
+                # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
+                (loss * world_size / size).backward()
                 optimizer.step()
-                sums[index] = loss.detach()
+                losses[index] = loss.detach() / size
 
-            # The losses are added up over ranks here, once an epoch: in the loop it would hold up every update.
-            dist.all_reduce(sums)
-            losses += [total / len(batch) for total, batch in zip(sums.tolist(), batches, strict=True)]
+            # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
+            dist.all_reduce(losses)
+            all_losses += losses.tolist()
 
-        top1 = evaluate(model, rank, world_size, device)
+        top1 = evaluate(model, held_out, rank, world_size, device)
         del ddp  # before its process group
-        time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
         dist.destroy_process_group()
-        return losses, top1
+        return all_losses, top1
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    world_size = parser.parse_args().ranks
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    args = parser.parse_args()
+    world_size, dtype = args.ranks, torch.float64 if args.float64 else torch.float32
+    if BATCH % world_size:
+        parser.error(f"--ranks {world_size}: must divide BATCH={BATCH}")
     ray.init(log_to_driver=False)
     gpu = {"GPU": 1} if ray.cluster_resources().get("GPU", 0) >= world_size else {}
     group = placement_group([{"CPU": 1, **gpu}] * world_size, STRATEGY)
@@ -134,7 +144,7 @@ def main():
     places = [PlacementGroupSchedulingStrategy(group, index) for index in range(world_size)]
     ranks = [Rank.options(num_cpus=1, num_gpus=len(gpu), scheduling_strategy=place).remote() for place in places]
     address = ray.get(ranks[0].address.remote(), timeout=300)
-    results = [actor.train.remote(rank, world_size, address) for rank, actor in enumerate(ranks)]
+    results = [actor.train.remote(rank, world_size, address, dtype) for rank, actor in enumerate(ranks)]
     running = results
     while running:
         ended, running = ray.wait(running, timeout=LONGEST)

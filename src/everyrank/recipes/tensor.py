@@ -2,17 +2,22 @@
 
 Run: torchrun --standalone --nproc-per-node 2 tensor.py
 
-`python tensor.py` trains the same network whole, in one process: the losses are the same.
+`python tensor.py` trains the same network whole, in one process: with --float64 on both the losses are the same.
+
+Holds     a part of each large layer, of its gradient and optimizer state; the small layers whole
+Travels   per pair of layers one all-reduce of activations, in forward and in backward; no gradients
+Use when  single layers or their activations are too large for a device, and devices are connected fast (one host)
 
 What to change for your own training:
-- PLAN names the layers of your network in pairs: cut by columns what goes wide, by rows what comes back. Between the
+- PLAN names the layers of your network in pairs: split by columns what goes wide, by rows what comes back. Between the
   two nothing is sent; after the second the ranks add up what each has. All other layers are whole on every rank.
 - Count the heads from the width that arrives, as here: a number of heads written into forward is silently wrong.
-- So is one fused layer for query, key and value: cut by columns, a rank gets other parts than its own heads'.
-- parallelize_module unties tied weights without a word: tie them again behind it.
+- So is one fused layer for query, key and value: split by columns, a rank gets other parts than its own heads'.
+- parallelize_module unties tied weights without a word: tie them again after it.
 - Every rank reads the same samples in the same order. Dropout outside the pairs needs the same seed on all ranks.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -28,23 +33,24 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 WIDTH, HEADS = 32, 4  # the number of ranks divides the heads
 CLIP = 1.0  # the largest norm that the gradients may have
 PLAN = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 class Block(nn.Module):
@@ -87,17 +93,20 @@ def clip(gradients, world_size):
 
 
 @torch.no_grad()
-def evaluate(model, device):
-    """The fraction of the held-out images that are read right: every rank comes to the same."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, device):
+    """The fraction of the images that are classified correctly: every rank comes to the same."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        right += (model(images[batch]).argmax(1) == labels[batch]).sum()
-    return right.item() / len(images)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(data, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if HEADS % world_size:
         if rank == 0:
@@ -105,7 +114,7 @@ def main():
         raise SystemExit(2)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    model = build().to(device, DTYPE)
+    model = build().to(device, dtype)
     if world_size > 1:
         if cuda:
             torch.cuda.set_device(device)
@@ -114,33 +123,36 @@ def main():
         mesh = init_device_mesh(device.type, (world_size,))
         for block in model[2:4]:
             parallelize_module(block, mesh, PLAN)
-    images, labels = load(device, held_out=False)
+    train_data, held_out = load(dtype)
+    # No DistributedSampler: it would give each rank samples of its own. With one seed all draw the same order.
+    generator = torch.Generator()
+    sampler = RandomSampler(train_data, generator=generator)
+    loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=cuda)
     # After cutting, which replaces the parameters. foreach takes cut and whole ones in one call, and raises.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, foreach=False)
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            loss = F.cross_entropy(model(images[batch]), labels[batch], reduction="sum")
+        generator.manual_seed(SEED + epoch)  # another order in every epoch
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss = F.cross_entropy(model(images), labels, reduction="sum")
             optimizer.zero_grad()
-            (loss / len(batch)).backward()
+            (loss / len(labels)).backward()  # the last batch is smaller, and not dropped
             clip([parameter.grad for parameter in model.parameters()], world_size)
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / len(labels)
 
         # Every rank has the loss of the whole batch. Added up over ranks it would count several times.
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, device)
+    top1 = evaluate(model, held_out, device)
     if rank == 0:
         print(f"top1 {top1}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
         dist.destroy_process_group()
 
 

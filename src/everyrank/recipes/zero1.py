@@ -2,6 +2,10 @@
 
 Run: torchrun --standalone --nproc-per-node 2 zero1.py
 
+Holds     the whole model and its gradients on every rank; of the optimizer state each rank a part
+Travels   the gradients, by all-reduce as in DDP; after each step every parameter, broadcast by the rank that updated it
+Use when  model and gradients fit on one device, and the optimizer state (twice the model for Adam) no longer does
+
 What to change for your own training:
 - optimizer_class and its arguments; with Adam, whose state is twice the model, this saves most.
 - BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
@@ -9,6 +13,7 @@ What to change for your own training:
 - Saving: optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.
 """
 
+import argparse
 import csv
 import gzip
 import os
@@ -22,19 +27,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
 SEED = 0
-DTYPE = torch.float64  # so that the losses can be compared with any other way of running; float32 is faster
 
 
-def load(device, held_out):
-    """Real handwritten digits: images (N, 1, 8, 8) from 0 to 1, labels (N,). Every fifth one is held out."""
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)], device=device)
-    rows = rows[(torch.arange(len(rows), device=device) % 5 == 4) == held_out]
-    return (rows[:, :64] / 16).to(DTYPE).reshape(-1, 1, 8, 8), rows[:, 64]
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -51,19 +57,22 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, rank, world_size, device):
-    """The fraction of the held-out images that are read right; each is read by one rank, none is repeated."""
-    images, labels = load(device, held_out=True)
+def evaluate(model, data, rank, world_size, device):
+    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in torch.arange(len(images), device=device).split(BATCH):
-        own = batch.tensor_split(world_size)[rank]
-        right += (model(images[own]).argmax(1) == labels[own]).sum()
-    dist.all_reduce(right)
-    return right.item() / len(images)
+    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(own, BATCH):
+        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    dist.all_reduce(correct)
+    model.train()
+    return correct.item() / len(data)
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -73,41 +82,46 @@ def main():
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if BATCH % world_size:
+        raise SystemExit(f"BATCH={BATCH}: {world_size} ranks must divide it")
 
-    images, labels = load(device, held_out=False)
-    model = build().to(device, DTYPE)
+    train_data, held_out = load(dtype)
+    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
+    sampler = DistributedSampler(train_data, seed=SEED)
+    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
+    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
-    # Each rank updates the parameters that it owns and broadcasts them: all end with the same weights.
+    # Each rank updates the parameters that it owns, and broadcasts them: all end with the same weights.
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4
     )
 
     for epoch in range(EPOCHS):
-        # Another order in every epoch, the same on all ranks. The last batch is smaller; it is not dropped.
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
-        batches = order.to(device).split(BATCH)
-        sums = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
-            # Contiguous slices whose sizes differ by at most one: no sample is repeated to make them even.
-            own = batch.tensor_split(world_size)[rank]
-            loss = F.cross_entropy(ddp(images[own]), labels[own], reduction="sum")
+        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
+        for index, (images, labels) in enumerate(loader):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss = F.cross_entropy(ddp(images), labels, reduction="none")
+            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
+            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages over ranks. Times world_size that is a sum, which the batch's size divides.
-            (loss * world_size / len(batch)).backward()
+            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
+            (loss * world_size / size).backward()
             optimizer.step()
-            sums[index] = loss.detach()
+            losses[index] = loss.detach() / size
 
-        # The losses are added up over ranks here, once an epoch: in the loop it would hold up every update.
-        dist.all_reduce(sums)
+        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
+        dist.all_reduce(losses)
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {total / len(batches[index])}")
+            for index, loss in enumerate(losses.tolist()):
+                print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, rank, world_size, device)
+    top1 = evaluate(model, held_out, rank, world_size, device)
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: exiting while one still holds the last tensor aborts the process
+    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
 
 
