@@ -343,6 +343,7 @@ def test_no_name_for_two_things() -> None:
 LONG = {
     "strategies.fsdp.prepare": "step and predict are read beside what they close over: the file is a tutorial",
     "strategies.pipeline.prepare": "the same",
+    "strategies.zero1.prepare": "the same",
     "builtin.imagenet.workload": "one argument a line, and the datasets that it describes",
     "builtin.text._workload": "one field of the workload a line",
 }

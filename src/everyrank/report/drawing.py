@@ -81,7 +81,7 @@ def legend_above(axes: Any, names: Sequence[str]) -> None:
 
 
 def legend_height(names: Sequence[str]) -> float:
-    """Inches."""
+    """The height of a legend of so many lines, in inches."""
     return 0.2 * -(-len(names) // _columns(names))
 
 

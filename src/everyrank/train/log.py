@@ -96,7 +96,7 @@ class Log:
             (run / f"{name}.partial").replace(run / name)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """One update."""
+        """Write the row of one update."""
         with self._noted():
             self._write(row)
         self._track(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
@@ -133,7 +133,7 @@ class Log:
                 file.flush()
 
     def close(self) -> None:
-        """The end."""
+        """Write what is left, and close the files."""
         for file, name in zip(self.files, _FILES, strict=True):
             if not _is_here(file, self.run / name):
                 self.gone.append(name)

@@ -30,7 +30,7 @@ class GroupCache:
     axes: dict[str, str] = field(default_factory=dict[str, str])
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget all groups: their world has ended."""
         self.groups.clear()
         self.device_meshes.clear()
         self.axes.clear()
