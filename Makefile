@@ -4,6 +4,9 @@
 #   make test     the test-suite
 #   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), hosts, recipes, benches; and what
 #                            takes minutes: layouts on 8 ranks, their mutations, models of all kinds, transformers
+#   make test-integrations PART=slurm   one part of them: slurm mpi ray hosts launchers (spawn, torchrun), recipes (by
+#                            their own commands), benches, package (wheel, notebook), models (odd ones, transformers),
+#                            layouts (8 ranks, their traffic, their mutations)
 #   make check    format, lint, types, and the test-suite
 #
 # Without an NVIDIA GPU, PyTorch's own site has smaller wheels: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -12,6 +15,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PARTS := slurm mpi ray hosts launchers recipes benches package models layouts
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-integrations check lint types clean
@@ -20,11 +24,15 @@ demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --ignore tests/integration
+	$(BIN)/python tests/side_by_side.py
+
+ifneq ($(filter-out $(PARTS),$(PART)),)
+$(error PART=$(PART): give one of $(PARTS))
+endif
 
 test-integrations: $(VENV)/installed-integrations
 	tests/integration/install
-	$(BIN)/python -m pytest tests/integration -rs
+	$(BIN)/python -m pytest tests/integration -rs $(if $(PART),--part $(PART))
 
 check: lint types test
 

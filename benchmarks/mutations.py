@@ -19,9 +19,10 @@ sys.path[:0] = [str(TESTS), str(TESTS / "parity"), str(TESTS / "integration")]
 
 import test_mutations  # noqa: E402
 import test_mutations_model_parallel  # noqa: E402
+from forkserver import ForkServer  # noqa: E402
+from processes import Pool  # noqa: E402
 
 from everyrank.record import Parity, Record, write_records  # noqa: E402
-from pool import Pool  # noqa: E402
 
 
 def cases() -> list[tuple[str, str, int, Any, tuple[Any, ...]]]:
@@ -41,12 +42,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    server = ForkServer()
     pools: dict[int, Pool] = {}
     keys = itertools.count()
     records: list[Record] = []
     try:
         for name, layout, count, function, arguments in cases():
-            pool = pools.setdefault(count, Pool(count)) if count not in pools else pools[count]
+            pool = pools[count] if count in pools else pools.setdefault(count, Pool(server, count))
             found = pool.call(function, (*arguments, f"benchmark/{next(keys)}"), timeout=300)[0]
             parity = found if isinstance(found, Parity) else Parity("refused", reason=found)
             print(f"{name:32} {layout:44} {parity.status:10} {parity.cause or parity.reason or ''}"[:200], flush=True)
@@ -54,6 +56,7 @@ def main() -> int:
     finally:
         for pool in pools.values():
             pool.close()
+        server.close()
     passed = [record for record in records if record.parity.status not in ("different", "refused")]
     print(f"{len(records)} mutations, {len(records) - len(passed)} found or refused")
     if args.json is not None:

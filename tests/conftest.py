@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -10,10 +11,18 @@ from typing import Any
 
 import pytest
 
-from forge import Forge
-from pool import Pool
+from forkserver import ForkServer
+from processes import Cli, Forge, Pool, command_line, run_cli
 
 _STARTED_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[ForkServer]:
+    """The process that has imported everything, and forks."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -25,16 +34,16 @@ def _pools() -> Iterator[dict[int, Pool]]:
 
 
 @pytest.fixture
-def ranks(_pools: dict[int, Pool]) -> Any:
+def ranks(forkserver: ForkServer, _pools: dict[int, Pool]) -> Any:
     """`ranks(n, function, *arguments)`: results of `function(world, *arguments)` by rank.
 
     The processes are kept for the whole run. They meet over a file, so no port is opened. A call that takes too long
     fails with the stack of every rank; an exception in a rank is raised here with its traceback.
     """
 
-    def call(count: int, function: Any, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    def call(count: int, function: Any, *arguments: Any, timeout: float = 200.0) -> list[Any]:
         if count not in _pools:
-            _pools[count] = Pool(count)
+            _pools[count] = Pool(forkserver, count)
         try:
             return _pools[count].call(function, arguments, timeout)
         except BaseException:
@@ -45,11 +54,28 @@ def ranks(_pools: dict[int, Pool]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def forge() -> Iterator[Forge]:
-    """`forge(folder, "train", "digits", size=2)`: the command line on two ranks, without the seconds of their start."""
-    started = Forge()
-    yield started
-    started.close()
+def forge(forkserver: ForkServer) -> Forge:
+    """`forge(folder, "train", "digits", size=2)`: the command line on two ranks that torchrun would have started."""
+    return Forge(forkserver)
+
+
+@pytest.fixture(scope="session")
+def everyrank(forkserver: ForkServer) -> Any:
+    """`everyrank(folder, "train", "digits", "--processes", 2)`: a command line and the ranks it starts, ended."""
+    return functools.partial(run_cli, forkserver)
+
+
+@pytest.fixture(scope="session")
+def programs(forkserver: ForkServer) -> Path:
+    """A folder with a `python` and a `torchrun` for a shell whose processes are forked."""
+    return forkserver.programs
+
+
+@pytest.fixture
+def cli(forkserver: ForkServer, tmp_path: Path) -> Iterator[Cli]:
+    """The same while it runs: `cli.start(...)`, `cli.end()`."""
+    with command_line(forkserver, tmp_path) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from everyrank import EveryrankError, Launch, Layout, run
 from everyrank.cli import main
 from everyrank.workload import Source
-from forge import Forge
+from processes import Forge
 
 WORKLOAD = '''\
 """A small workload; what a test changes stands between its functions and its end."""
@@ -76,11 +77,6 @@ def here(path: Path) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith("# here"))
 
 
-def everyrank(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "everyrank", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-
-
 def the_line(stderr: str, folder: Path, frames: bool = False) -> str:
     """The one line on stderr. With `frames`, the line before it names a log with the person's own frames."""
     lines = stderr.splitlines()
@@ -100,7 +96,7 @@ HERE = 0  # instead of a number of ranks: this process is the only rank, as if s
 
 
 @pytest.fixture
-def fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
+def fails(everyrank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
     """Train a workload file that is wrong, on so many ranks: the exit status and the line."""
 
     def train_here(path: Path) -> tuple[int, str]:
@@ -290,7 +286,7 @@ ONE_RANK = {
 
 
 @pytest.mark.parametrize("case", ONE_RANK)
-def test_a_workload_that_cannot_be_had(forge: Forge, tmp_path: Path, case: str) -> None:
+def test_a_workload_that_cannot_be_had(everyrank: Any, forge: Forge, tmp_path: Path, case: str) -> None:
     """Status 2 and one line, though it is a rank that imports the file."""
     words, text, fragments, frames = ONE_RANK[case]
     if text is not None:
@@ -340,7 +336,7 @@ def test_a_workload_whose_own_code_raises(fails: Callable[..., tuple[int, str]],
     assert f"my_workload.py:{here(path)} in {expected}" in line
 
 
-def test_a_dataset_that_raises_in_a_loader_process(tmp_path: Path) -> None:
+def test_a_dataset_that_raises_in_a_loader_process(everyrank: Any, tmp_path: Path) -> None:
     """torch sends the traceback of a loader process as text: the place is still found."""
     changes, expected, _ = RAISES["dataset"]
     path = write_workload(tmp_path, changes)
@@ -467,7 +463,7 @@ def test_a_loss_that_becomes_nan(fails: Callable[..., tuple[int, str]], tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+def test_a_device_that_is_not_here(everyrank: Any, tmp_path: Path) -> None:
     """Status 3: the call is right, the machine cannot."""
     ran = everyrank(tmp_path, "train", "digits", "--device", "cuda")
     line = the_line(ran.stderr, tmp_path)
@@ -487,7 +483,7 @@ def loss(output, target):
 """
 
 
-def test_a_local_mean_is_convicted(tmp_path: Path) -> None:
+def test_a_local_mean_is_convicted(everyrank: Any, tmp_path: Path) -> None:
     """Averages of averages: it trains, and to another result. Status 1, and the cause is named."""
     path = write_workload(tmp_path, LOCAL_MEAN)
     ran = everyrank(tmp_path, "verify", path.name, "--layout", "ddp", "--json", "records.json")
@@ -503,7 +499,7 @@ def test_a_local_mean_is_convicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="dataparallel can run here")
-def test_what_cannot_run_here_does_not_stop_the_rest(tmp_path: Path) -> None:
+def test_what_cannot_run_here_does_not_stop_the_rest(everyrank: Any, tmp_path: Path) -> None:
     """Status 3 after the ddp row was checked; the row that could not run says what it needs."""
     words = "verify digits --layout dataparallel ddp --steps 3 --set width=4 --json records.json"
     ran = everyrank(tmp_path, *words.split())
@@ -521,7 +517,7 @@ def test_what_cannot_run_here_does_not_stop_the_rest(tmp_path: Path) -> None:
     assert "¹ not verified here: needs 2 CUDA devices" in ran.stdout
 
 
-def test_all_held(tmp_path: Path) -> None:
+def test_all_held(everyrank: Any, tmp_path: Path) -> None:
     """Status 0 and nothing on stderr: what the others are held against. Also that it writes what it says."""
     path = write_workload(tmp_path)
     ran = everyrank(

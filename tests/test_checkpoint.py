@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import json
 import math
@@ -46,6 +47,7 @@ from everyrank.runs.about import with_sum
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import find_workload, load
 from everyrank.world import World
+from forkserver import ForkServer, run_python
 
 # --- a training that has everything that could be forgotten
 
@@ -554,15 +556,12 @@ def look_at(run: Path) -> int:
     return len(there)
 
 
-def test_fifty_kills_leave_no_folder_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_fifty_kills_leave_no_folder_that_cannot_be_loaded(forkserver: ForkServer, tmp_path: Path) -> None:
     """SIGKILL at random moments of saving, in the background too: what has its name is whole, and there is some."""
-    words = f"import pathlib, test_checkpoint; test_checkpoint.kill_many(pathlib.Path({str(tmp_path)!r}), 17, 50)"
-    where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", words], capture_output=True, text=True, timeout=120, check=False, env=where
-    )
-    assert done.returncode == 0, done.stderr
-    num_unfinished, num_whole = map(int, done.stdout.split())
+    with (tmp_path / "said").open("w") as said, (tmp_path / "errors").open("w") as errors:
+        status = forkserver.start(kill_many, tmp_path, 17, 50, streams=(None, said, errors)).wait(200)
+    assert status == 0, (tmp_path / "errors").read_text()
+    num_unfinished, num_whole = map(int, (tmp_path / "said").read_text().split())
     assert num_unfinished >= 10, "the kills were meant to hit in the middle"
     assert num_whole >= 100
 
@@ -570,19 +569,14 @@ def test_fifty_kills_leave_no_folder_that_cannot_be_loaded(tmp_path: Path) -> No
 # --- F: what is damaged, foreign or hostile
 
 
-def everyrank_command(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "everyrank", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
-
-
 DIGITS = ("train", "digits", "--set", "width=4", "--steps", "6", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def _saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _saved_once(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     words = ("--layout", "ddp", "--processes", "2", "--save-every", "2", "--evaluate-every", "0", "--out", "run")
-    done = everyrank_command(*DIGITS, *words, cwd=folder)
+    done = everyrank(folder, *DIGITS, *words)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -810,10 +804,10 @@ def test_one_flipped_bit_is_found_in_any_file(ranks: Any, run_folder: Path) -> N
         flip(place / name)
 
 
-def test_one_flipped_bit_on_the_command_line(run_folder: Path, tmp_path: Path) -> None:
+def test_one_flipped_bit_on_the_command_line(everyrank: Any, run_folder: Path, tmp_path: Path) -> None:
     flip(step(run_folder, 6) / "__1_0.distcp")
     words = ("--layout", "ddp", "--processes", "2", "--out", run_folder, "--resume")
-    done = everyrank_command(*DIGITS, *words, cwd=tmp_path)
+    done = everyrank(tmp_path, *DIGITS, *words)
     assert done.returncode == 2, done.stderr
     line = one_line(done.stderr)
     assert "__1_0.distcp" in line
@@ -919,11 +913,11 @@ def test_values_of_another_kind_are_refused(ranks: Any, run_folder: Path, values
     assert "\n" not in line
 
 
-def test_a_hostile_table_on_the_command_line(run_folder: Path, tmp_path: Path) -> None:
+def test_a_hostile_table_on_the_command_line(everyrank: Any, run_folder: Path, tmp_path: Path) -> None:
     place, mark = step(run_folder, 6), tmp_path / "it-ran"
     (place / ".metadata").write_bytes(pickle.dumps(Hostile(os.system, f"touch {mark}")))
     sum_again(place, ".metadata")
-    done = everyrank_command(*DIGITS, "--layout", "ddp", "--processes", "2", "--resume", place, cwd=tmp_path)
+    done = everyrank(tmp_path, *DIGITS, "--layout", "ddp", "--processes", "2", "--resume", place)
     assert done.returncode == 2, done.stderr
     assert ".metadata" in one_line(done.stderr)
     assert not mark.exists()
@@ -1035,37 +1029,60 @@ workload = Workload(
 
 
 @pytest.fixture(scope="module")
-def small_disks() -> None:
+def small_disks(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skip where no small disk can be made."""
     reason = "a disk that is full is not verified for real"
-    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip(f"{reason}: needs Linux, root and unshare")
-    tried = ["unshare", "-m", "sh", "-e", "-c", "mount -t tmpfs tmpfs /mnt"]
-    done = subprocess.run(tried, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"{reason}: {done.stderr.strip()}")
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip(f"{reason}: needs Linux, root and mount")
+    folder = tmp_path_factory.mktemp("disk")
+    with (folder / "said").open("w") as said:
+        if forkserver.start(mount_small_disk, folder, streams=(None, said, said)).wait(60):
+            pytest.skip(f"{reason}: {(folder / 'said').read_text().splitlines()[-1]}")
 
 
-def on_a_full_disk(folder: Path, *words: str, cleared: bool, left: int) -> subprocess.CompletedProcess[str]:
-    """Train with the run on a disk of 8 MiB that is full from update 5 on; what is on the disk is copied to `kept`."""
+def mount_small_disk(disk: Path) -> None:
+    """8 MiB, in a mount namespace of this process and its children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000):  # CLONE_NEWNS; os.unshare comes with Python 3.12
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
+
+
+def train_on_small_disk(disk: Path, kept: Path, words: list[str]) -> None:
+    """What is on the disk in the end is copied to `kept`, where everybody sees it."""
+    mount_small_disk(disk)
+    try:
+        run_python(["-m", "everyrank", "train", "mine.py", "--out", str(disk / "run"), "--save-every", "2", *words])
+    finally:
+        (disk / "ballast").unlink(missing_ok=True)
+        shutil.copytree(disk / "run", kept, symlinks=True)
+
+
+@dataclasses.dataclass
+class Ended:
+    """How it ended, and what was said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def on_a_full_disk(forkserver: ForkServer, folder: Path, *words: str, cleared: bool, left: int) -> Ended:
+    """Train with the run on a disk of 8 MiB that is full from update 5 on."""
     (folder / "mine.py").write_text(FULL)
-    disk, kept = folder / "disk", folder / "kept"
-    disk.mkdir()
-    everyrank = f"{sys.executable} -m everyrank train mine.py --out {disk}/run --save-every 2 {' '.join(words)}"
-    script = (
-        f"mount -t tmpfs -o size=8m tmpfs {disk}; set +e; {everyrank}; status=$?; rm -f {disk}/ballast; "
-        f"cp -a {disk}/run {kept}; exit $status"
-    )
-    variables = {"DISK": str(disk), "LEFT": str(left), "CLEARED": str(int(cleared))}
-    return subprocess.run(
-        ["unshare", "-m", "sh", "-e", "-c", script],
-        cwd=folder,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    (folder / "disk").mkdir()
+    own = {"DISK": str(folder / "disk"), "LEFT": str(left), "CLEARED": str(int(cleared)), "OMP_NUM_THREADS": "1"}
+    arguments = (folder / "disk", folder / "kept", list(words))
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        started = forkserver.start(
+            train_on_small_disk,
+            *arguments,
+            folder=folder,
+            environment={**os.environ, **own},
+            streams=(None, out, err),
+        )
+    return Ended(started.wait(200), (folder / "out").read_text(), (folder / "err").read_text())
 
 
 def steps_logged(run: Path) -> list[int]:
@@ -1073,9 +1090,9 @@ def steps_logged(run: Path) -> list[int]:
     return [row["step"] for row in rows if "step" in row]
 
 
-def test_a_full_disk_while_training(small_disks: None, tmp_path: Path) -> None:
+def test_a_full_disk_while_training(forkserver: ForkServer, small_disks: None, tmp_path: Path) -> None:
     """One clear line for each checkpoint that could not be saved; the training goes on, and saves when it can."""
-    done = on_a_full_disk(tmp_path, "--keep", "9", cleared=True, left=60_000)
+    done = on_a_full_disk(forkserver, tmp_path, "--keep", "9", cleared=True, left=60_000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     lines = [line for line in done.stdout.splitlines() if "could not be saved" in line]
@@ -1091,10 +1108,10 @@ def test_a_full_disk_while_training(small_disks: None, tmp_path: Path) -> None:
     assert not list((tmp_path / "kept" / "checkpoints").glob("*.tmp"))
 
 
-def test_a_full_disk_at_the_end(small_disks: None, tmp_path: Path) -> None:
+def test_a_full_disk_at_the_end(forkserver: ForkServer, everyrank: Any, small_disks: None, tmp_path: Path) -> None:
     """The last checkpoint is what the run was for: status 4, one line; the one before is whole and goes on."""
     two = ("--layout", "ddp", "--processes", "2")
-    done = on_a_full_disk(tmp_path, *two, cleared=False, left=60_000)
+    done = on_a_full_disk(forkserver, tmp_path, *two, cleared=False, left=60_000)
     assert done.returncode == 4, done.stdout + done.stderr
     line = one_line(done.stderr)
     assert "No space left on device" in line
@@ -1102,22 +1119,16 @@ def test_a_full_disk_at_the_end(small_disks: None, tmp_path: Path) -> None:
     there = checkpoints_of(tmp_path / "kept")
     assert [one.about.step for one in there] == [2, 4]
     assert [damage(one) for one in there] == [None] * 2
-    os.environ |= {"DISK": str(tmp_path), "LEFT": "0", "CLEARED": "0"}
-    try:
-        again = everyrank_command(
-            "train", "mine.py", *two, "--out", "kept", "--resume", "--steps", "8", "--save-every", "2", cwd=tmp_path
-        )
-    finally:
-        for name in ("DISK", "LEFT", "CLEARED"):
-            del os.environ[name]
+    words = ("--out", "kept", "--resume", "--steps", "8", "--save-every", "2")
+    again = everyrank(tmp_path, "train", "mine.py", *two, *words, DISK=str(tmp_path), LEFT="0", CLEARED="0")
     assert again.returncode == 0, again.stderr
     assert steps_logged(tmp_path / "kept") == list(range(8))
     assert find_checkpoint(tmp_path / "kept").about.step == 8
 
 
-def test_a_disk_with_no_room_for_the_log_either(small_disks: None, tmp_path: Path) -> None:
+def test_a_disk_with_no_room_for_the_log_either(forkserver: ForkServer, small_disks: None, tmp_path: Path) -> None:
     """Not one byte is left: however it ends, in one line, and what was saved is whole."""
-    done = on_a_full_disk(tmp_path, cleared=False, left=0)
+    done = on_a_full_disk(forkserver, tmp_path, cleared=False, left=0)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

@@ -28,7 +28,7 @@ from everyrank.data.seeds import mix
 from everyrank.world import World
 
 
-@pytest.mark.parametrize(("total", "count"), itertools.product(range(12), range(1, 6)))
+@pytest.mark.parametrize(("total", "count"), list(itertools.product(range(12), range(1, 6))))
 def test_cut_covers_everything_once(total: int, count: int) -> None:
     """Parts are contiguous, together they are everything, and their sizes differ by at most one."""
     parts = [cut(total, Slice(index, count)) for index in range(count)]
@@ -37,7 +37,7 @@ def test_cut_covers_everything_once(total: int, count: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize(("total", "accumulate"), itertools.product(range(1, 9), range(1, 6)))
+@pytest.mark.parametrize(("total", "accumulate"), list(itertools.product(range(1, 9), range(1, 6))))
 def test_no_micro_batch_is_empty(total: int, accumulate: int) -> None:
     """A micro-batch without a sample on any rank is left out, on all ranks alike."""
     parts = micro_batches(total, accumulate)

@@ -25,7 +25,7 @@ from everyrank.builtin.text import perplexity
 from everyrank.datasets import JsonLines, ParquetRows, TarShards, TextLines, TextWindows, files_in
 from everyrank.datasets.download import File, download
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
-from forge import Forge
+from processes import Forge
 
 PIL = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
 

@@ -33,7 +33,7 @@ from everyrank.cli import main
 from everyrank.commands import doctor as doctor_command
 from everyrank.commands.launching import add_launching, is_reporting_rank, launch_of
 from everyrank.doctor import launching as doctor
-from everyrank.errors import CannotRunError, RankFailedError, UsageError, WorkloadError
+from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, WorkloadError
 from everyrank.launch import (
     Launch,
     RankInfo,
@@ -53,7 +53,7 @@ from everyrank.layout import Layout, parse_layout
 from everyrank.world import heartbeat
 from everyrank.world.heartbeat import Peer, register_rank, route_to_peers, wait_for_peers
 from everyrank.world.rendezvous import open_store
-from forge import Forge, by_hand, free_port
+from processes import Forge, by_hand, free_port
 
 GOLDEN = Path(__file__).parent / "golden"
 _OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_", "GLOO_", "NCCL_")
@@ -813,7 +813,12 @@ def test_an_allocation_of_other_tasks_than_asked_for(case: str) -> None:
 )
 def test_an_allocation_that_fits(launch: Launch, environment: dict[str, str]) -> None:
     """Nothing is said against it."""
-    check_allocation(launch, environment)
+    said: list[str] = []
+    try:
+        check_allocation(launch, environment)
+    except EveryrankError as error:
+        said.append(str(error))
+    assert said == []
 
 
 def test_the_allocation_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1114,7 +1119,12 @@ def test_a_port_is_looked_at_before_the_start(typed: Any, busy: int) -> None:
 def test_a_port_of_another_host_is_not_judged(monkeypatch: pytest.MonkeyPatch, busy: int) -> None:
     """What is taken here may be free there."""
     monkeypatch.setattr(hosts, "addresses_of", lambda _: ["192.0.2.77"])
-    hosts.check_port("n1", busy)
+    said: list[str] = []
+    try:
+        hosts.check_port("n1", busy)
+    except EveryrankError as error:
+        said.append(str(error))
+    assert said == []
 
 
 def test_an_interface_that_is_not_there() -> None:

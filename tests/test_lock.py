@@ -20,7 +20,7 @@ import everyrank.runs.lock as lock
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoints_of, hold
 from everyrank.runs.lock import LOCK
-from forge import Forge
+from processes import Forge
 
 HOLDER = """
 import pathlib, sys

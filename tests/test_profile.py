@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -35,11 +33,6 @@ def spans_of(events: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """When each phase first began and ended."""
     rows = sorted((row for row in events if row["name"] in PHASES), key=lambda row: -row["ts"])
     return {row["name"]: (row["ts"], row["ts"] + row["dur"]) for row in rows}
-
-
-def everyrank(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "everyrank", *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_the_same_process_number_on_two_hosts_is_two_processes() -> None:
@@ -138,7 +131,7 @@ def test_as_many_hosts_as_traces() -> None:
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def profiled(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One real run, what it printed, its trace and its Record."""
     folder = tmp_path_factory.mktemp("profiled")
     words = ("--layout", "ddp", "--processes", "2", "--steps", "12", "--device", "cpu", "--backend", "gloo")
@@ -188,7 +181,7 @@ def test_ranks_of_one_host_share_the_clock_of_a_real_trace(profiled: dict[str, A
     assert other[1] > one[0]
 
 
-def test_a_profiled_run_has_no_speed(profiled: dict[str, Any], tmp_path: Path) -> None:
+def test_a_profiled_run_has_no_speed(everyrank: Any, profiled: dict[str, Any], tmp_path: Path) -> None:
     """The profiler slowed it. The same run without it has one."""
     record = profiled["record"]
     assert record.throughput_samples_per_second is None
@@ -205,7 +198,7 @@ def test_a_profiled_run_has_no_speed(profiled: dict[str, Any], tmp_path: Path) -
     assert plain.throughput_samples_per_second is not None
 
 
-def test_a_run_of_one_step_has_a_trace_too(tmp_path: Path) -> None:
+def test_a_run_of_one_step_has_a_trace_too(everyrank: Any, tmp_path: Path) -> None:
     """And a file that does not end in .gz is plain JSON."""
     words = ("--layout", "single", "--steps", "1", "--device", "cpu", "--profile", "F.json", "--out", "run")
     done = everyrank(tmp_path, "train", "digits", *words)
@@ -214,7 +207,7 @@ def test_a_run_of_one_step_has_a_trace_too(tmp_path: Path) -> None:
     assert phases_of(events)["everyrank:backward"] == phases_of(events)["everyrank:optimizer"] == 1
 
 
-def test_a_place_for_the_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_place_for_the_trace_that_cannot_be_written_is_refused(everyrank: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "F.json"):
         done = everyrank(tmp_path, "train", "digits", "--steps", "1", "--profile", path, "--out", "run")

@@ -12,10 +12,8 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,7 @@ import torch
 from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_about
-from forge import Forge
-from test_faults import Cli
+from processes import Cli, Forge
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -90,17 +87,6 @@ workload = Workload(
 """
 
 STEPS, SAVE_EVERY = 30, 5
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> Iterator[Cli]:
-    started = Cli(tmp_path)
-    yield started
-    for pid in started.processes():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if started.process is not None:
-        started.process.communicate(timeout=20)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -197,15 +183,6 @@ def is_the_same_run(run: Path, expected: Path, folder: Path) -> None:
         assert torch.equal(value, others[name]), name
 
 
-def wait_for(condition: Callable[[], Any], cli: Cli, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert cli.process is not None
-        if time.monotonic() > deadline or cli.process.poll() is not None:
-            pytest.fail(f"it never came to that: {cli.process.communicate(timeout=5)}")
-        time.sleep(0.02)
-
-
 def first_checkpoint(run: Path) -> Callable[[], bool]:
     return lambda: (run / "checkpoints" / f"step-{SAVE_EVERY:08d}").exists()
 
@@ -222,7 +199,7 @@ def test_a_run_that_is_killed_goes_on_to_the_last_bit(
     (cli.folder / "mine.py").write_text(WORKLOAD)
     run = cli.folder / "run"
     cli.start(*words_for(layout, "--processes", "2", *more), SLEEP="0.01")
-    wait_for(first_checkpoint(run), cli)
+    cli.wait_for(first_checkpoint(run))
     pause = random.Random(layout).uniform(0.0, 0.6)
     time.sleep(pause)
     for pid in cli.processes():
@@ -272,8 +249,8 @@ def test_sigterm_saves_and_says_how_to_go_on(cli: Cli, forge: Forge, whole: Call
     (cli.folder / "mine.py").write_text(WORKLOAD)
     run = cli.folder / "run"
     cli.start(*words_for("ddp", "--processes", "2", "--workers", "1"), SLEEP="0.06")
-    wait_for(first_checkpoint(run), cli)
-    wait_for(lambda: (run / "log.jsonl").read_text().count("\n") == SAVE_EVERY + 1, cli)
+    cli.wait_for(first_checkpoint(run))
+    cli.wait_for(lambda: (run / "log.jsonl").read_text().count("\n") == SAVE_EVERY + 1)
     assert cli.process is not None
     os.kill(cli.process.pid, signal.SIGTERM)
     begun = time.monotonic()
@@ -299,7 +276,7 @@ def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli) -> None:
     (cli.folder / "mine.py").write_text(WORKLOAD)
     run = cli.folder / "run"
     cli.start(*words_for("fsdp", "--processes", "2"), SLEEP="0.075")
-    wait_for((cli.folder / "reached").exists, cli)
+    cli.wait_for((cli.folder / "reached").exists)
     time.sleep(1.0)
     assert cli.process is not None
     os.kill(cli.process.pid, signal.SIGUSR1)
@@ -318,7 +295,7 @@ def test_a_second_sigterm_ends_at_once(cli: Cli) -> None:
     """Who cannot wait for a step of four seconds need not."""
     (cli.folder / "mine.py").write_text(WORKLOAD)
     cli.start(*words_for("ddp", "--processes", "2"), SLEEP="1")
-    wait_for((cli.folder / "reached").exists, cli)
+    cli.wait_for((cli.folder / "reached").exists)
     assert cli.process is not None
     os.kill(cli.process.pid, signal.SIGTERM)
     time.sleep(0.3)
@@ -349,8 +326,8 @@ def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli) -> None:
     (cli.folder / "mine.py").write_text(WORKLOAD)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = ["train", "mine.py", "--layout", "fsdp", "--save-every", "5"]
-    cli.start("-m", "everyrank", *words, command=torchrun, SLEEP="0.03")
-    wait_for(lambda: any((cli.folder / "runs").glob("*/checkpoints/step-00000005")), cli)
+    cli.start("-m", "everyrank", *words, command=torchrun, is_forked=False, SLEEP="0.03")
+    cli.wait_for(lambda: any((cli.folder / "runs").glob("*/checkpoints/step-00000005")))
     pid = rank_process(cli, 1)
     assert pid is not None
     os.kill(pid, signal.SIGUSR1)
@@ -373,12 +350,11 @@ def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli) -> None:
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def digits(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """30 updates under ddp on two ranks, and what the command said. --resume finds nothing there, and begins."""
     folder = tmp_path_factory.mktemp("digits")
     words = "train digits --layout ddp --processes 2 --set width=4 --steps 30 --save-every 10 --keep 2"
-    command = [sys.executable, "-m", "everyrank", *words.split(), "--evaluate-every", "10", "--out", "run", "--resume"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = everyrank(folder, *words.split(), "--evaluate-every", "10", "--out", "run", "--resume")
     assert done.returncode == 0, done.stderr
     return folder / "run", done.stdout
 
@@ -622,20 +598,12 @@ def test_tensorboard_has_the_losses(forge: Forge, tmp_path: Path) -> None:
     assert [one.step for one in events.Scalars("top1")][-1] == 9
 
 
-def test_wandb_keeps_its_run_here(tmp_path: Path) -> None:
+def test_wandb_keeps_its_run_here(everyrank: Any, tmp_path: Path) -> None:
     """Offline it needs neither key nor network, and leaves its run in ours."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("logging to wandb is not verified: it is not installed")
-    command = [sys.executable, "-m", "everyrank", "train", "digits", *WIDTH, "--steps", "3", "--save-every", "0"]
-    done = subprocess.run(
-        [*command, "--out", "run", "--tracker", "wandb"],
-        cwd=tmp_path,
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = ("train", "digits", *WIDTH, "--steps", "3", "--save-every", "0", "--out", "run", "--tracker", "wandb")
+    done = everyrank(tmp_path, *words, WANDB_MODE="offline", WANDB_SILENT="true")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
@@ -758,6 +726,7 @@ if sys.argv[1] == "pipe":
     os.dup2(writing, 1)
 else:
     os.dup2(os.open(sys.argv[1], os.O_WRONLY), 1)
+sys.stdout = open(1, "w", closefd=False)
 main(sys.argv[2:])
 """
 

@@ -6,8 +6,6 @@ import gzip
 import os
 import pickle
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from everyrank.datasets.transforms import (
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.workload import load
 from everyrank.world import World
-from forge import Forge
+from processes import Forge
 
 
 def digits(count: int, size: int) -> tuple[Any, Any]:
@@ -377,11 +375,6 @@ def test_schedules() -> None:
 # --- the workloads
 
 
-def everyrank(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "everyrank", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
-
-
 SMALL = ("--layout", "ddp", "--processes", "2", "--steps", "3", "--json", "r.json")
 
 
@@ -437,14 +430,14 @@ def test_data_that_is_not_there_is_asked_for_in_one_line(
         assert word in str(caught.value)
 
 
-def test_no_data_at_all_is_asked_for_on_the_command_line(tmp_path: Path) -> None:
-    done = everyrank("train", "mnist", cwd=tmp_path)
+def test_no_data_at_all_is_asked_for_on_the_command_line(everyrank: Any, tmp_path: Path) -> None:
+    done = everyrank(tmp_path, "train", "mnist")
     assert done.returncode == 2, done.stderr
     assert "--data DIR" in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
-def test_a_truncated_image_ends_a_training_by_name(tmp_path: Path, images: Path) -> None:
+def test_a_truncated_image_ends_a_training_by_name(everyrank: Any, tmp_path: Path, images: Path) -> None:
     """Also where a loader worker meets it, whose error arrives as the text of a traceback."""
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
@@ -453,7 +446,7 @@ def test_a_truncated_image_ends_a_training_by_name(tmp_path: Path, images: Path)
             whole = part == "val" or index != 2
             (tmp_path / part / "a" / f"{index}.jpg").write_bytes(content if whole else content[:-60])
     words = ["train", "imagenet", "--data", ".", "--workers", "1", "--set"]
-    done = everyrank(*words, "batch=2", "width=4", "size=64", "epochs=1", cwd=tmp_path)
+    done = everyrank(tmp_path, *words, "batch=2", "width=4", "size=64", "epochs=1")
     assert done.returncode in (2, 4)
     assert "Traceback" not in done.stderr
     assert "2.jpg: cannot be read as an image" in done.stderr.strip().splitlines()[-1]

@@ -25,7 +25,7 @@ from everyrank.record import read_records
 from everyrank.runs import About, Checkpoint
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
-from forge import Forge
+from processes import Forge
 
 
 def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:

@@ -26,7 +26,7 @@ from everyrank.world import (
     store_barrier,
 )
 from everyrank.world.collectives import all_equal, all_gather, all_gather_json, broadcast_value, sum_over_ranks
-from forge import free_port
+from processes import free_port
 
 TORCHRUN = {
     "RANK": "1",

@@ -13,6 +13,9 @@ from torch.utils.data import Dataset
 import everyrank
 from everyrank import Workload
 from everyrank.builtin import DECODER_PLAN, Decoder, DecoderShape
+from everyrank.loop import open_data
+from everyrank.parity import ParityCase, parity_case
+from everyrank.world import World
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -273,3 +276,26 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
         "augmented": {"model": FrozenModel, "train_data": lambda: Augmented(23)},
     }
     return Workload(**{**common, **own[name], **changes})
+
+
+_subjects: dict[str, ParityCase] = {}  # of this process
+
+
+def subject(world: World, name: str, optimizer: str = "sgd", steps: int = 20, **changes: Any) -> ParityCase:
+    """One of the zoo to be checked. Its runs of `single` are kept for the next check of the same in these ranks."""
+    named = {key: getattr(value, "__qualname__", value) for key, value in changes.items()}
+    key = repr((name, optimizer, steps, sorted(named.items())))
+    # a function of the test's own may be another one at every call
+    is_kept = not any(word in key for word in ("<lambda>", "<locals>", " at 0x"))
+    if is_kept and key in _subjects:
+        return _subjects[key]
+    chosen = workload(name, optimizer, **changes)
+    made = parity_case(chosen, *open_data(chosen, world), steps=steps)
+    if is_kept:
+        _subjects[key] = made
+    return made
+
+
+def uncounted_model() -> nn.Module:
+    """Without the buffer that counts forward passes: with micro-batches there are more of them."""
+    return FrozenModel(counts=False)

@@ -1,6 +1,7 @@
 """Real launchers on this machine: a Slurm of two nodes, MPI, Ray, and hosts in network namespaces.
 
-What cannot be had here is skipped, with what it needs: `make test-integrations` installs it where it may.
+What cannot be had here is skipped, with what it needs: `make test-integrations` installs it where it may. Each test
+belongs to one of the `PARTS`; `make test-integrations PART=slurm` runs those of one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,6 +19,44 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+# What makes a test one of a part: a word of its name, a fixture it asks for, or its file. The first that fits is it.
+PARTS = {
+    "slurm": r"slurm|srun|sbatch|scancel|out_of_time|the_person_is_gone",
+    "mpi": r"(\b|_)mpi",
+    "ray": r"\bray\b|test_ray",
+    "hosts": r"three_hosts",
+    "recipes": r"test_recipe_commands",
+    "benches": r"test_benches|test_benchmarks",
+    "package": r"test_wheel|test_notebook",
+    "models": r"test_odd_models|test_causal_lm",
+    "layouts": r"test_more_ranks|_model_parallel",
+    "launchers": r"test_conformance|test_failures",  # spawn and torchrun, and what all of them share
+}
+
+
+def part_of(item: pytest.Item) -> str:
+    """The part a test belongs to."""
+    words = " ".join([item.path.stem, item.name, *getattr(item, "fixturenames", ())]).lower()
+    found = next((part for part, pattern in PARTS.items() if re.search(pattern, words)), None)
+    if found is None:
+        raise pytest.UsageError(f"{item.nodeid} belongs to no part: add it to PARTS in tests/integration/conftest.py")
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="", help="of the integration tests: " + " ".join(PARTS))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked, here = config.getoption("--part"), Path(__file__).parent
+    if asked and asked not in PARTS:
+        raise pytest.UsageError(f"--part {asked}: give one of {', '.join(PARTS)}")
+    parts = {item: part_of(item) for item in items if here in item.path.parents}
+    left_out = [item for item, part in parts.items() if asked not in ("", part)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
 
 SLURM_CONF = """\
 ClusterName=everyrank

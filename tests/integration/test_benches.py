@@ -8,23 +8,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everyrank import Launch, Layout, find_workload, read_records, run
 from everyrank.layout import STRATEGIES
-from test_commands import everyrank
 
 
-def test_bench_and_report(tmp_path: Path) -> None:
+def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
     """Rows for all there are, numbers only for what was checked equal; the report can be made again from the Records.
 
     Layouts that nobody asked for by name and the workload cannot have say why.
     """
-    done = everyrank(
-        "bench", "digits", "--processes", "2", "--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html",
-        cwd=tmp_path,
-    )  # fmt: skip
+    words = ("--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html")
+    done = everyrank(tmp_path, "bench", "digits", "--processes", "2", *words, is_forked=False)
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.json")
     trained = ["single", "ddp", "zero1", "fsdp"]
@@ -93,12 +91,10 @@ def test_a_bench_that_is_stopped_shows_what_it_has(tmp_path: Path, number: signa
     assert "Stopped before the end" in (tmp_path / "r.html").read_text()
 
 
-def test_bench_on_several_numbers_of_ranks(tmp_path: Path) -> None:
+def test_bench_on_several_numbers_of_ranks(everyrank: Any, tmp_path: Path) -> None:
     """One rank first; then strong and weak scaling, each with its efficiency against that."""
-    done = everyrank(
-        "bench", "digits", "--layout", "ddp", "--processes", "1", "2", "--steps", "3", "--trials", "1", "--json", "r",
-        cwd=tmp_path,
-    )  # fmt: skip
+    words = ("--processes", "1", "2", "--steps", "3", "--trials", "1", "--json", "r")
+    done = everyrank(tmp_path, "bench", "digits", "--layout", "ddp", *words)
     assert done.returncode == 0, done.stderr
     one, strong, weak = read_records(tmp_path / "r")
     assert [one.world_size, strong.world_size, weak.world_size] == [1, 2, 2]
@@ -114,10 +110,10 @@ def test_bench_on_several_numbers_of_ranks(tmp_path: Path) -> None:
     assert "efficiency beside one rank" in done.stdout
 
 
-def test_launchers_are_bit_identical(tmp_path: Path) -> None:
+def test_launchers_are_bit_identical(everyrank: Any, tmp_path: Path) -> None:
     """How processes start changes no bit."""
     words = ["train", "digits", "--layout", "zero1", "--processes", "2", "--steps", "5", "--json", "r.json"]
-    done = everyrank(*words, "--launcher", "torchrun", cwd=tmp_path)
+    done = everyrank(tmp_path, *words, "--launcher", "torchrun")
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path / "r.json")
     assert record.launcher == "torchrun"

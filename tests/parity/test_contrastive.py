@@ -15,11 +15,11 @@ import zoo
 from everyrank import Layout, parse_layout
 from everyrank.data import Batch
 from everyrank.errors import UnsupportedLayoutError, WorkloadError
-from everyrank.loop import open_data
 from everyrank.parallel import batch_gather
 from everyrank.parallel.batch_gather import loss_scope
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity import check_layout, parity_case
+from everyrank.parity import check_layout
+from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -28,8 +28,10 @@ _COUNTER = iter(range(10**9))
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any], broken: str = "") -> list[Parity]:
     """Parity of each layout, in the ranks; those that the workload cannot have are not verified."""
-    workload = zoo.workload("contrastive", "adamw", **changes)
-    subject = parity_case(workload, *open_data(workload, world), steps=8)
+    subject = zoo.subject(world, "contrastive", "adamw", steps=8, **changes)
+    if broken:
+        for text in layouts:
+            ensure_references(subject, parse_layout(text), world, f"{key}/{text}/single")  # before anything is patched
     with MUTATIONS[broken]():
         return [check_layout(subject, parse_layout(text), world, f"{key}/{text}", by_name=False)[0] for text in layouts]
 

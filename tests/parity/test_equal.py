@@ -18,9 +18,7 @@ _COUNTER = iter(range(10**9))
 
 def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
     """Parity of each layout, in the ranks."""
-    workload = zoo.workload(name, optimizer, **changes)
-    data = open_data(workload, world)
-    subject = parity_case(workload, *data, steps=20)
+    subject = zoo.subject(world, name, optimizer, **changes)
     return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
@@ -65,7 +63,7 @@ def test_equal_with_micro_batches(ranks: Any, count: int, name: str) -> None:
     """
     changes: dict[str, Any] = {
         "tied": {},
-        "frozen": {"model": lambda: zoo.FrozenModel(counts=False)},  # there are more forward passes, of course
+        "frozen": {"model": zoo.uncounted_model},
         "norm": {"global_batch": 12},  # micro-batches of one sample have no variance
     }[name]
     layouts = [f"{strategy}:accumulate=3" for strategy in ("ddp", "zero1", "fsdp")]

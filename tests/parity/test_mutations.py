@@ -23,6 +23,7 @@ from everyrank.data import Slice
 from everyrank.loop import open_data
 from everyrank.parallel.mesh import Mesh
 from everyrank.parity import check_layout, parity_case
+from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -277,13 +278,12 @@ def check(world: World, mutation: Any, strategy: str, name: str, optimizer: str,
     if mutation is batch_norm_alone:
         changes["global_batch"] = 8  # a single sample has no variance, which torch itself would say
     if "accumulate" in keys:
-        changes["model"] = lambda: zoo.FrozenModel(counts=False)
-    workload = zoo.workload(name, optimizer, **changes)
-    subject = parity_case(workload, *open_data(workload, world), steps=20)
-    with mutation(strategy, world) if mutation else contextlib.nullcontext():
-        return check_layout(subject, parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}"), world, key)[
-            0
-        ]
+        changes["model"] = zoo.uncounted_model
+    subject = zoo.subject(world, name, optimizer, **changes)
+    layout = parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}")
+    ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
+    with mutation(strategy, world):
+        return check_layout(subject, layout, world, key)[0]
 
 
 def _cases() -> list[Any]:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,13 +24,14 @@ from pathlib import Path
 import pytest
 
 import everyrank
-from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
+from everyrank import Record, read_records
 from everyrank.cli import main
-from forge import Forge, by_hand
+from processes import LOOPBACK, Forge, by_hand
 
 PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+PROGRAMS = Path(sys.executable).parent  # `python` and `torchrun`
+OURS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # in the environment of what is typed
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
 NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray"}  # what starts them: their tests are in integration
 ALONE = {  # with a network of their own: what trains the same whole, by plain python, is compared
@@ -173,6 +175,15 @@ TASK = {f"SLURM_{name}": "0" for name in ("STEP_ID", "PROCID", "LOCALID")}
 TASK |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_programs(programs: Path) -> Iterator[None]:
+    """`python` and `torchrun` that start in no time; tests/integration types the real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "PROGRAMS", programs)
+        patch.setitem(OURS, "PYTHON_EXEC", str(programs / "python"))  # torchrun starts its ranks by it
+        yield
+
+
 @dataclass(frozen=True)
 class Printed:
     """What a recipe printed: losses by update, and the named numbers at the end."""
@@ -222,8 +233,7 @@ def output(forge: Forge, folder: Path, command: str) -> str:
 
 def typed(folder: Path, commands: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run lines as a person types them, with `python` and all else of this environment first on the path."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, **variables}
+    environment = {**os.environ, **OURS, "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", **variables}
     shell = subprocess.Popen(
         ["/bin/sh", "-e"],
         cwd=folder,
@@ -319,17 +329,19 @@ workload = Workload(
 """
 
 
-def test_network_of_its_own_is_trained_as_the_library_would(tmp_path: Path) -> None:
+def test_network_of_its_own_is_trained_as_the_library_would(forge: Forge, tmp_path: Path) -> None:
     """What the others are compared with is itself compared: the same network, as a workload on one device."""
     beside(tmp_path, "tensor")
     (tmp_path / "workload.py").write_text(TRANSFORMER)
-    record = run(
-        find_workload(str(tmp_path / "workload.py")),
-        parse_layout("single:precision=float64"),
-        Launch(processes=1),
-        show=False,
-    )[0]
-    assert distance(alone("tensor"), record) <= 1e-12
+    assert distance(alone("tensor"), on_one_device(forge, tmp_path)) <= 1e-12
+
+
+def on_one_device(forge: Forge, folder: Path) -> Record:
+    """The training of the workload file in that folder, by the library."""
+    words = ("--layout", "single:precision=float64", "--save-every", "0", "--out", "out")
+    done = forge(folder, "train", "workload.py", *words)
+    assert done.status == 0, done.err
+    return read_records(folder / "out" / "record.json")[0]
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -468,7 +480,7 @@ def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
     beside(tmp_path, "ddp_file")
     meeting = tmp_path / "meeting"
     words = f"ddp_file.py --world-size 2 --init file://{meeting} --rank"
-    killed = subprocess.Popen([sys.executable, *shlex.split(words), "0"], cwd=tmp_path)
+    killed = subprocess.Popen([PROGRAMS / "python", *shlex.split(words), "0"], cwd=tmp_path)
     deadline = time.monotonic() + 60
     while not meeting.exists():
         assert time.monotonic() < deadline
@@ -514,7 +526,7 @@ def test_start_without_srun_is_refused(tmp_path: Path, change: dict[str, str], g
     count = (
         f"import runpy, torch; torch.cuda.device_count = lambda: {gpus}; runpy.run_path('slurm.py', None, '__main__')"
     )
-    assert said in refusal(tmp_path, f"{sys.executable} -c {shlex.quote(count)}", **change)
+    assert said in refusal(tmp_path, f"{PROGRAMS}/python -c {shlex.quote(count)}", **change)
 
 
 def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
@@ -538,8 +550,9 @@ def test_hosts_that_do_not_fit_are_refused(tmp_path: Path, before: str, after: s
     text = (tmp_path / "multi_node.py").read_text()
     assert text.count(before) == 1
     (tmp_path / "multi_node.py").write_text(text.replace(before, after))
-    commands = re.findall(r"^Run: (.*)$", text, re.MULTILINE)
-    done = typed(tmp_path, "\n".join(commands), 1)  # torchrun's own status
+    commands = "\n".join(re.findall(r"^Run: (.*)$", text, re.MULTILINE))
+    # the first torchrun that ends takes the store with it: not before the other's rank has spoken
+    done = typed(tmp_path, commands.replace("torchrun ", "torchrun --monitor-interval 2 "), 1)  # torchrun's own status
     lines = done.stderr.split("multi_node.py: ")[1:]  # two processes write to one screen
     assert len(lines) == 2
     assert all(said in line for line in lines)
@@ -629,15 +642,14 @@ def trained(forge: Forge, folder: Path, images: Path, text: str, *commands: str)
 
 
 @pytest.fixture(scope="module")
-def by_library(images: Path) -> Record:
+def by_library(forge: Forge, images: Path) -> Record:
     """The same training in one process by the library, of the script's own model, images and loss."""
     (images.parent / "my_images").mkdir()
     folder = images.parent / "my_images"
     (folder / "imagenet_ddp.py").write_text((RECIPES / "imagenet_ddp.py").read_text())
     (folder / "images").symlink_to(images)
     (folder / "workload.py").write_text(WORKLOAD)
-    workload = find_workload(str(folder / "workload.py"))
-    return run(workload, parse_layout("single:precision=float64"), Launch(processes=1), show=False)[0]
+    return on_one_device(forge, folder)
 
 
 def test_imagenet_equals_the_library(forge: Forge, tmp_path: Path, images: Path, by_library: Record) -> None:

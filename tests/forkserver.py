@@ -1,0 +1,438 @@
+"""One process that has imported everything forks what the tests start: ranks, command lines, scripts.
+
+A start of Python costs four to seven CPU seconds of imports here, a fork some milliseconds. What is forked is a process
+like any other: with an id, a session, standard streams, an environment, a working directory and an exit status of its
+own, and it can be killed. Where it starts the ranks of a job in turn (`python -m everyrank...`), these are forked, too.
+
+Not the same: `/proc/ID/cmdline` is the server's, and modules that the tests have not imported yet are there already.
+A handful of tests therefore starts Python itself, from end to end: `start_python`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import inspect
+import multiprocessing
+import os
+import pickle
+import runpy
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+# `python` and `torchrun` for a shell: their words, files and environment go to the server, their signals follow
+PROGRAM = """\
+#!{python} -ES
+import os, pickle, signal, socket, struct, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+content = pickle.dumps(("run_python", ({before!r} + sys.argv[1:],), os.getcwd(), dict(os.environ)))
+socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2])
+server.sendall(content)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: server.send(bytes([number])))
+child, status = struct.unpack("ii", server.recv(8, socket.MSG_WAITALL))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+MARK = "EVERYRANK_TEST_MARK"  # finds, in /proc, every process that a test has started
+_NO_MARK = "-" * 32
+_STREAMS = 3
+
+
+# --- in the tests
+
+
+class Forked:
+    """A process that the server has forked for us, as `subprocess.Popen` has it. Who lets go of it ends it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.pid = self._number()
+        self.returncode: int | None = None
+
+    def _number(self) -> int:
+        text = self.connection.recv(4, socket.MSG_WAITALL)
+        if len(text) < 4:
+            raise RuntimeError("the fork server is gone")
+        return struct.unpack("i", text)[0]
+
+    def poll(self) -> int | None:
+        """The exit status, -N after signal N; None while it runs."""
+        if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
+            self.returncode = self._number()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+        if self.returncode is None and not select.select([self.connection], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL, to it alone."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it and its session, if they still run."""
+        self.connection.close()
+
+
+class ForkServer:
+    """Starts when it is first asked for something."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="everyrank-fork-"))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def _serve(self) -> None:
+        if self.process is not None:
+            return
+        # one thread, so that none is lost in a fork; the mark's place is filled by whom it marks
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", MARK: _NO_MARK}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import forkserver, sys; forkserver.serve(sys.argv[1])", self.address],
+            stdin=subprocess.PIPE,  # at whose end it ends
+            env={**os.environ, **own},
+            start_new_session=True,
+        )
+        while not Path(self.address).exists():
+            assert self.process.poll() is None, "the fork server could not start"
+            time.sleep(0.01)
+
+    @property
+    def programs(self) -> Path:
+        """A folder with `python` and `torchrun`, whose processes are forked."""
+        folder = self.folder / "bin"
+        if not folder.exists():
+            self._serve()
+            folder.mkdir()
+            for name, before in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+                text = PROGRAM.format(python=sys.executable, address=self.address, before=before)
+                (folder / name).write_text(text)
+                (folder / name).chmod(0o755)
+        return folder
+
+    @property
+    def address(self) -> str:
+        return str(self.folder / "socket")
+
+    def start(
+        self,
+        function: Callable[..., object],
+        *arguments: object,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        streams: Sequence[IO[Any] | int | None] = (None, None, None),
+        handles: Sequence[int] = (),
+    ) -> Forked:
+        """Call a function of a module in a new process; its descriptors from 3 on are `handles`.
+
+        Of `streams` (stdin, stdout, stderr) None is nothing at all for the first, and ours for the others.
+        """
+        self._serve()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self.address)
+        request = (function, arguments, str(folder or Path.cwd()), dict(environment or os.environ))
+        with Path(os.devnull).open("rb") as nothing:
+            chosen = [nothing if stream is None and not place else stream for place, stream in enumerate(streams)]
+            numbers = [place if stream is None else _fileno(stream) for place, stream in enumerate(chosen)]
+            send_request(connection, request, [*numbers, *handles])
+        return Forked(connection)
+
+    def python(
+        self,
+        folder: Path,
+        *words: object,
+        streams: Sequence[IO[Any] | int | None] = (None, None, None),
+        environment: Mapping[str, str] | None = None,
+    ) -> Forked:
+        """`python *words`, without the seconds of its start."""
+        return self.start(run_python, list(map(str, words)), folder=folder, environment=environment, streams=streams)
+
+    def close(self) -> None:
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.process.wait(timeout=60)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _fileno(stream: IO[Any] | int) -> int:
+    return stream if isinstance(stream, int) else stream.fileno()
+
+
+def send_request(connection: socket.socket, request: object, numbers: Sequence[int]) -> None:
+    """With open files, whose numbers are these."""
+    content = pickle.dumps(request)
+    socket.send_fds(connection, [struct.pack("i", len(content))], numbers)
+    connection.sendall(content)
+
+
+# --- in the server
+
+
+def serve(address: str) -> None:
+    """Import what the tests need, then fork until standard input ends."""
+    _preload()
+    subprocess.Popen = _ForkingPopen
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address + ".new")
+        listening.listen(64)
+        Path(address + ".new").rename(address)
+        while True:
+            ready, _, _ = select.select([listening, 0], [], [])
+            if 0 in ready:
+                break
+            connection, _ = listening.accept()
+            if os.fork() == 0:
+                listening.close()
+                _keep(connection)
+            connection.close()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+    with contextlib.suppress(ChildProcessError):  # so that what they have used is counted
+        while True:
+            os.wait()
+
+
+def _preload() -> None:
+    import gc
+
+    import torch.distributed.checkpoint
+    import torch.distributed.elastic.multiprocessing
+    import torch.distributed.fsdp
+    import torch.nn.parallel
+
+    import everyrank.tasks.bench
+    import everyrank.tasks.predict
+    import everyrank.tasks.verify
+    import everyrank.tasks.train
+    import zoo
+
+    assert all([torch, everyrank, zoo])
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()  # the pages of what is there by now stay shared
+
+
+def _keep(connection: socket.socket) -> NoReturn:
+    """Start one process, tell its id, then how it ended. It ends with whoever asked for it."""
+    (length,) = struct.unpack("i", _first(connection))
+    content = bytearray()
+    while len(content) < length:
+        content += connection.recv(length - len(content))
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        _begin(bytes(content), _received)
+    for number in _received:
+        os.close(number)
+    connection.sendall(struct.pack("i", child))
+    threading.Thread(target=_watch, args=(connection, child), daemon=True).start()
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
+    os._exit(0)
+
+
+_received: list[int] = []
+
+
+def _first(connection: socket.socket) -> bytes:
+    content, numbers, _, _ = socket.recv_fds(connection, 4, 64)
+    _received[:] = numbers
+    return content
+
+
+def _watch(connection: socket.socket, child: int) -> None:
+    """Pass on each signal that is asked for by its number; end the session when nobody asks any more."""
+    with contextlib.suppress(OSError):
+        while number := connection.recv(1):
+            os.kill(child, number[0])
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            end(child, signal.SIGKILL)
+
+
+def _begin(content: bytes, numbers: Sequence[int]) -> NoReturn:
+    """Become the process that was asked for."""
+    os.setsid()
+    high = [_above(number, 64 + len(numbers)) for number in numbers]
+    for place, number in enumerate(high):
+        os.dup2(number, place, inheritable=place < _STREAMS)
+    _let_go(range(len(high)))
+    sys.stdin, sys.stdout, sys.stderr = _streams()
+    try:
+        function, arguments, folder, environment = pickle.loads(content)
+        os.chdir(folder)
+        multiprocessing.process.ORIGINAL_DIR = folder  # where what is spawned looks for the script
+        os.environ.clear()
+        os.environ.update(environment)
+        _mark(environment.get(MARK, _NO_MARK))
+        _settle()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(99)
+    _end_with(globals()[function] if isinstance(function, str) else function, *arguments)
+
+
+def _above(number: int, least: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least)
+
+
+def _let_go(kept: Sequence[int]) -> None:
+    """Point every descriptor that an exec would close at nothing: the parent's objects may still close that number."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for entry in list(Path("/dev/fd").iterdir()):
+        number = int(entry.name)
+        with contextlib.suppress(OSError):
+            if number not in kept and number != nothing and number >= _STREAMS and not os.get_inheritable(number):
+                os.dup2(nothing, number, inheritable=False)
+    if nothing >= _STREAMS:
+        os.close(nothing)
+
+
+def _streams() -> Iterator[IO[str]]:
+    """As an interpreter makes them: what stderr is told is seen at once."""
+    for number, mode in enumerate("rww"):
+        buffering = 1 if number == 2 else -1
+        yield open(number, mode, buffering, closefd=False)  # noqa: SIM115  (stays open as long as the process)
+
+
+def _settle() -> None:
+    """Signals as they are in a new process."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_with(function: Callable[..., object], *arguments: object) -> NoReturn:
+    """Call it, and end as an interpreter ends after it."""
+    status = 0
+    try:
+        function(*arguments)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
+# --- what a process that was forked does
+
+
+def run_python(words: list[str]) -> None:
+    """What `python *words` does: `-m MODULE ...`, `-c CODE ...` or a script, after -P, -u and their like."""
+    while words and words[0] in ("-P", "-u", "-E", "-s"):
+        words = words[1:]
+    kind, name, rest = (words[0], words[1], words[2:]) if words[0] in ("-m", "-c") else ("", words[0], words[1:])
+    sys.argv = [kind or name, *rest]
+    sys.path.insert(0, str(Path.cwd() if kind else Path(name).absolute().parent))
+    if kind == "-m":
+        sys.modules.pop(name, None)  # runpy warns of a module that is there already
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+_Popen = subprocess.Popen
+
+
+class _ForkingPopen(_Popen):
+    """Forks where `python -m everyrank...` would be started; starts everything else as ever."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        call = inspect.signature(_Popen._execute_child).bind(self, *arguments).arguments
+        words = call["args"]
+        if isinstance(words, str | bytes) or not _is_ours(list(map(os.fsdecode, words))):
+            super()._execute_child(*arguments)
+            return
+        pipes = [call[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # not twice
+        self.pid = os.fork()
+        if self.pid == 0:
+            _begin_again(call, [pipes[0], pipes[3], pipes[5]])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+def _is_ours(words: list[str]) -> bool:
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    return words[0] == sys.executable and module.partition(".")[0] == "everyrank"
+
+
+def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
+    """In the child of a process that was forked itself."""
+    import gc
+
+    gc.freeze()
+    if call["start_new_session"]:
+        os.setsid()
+    high = [place if number == -1 else number for place, number in enumerate(streams)]
+    high = [_above(number, 64) for number in high]
+    for place, number in enumerate(high):
+        os.dup2(number, place)
+    sys.stdin, sys.stdout, sys.stderr = _streams()
+    _let_go(call["pass_fds"])
+    if call["cwd"] is not None:
+        os.chdir(call["cwd"])
+    if call["env"] is not None:
+        environment = dict(call["env"])
+        os.environ.clear()
+        os.environ.update(environment)
+    _settle()
+    _end_with(run_python, list(map(os.fsdecode, call["args"]))[1:])
+
+
+# --- the mark
+
+# Where the mark is in memory: /proc/ID/environ shows the environment as it lay there when the server was started.
+_getenv = ctypes.CDLL(None).getenv
+_getenv.restype = ctypes.c_void_p
+_MARK_PLACE: int | None = _getenv(MARK.encode()) if os.environ.get(MARK) == _NO_MARK else None
+
+
+def _mark(mark: str) -> None:
+    """Show a mark in /proc/ID/environ, as a process does that was started with it."""
+    assert len(mark) == len(_NO_MARK), f"{MARK} has {len(_NO_MARK)} letters"
+    assert _MARK_PLACE is not None
+    ctypes.memmove(_MARK_PLACE, mark.encode(), len(mark))

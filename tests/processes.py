@@ -1,0 +1,324 @@
+"""What the tests start through the fork server: ranks that stay, ranks of one command, and the command line itself."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from forkserver import MARK, Forked, ForkServer
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def free_port() -> str:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return str(listening.getsockname()[1])
+
+
+def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
+    """The environment of a rank that a person starts."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+# --- ranks that stay, and call functions
+
+
+class Pool:
+    """`count` ranks that wait for calls. They meet over a file, so no port is opened."""
+
+    def __init__(self, server: ForkServer, count: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="everyrank-pool-"))
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(count):
+            ours, theirs = multiprocessing.Pipe()
+            self.processes.append(self._start(server, rank, count, theirs))
+            theirs.close()
+            self.pipes.append(ours)
+
+    def _start(self, server: ForkServer, rank: int, count: int, pipe: Connection) -> Any:
+        if sys.platform != "darwin":
+            return server.start(serve_calls, rank, count, self.folder, handles=[pipe.fileno()])
+        # on macOS a fork of what has used its frameworks may crash
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=serve_calls, args=(rank, count, self.folder, pipe))
+        process.start()
+        return process
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Results by rank. Raises AssertionError with the traceback of the rank that failed first."""
+        payload = cloudpickle.dumps((function, arguments))
+        for pipe in self.pipes:
+            pipe.send_bytes(payload)
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self.pipes):
+            waiting = {rank: pipe for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            left = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(list(waiting.values()), timeout=left)
+            if not ready:
+                raise AssertionError(f"ranks {sorted(waiting)} did not answer within {timeout:g} s\n{self._stacks()}")
+            for rank, pipe in waiting.items():
+                if pipe in ready:
+                    try:
+                        answers[rank] = cloudpickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        raise AssertionError(f"rank {rank} died\n{self._stacks()}") from None
+                    if not answers[rank][0]:
+                        raise AssertionError(f"rank {rank} raised:\n{answers[rank][1]}")
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def _stacks(self) -> str:
+        """The stack of every thread of every rank that still lives."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        files = sorted(self.folder.glob("rank*.stack"))
+        return "\n".join(f"--- {file.stem}\n{file.read_text()}" for file in files)
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            if isinstance(process, Forked):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5.0)
+            else:
+                process.join(5.0)
+            process.kill()
+            process.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = None) -> None:
+    """In a rank: call what comes through the pipe, which is its first open file where it was forked."""
+    pipe = pipe or Connection(3)
+    faulthandler.register(signal.SIGUSR1, file=(folder / f"rank{rank}.stack").open("w"), all_threads=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    warnings.filterwarnings("error", module=r"everyrank\..*")
+    import torch
+
+    import everyrank.world.barrier
+    import everyrank.world.process_group
+    from everyrank.launch import Launch, RankInfo
+    from everyrank.world import open_world
+
+    # The models of the tests are tiny: a second thread would only wait for the first.
+    everyrank.world.process_group.use_threads = lambda threads: torch.set_num_threads(1)
+    everyrank.world.barrier.use_threads = everyrank.world.process_group.use_threads
+    info = RankInfo(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
+    with open_world(info, Launch(processes=count, device="cpu", timeout_seconds=60)) as world:
+        while True:
+            try:
+                function, arguments = cloudpickle.loads(pipe.recv_bytes())
+            except EOFError:
+                os._exit(0)
+            try:
+                answer = (True, function(world, *arguments))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            _end_loader_workers()
+            pipe.send_bytes(cloudpickle.dumps(answer))
+
+
+def _end_loader_workers() -> None:
+    """Those of a call that failed: their loader, garbage by then, would wait five seconds for each of them."""
+    children = multiprocessing.active_children()
+    if not children:
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would raise for a worker that was killed
+    for child in children:
+        child.kill()
+        child.join()
+    signal.signal(signal.SIGCHLD, before)
+
+
+# --- the command line, or a script, in ranks that somebody has started
+
+
+class Done(NamedTuple):
+    """How a command ended: the status of every rank, and what rank 0 said."""
+
+    statuses: list[int]
+    out: str
+    err: str
+
+    @property
+    def status(self) -> int:
+        assert len(set(self.statuses)) == 1, self
+        return self.statuses[0]
+
+
+class Forge:
+    """`forge(folder, "train", "digits", size=2)`: the command line on two ranks, as torchrun starts them."""
+
+    def __init__(self, server: ForkServer) -> None:
+        self.server = server
+
+    def __call__(self, folder: Path, *words: object, size: int = 1, script: str = "", **variables: str) -> Done:
+        """Run `everyrank *words`, or a script of that name with these words, on so many ranks in that folder."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it open
+        own = {"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+        own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        command = [script, *words] if script else ["-m", "everyrank", *words]
+        ranks: list[Forked] = []
+        for rank in range(size):
+            environment = {**os.environ, **own, **by_hand(rank, str(store.port), size), **variables}
+            with (folder / f"rank{rank}.out").open("wb") as out, (folder / f"rank{rank}.err").open("wb") as err:
+                streams = (None, out, err)
+                ranks.append(self.server.python(folder, *command, streams=streams, environment=environment))
+        try:
+            statuses = [rank.wait(200) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.close()
+        return Done(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
+
+
+# --- the command line, as a person types it
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """Every process but this one that carries the mark: its command line, by id."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def left_of(mark: str, seconds: float = 60.0) -> dict[int, str]:
+    """What carries the mark and is still there after that long; {} as soon as nothing is."""
+    deadline = time.monotonic() + seconds
+    while (found := processes_of(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+class Cli:
+    """The command line as a child process, and whatever carries its mark."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.process: Any = None
+        self.streams = [(folder.parent / f"{folder.name}-{self.mark}.{name}") for name in ("out", "err")]
+
+    def start(
+        self,
+        *words: object,
+        command: tuple[str, ...] = ("-m", "everyrank"),
+        before: tuple[str, ...] = (),
+        is_forked: bool = True,
+        **variables: str,
+    ) -> None:
+        """Start it in a session of its own, as a terminal would; `is_forked=False` starts Python itself.
+
+        `before` are the words of a program that starts Python.
+        """
+        environment = {**os.environ, **variables, MARK: self.mark}
+        with self.streams[0].open("wb") as out, self.streams[1].open("wb") as err:
+            if is_forked and not before:
+                streams = (None, out, err)
+                self.process = self.server.python(
+                    self.folder, *command, *words, streams=streams, environment=environment
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [*before, sys.executable, *command, *map(str, words)],
+                    cwd=self.folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    # where the tests run in the background of a shell, Ctrl-C is ignored
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                )
+
+    def end(self, timeout: float = 120.0) -> tuple[int, str, str]:
+        """Wait for its end: status, stdout, stderr."""
+        return (self.process.wait(timeout), *self.said())
+
+    def said(self) -> tuple[str, str]:
+        """stdout and stderr so far."""
+        return self.streams[0].read_text(errors="replace"), self.streams[1].read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+        """What the condition gives as soon as it holds; fails where the process has ended before."""
+        deadline = time.monotonic() + seconds
+        is_running = True
+        while is_running and time.monotonic() < deadline:
+            is_running = self.process.poll() is None
+            if found := condition():
+                return found
+            time.sleep(0.02)
+        raise AssertionError(f"it never came to that: {self.said()}")
+
+    def processes(self) -> dict[int, str]:
+        """Every process that carries the mark, by id."""
+        return processes_of(self.mark)
+
+    def left(self) -> dict[int, str]:
+        """What is still there after a while; {} as soon as nothing is."""
+        return left_of(self.mark)
+
+    def close(self) -> None:
+        """End all of it."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if isinstance(self.process, Forked):
+            self.process.close()
+        elif self.process is not None:
+            self.process.wait(20)
+
+
+@contextlib.contextmanager
+def command_line(server: ForkServer, folder: Path) -> Iterator[Cli]:
+    cli = Cli(server, folder)
+    try:
+        yield cli
+    finally:
+        cli.close()
+
+
+def run_cli(server: ForkServer, folder: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`everyrank *words` in that folder, as a process that starts its own ranks."""
+    with command_line(server, folder) as cli:
+        # on a machine that is busy, a second thread is waited for
+        cli.start(*words, **{"OMP_NUM_THREADS": "1", **variables})
+        return subprocess.CompletedProcess(list(map(str, words)), *cli.end())
