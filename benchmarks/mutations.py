@@ -19,10 +19,10 @@ sys.path[:0] = [str(TESTS), str(TESTS / "parity"), str(TESTS / "integration")]
 
 import test_mutations  # noqa: E402
 import test_mutations_model_parallel  # noqa: E402
-from forkserver import ForkServer  # noqa: E402
-from processes import Pool  # noqa: E402
 
 from everyrank.record import Parity, Record, write_records  # noqa: E402
+from forkserver import ForkServer  # noqa: E402
+from processes import Pool  # noqa: E402
 
 
 def cases() -> list[tuple[str, str, int, Any, tuple[Any, ...]]]:

@@ -225,8 +225,8 @@ def _preload() -> None:
 
     import everyrank.tasks.bench
     import everyrank.tasks.predict
-    import everyrank.tasks.verify
     import everyrank.tasks.train
+    import everyrank.tasks.verify
     import zoo
 
     assert all([torch, everyrank, zoo])
