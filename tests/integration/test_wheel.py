@@ -17,7 +17,7 @@ workload = find_workload("digits")
 assert len(workload.train_data()) == 1438
 assert len(workload.eval_data()) == 359
 package = importlib.resources.files("everyrank")
-for name in ("py.typed", "workloads/DIGITS.md", "workloads/digits.csv.gz", "report/page.html", "recipes/fsdp.py"):
+for name in ("py.typed", "builtin/DIGITS.md", "builtin/digits.csv.gz", "report/page.html", "recipes/fsdp.py"):
     assert (package / name).is_file(), name
 assert main(["new", "fsdp", sys.argv[1]]) == 0
 """

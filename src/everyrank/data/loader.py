@@ -32,7 +32,7 @@ class Batch:
     """One rank's part of a micro-batch.
 
     input, target   as the workload's collate made them, on the rank's device
-    size            real samples; 0: `input` holds one borrowed sample of weight zero, because zero-length tensors
+    size            real samples; 0: `input` holds one padding sample, of weight zero, because zero-length tensors
                     break user code
     start, total    where this part stands in the global batch, and the size of that
     parts           micro-batches that the global batch is cut into before it is cut over ranks

@@ -87,8 +87,8 @@ def _part(samples: Sequence[int], positions: range, reads: Slice, epoch: int, re
     chosen = list(samples[positions.start + own.start : positions.start + own.stop])
     if reverse:
         chosen.reverse()
-    borrowed = chosen or [samples[positions[0]]]
-    return Part(Keys(epoch, borrowed), len(chosen), positions.start + own.start, len(samples))
+    padding = chosen or [samples[positions[0]]]
+    return Part(Keys(epoch, padding), len(chosen), positions.start + own.start, len(samples))
 
 
 def _by_shard(
@@ -117,12 +117,12 @@ def _by_shard(
         samples = sample_numbers(order[own.start + first : own.start + last])
         micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(after - before, accumulate))]
         place = min(own.start, len(order) - 1)
-        borrowed = sample_numbers(order[place : place + 1])
+        padding = sample_numbers(order[place : place + 1])
         # where this part would stand in the global batch, had it been cut over ranks
         start = cut(after, reads).start - cut(before, reads).start
         yield [
             Part(
-                Keys(update.epoch, samples[positions.start : positions.stop][:: -1 if reverse else 1] or borrowed),
+                Keys(update.epoch, samples[positions.start : positions.stop][:: -1 if reverse else 1] or padding),
                 len(positions),
                 start + positions.start,
                 after - before,

@@ -49,9 +49,9 @@ def folder() -> Path:
     return Path(os.path.expanduser(base)) / "everyrank" / "references"  # noqa: PTH111  (which raises then)
 
 
-def name_of(subject: ParityCase, single: Layout, world: World) -> str | None:
+def name_of(case: ParityCase, single: Layout, world: World) -> str | None:
     """The file's name; None for a workload that came by value: what its functions do stands in no file."""
-    workload = subject.workload
+    workload = case.workload
     if workload.source is None:
         return None
     content = hashlib.sha256()
@@ -77,21 +77,21 @@ def name_of(subject: ParityCase, single: Layout, world: World) -> str | None:
             content.update(_bytes(tensor))
     add(type(optimizer), [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups])
     add(type(schedule), [rate for group in optimizer.param_groups for rate in (group.get("lr"),)])
-    for batch in _batches(subject, single, world):
+    for batch in _batches(case, single, world):
         for leaf in leaves(batch):
             add(leaf.dtype, tuple(leaf.shape))
             content.update(_bytes(leaf))
     return f"{content.hexdigest()[:40]}.safetensors"
 
 
-def _batches(subject: ParityCase, single: Layout, world: World) -> Iterator[Any]:
+def _batches(case: ParityCase, single: Layout, world: World) -> Iterator[Any]:
     whole = Slice(0, 1)
-    for updates in subject.planned(single.precision):
-        data = (subject.workload, subject.train_data, updates, whole, single.accumulate, world, torch.float64)
+    for updates in case.planned(single.precision):
+        data = (case.workload, case.train_data, updates, whole, single.accumulate, world, torch.float64)
         for parts in batches_for_updates(*data):
             yield from ((part.input, part.target) for part in parts)
-    if subject.eval_ends is not None:
-        for part in batches_for_evaluation(subject.workload, subject.eval_ends, whole, world, torch.float64):
+    if case.eval_ends is not None:
+        for part in batches_for_evaluation(case.workload, case.eval_ends, whole, world, torch.float64):
             yield part.input, part.target
 
 

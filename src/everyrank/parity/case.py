@@ -120,12 +120,12 @@ def chosen_updates(length: int, global_batch: int, steps: int) -> list[Update]:
     return [Update(step, epoch, index) for step, (epoch, index) in enumerate(places)]
 
 
-def single_like(subject: ParityCase, layout: Layout, precision: str) -> Layout:
+def single_like(case: ParityCase, layout: Layout, precision: str) -> Layout:
     """The layout of one process with the mathematics of `layout`, in this precision.
 
     With batch norm, cutting a batch into micro-batches is another mathematics: then `single` does it too.
     """
-    accumulate = layout.accumulate if subject.has_batch_norm else 1
+    accumulate = layout.accumulate if case.has_batch_norm else 1
     return Layout("single", accumulate=accumulate, precision=precision)
 
 

@@ -20,7 +20,7 @@ __all__ = ["check_layout"]
 
 
 def check_layout(
-    subject: ParityCase, layout: Layout, world: World, key: str, by_name: bool = True
+    case: ParityCase, layout: Layout, world: World, key: str, by_name: bool = True
 ) -> tuple[Parity, list[float]]:
     """Compare `layout` with `single`: the outcome on every rank, and the losses in the layout's own precision.
 
@@ -29,44 +29,42 @@ def check_layout(
     `by_name`, else `not_verified`. A collective.
     """
     try:
-        ensure_references(subject, layout, world, key)
+        ensure_references(case, layout, world, key)
     except (CannotRunError, UnsupportedLayoutError) as error:
         # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
-    checks = list(subject.notes)
+    checks = list(case.notes)
     finding: Comparison | None = None
     losses: list[float] = []
-    for precision in subject.precisions(layout):
+    for precision in case.precisions(layout):
         variant = dataclasses.replace(layout, precision=precision)
-        single = str(single_like(subject, layout, precision))
+        single = str(single_like(case, layout, precision))
         here = f"{key}/{precision}"
         try:
-            run = trace_in_place(
-                subject, variant, world, here, subject.segments[single], evaluates=precision == "float64"
-            )
+            run = trace_in_place(case, variant, world, here, case.segments[single], evaluates=precision == "float64")
         except (CannotRunError, UnsupportedLayoutError) as error:
             return _left_out(error, by_name), []
         losses = run.losses if run is not None else []
-        compared = functools.partial(_compare, subject, single, precision, run)
+        compared = functools.partial(_compare, case, single, precision, run)
         own = Comparison(**from_rank_0(world, f"{here}/compare", compared))
-        if not own.is_equal and subject.forget_kept(single):  # a kept run does not convict alone
-            return check_layout(subject, layout, world, f"{key}/anew", by_name)
+        if not own.is_equal and case.forget_kept(single):  # a kept run does not convict alone
+            return check_layout(case, layout, world, f"{key}/anew", by_name)
         if not own.is_equal:
-            first, cause = locate(subject, variant, world, here, own)
+            first, cause = locate(case, variant, world, here, own)
             return _different(own, f"{first} ({precision})", cause, checks), losses
         checks.append(f"{precision}, {own.scope}: {own.text}")
         finding = finding or own  # float64 decides; the layout's own precision can only refuse
     assert finding is not None
-    return _equal(finding, subject, checks), losses
+    return _equal(finding, case, checks), losses
 
 
-def _equal(finding: Comparison, subject: ParityCase, checks: list[str]) -> Parity:
+def _equal(finding: Comparison, case: ParityCase, checks: list[str]) -> Parity:
     return Parity(
         "equal",
         bitwise=finding.loss_difference == 0.0,
         max_relative_difference=finding.difference,
         tolerance=finding.tolerance,
-        scope="the gradients alone" if subject.by_gradient else finding.scope,
+        scope="the gradients alone" if case.by_gradient else finding.scope,
         checks=checks,
     )
 
@@ -76,9 +74,9 @@ def _left_out(error: CannotRunError | UnsupportedLayoutError, by_name: bool) -> 
     return Parity("refused" if is_refused else "not_verified", reason=str(error))
 
 
-def _compare(subject: ParityCase, single: str, precision: str, run: Trace | None) -> dict[str, Any]:
+def _compare(case: ParityCase, single: str, precision: str, run: Trace | None) -> dict[str, Any]:
     assert run is not None, "rank 0 takes part in every run"
-    return dataclasses.asdict(compare(subject.references[single], run, precision))
+    return dataclasses.asdict(compare(case.references[single], run, precision))
 
 
 def _different(finding: Comparison, first: str, cause: str | None, checks: list[str]) -> Parity:

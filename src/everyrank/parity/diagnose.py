@@ -28,10 +28,10 @@ _FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first u
 
 
 @dataclass(frozen=True)
-class _Case:
+class _Evidence:
     """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on."""
 
-    subject: ParityCase
+    case: ParityCase
     world: World
     updates: Sequence[Update]
     reference: Trace
@@ -39,34 +39,34 @@ class _Case:
     watched: Sequence[list[float]]
 
 
-def locate(subject: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
+def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
     """("update 3, tensor layers.0.weight", the likely cause) of a finding. A collective."""
-    single = single_like(subject, layout, layout.precision)
-    number, segments, done = _up_to(subject, subject.segments[str(single)], finding.update)
+    single = single_like(case, layout, layout.precision)
+    number, segments, done = _up_to(case, case.segments[str(single)], finding.update)
     if finding.kind == "single":  # the workload itself: no layout has to run for it
         update = segments[0][done - 1]
-        probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(subject, single_process_world(world), update))
+        probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(case, single_process_world(world), update))
         return finding.what, probed or finding.cause
     if finding.cause is not None:
         return finding.what, finding.cause
-    run = trace_in_place(subject, layout, world, f"{key}/again", segments, keep=True)
+    run = trace_in_place(case, layout, world, f"{key}/again", segments, keep=True)
     # of a layout of one process, rank 0 has all there is
     rows = [row.tolist() for row in _rows_of_all(run, world)] if layout.axis is not None else []
 
     def look() -> tuple[str, str | None]:
         assert run is not None
-        reference = trace(subject, single, single_process_world(world), segments, keep=True)
-        case = _Case(subject, world, segments[0], reference, run, rows or [_counted(run.rows)])
+        reference = trace(case, single, single_process_world(world), segments, keep=True)
+        evidence = _Evidence(case, world, segments[0], reference, run, rows or [_counted(run.rows)])
         if finding.kind == "evaluation":
-            cause = probe_evaluation(subject, single_process_world(world))
-            return finding.what, cause or _about_rows(case, len(segments[0]), "evaluation") or _EVALUATION
-        known = subject.references.get(str(single))
+            cause = probe_evaluation(case, single_process_world(world))
+            return finding.what, cause or _about_rows(evidence, len(segments[0]), "evaluation") or _EVALUATION
+        known = case.references.get(str(single))
         first = _first_difference(reference.states, run.states, known, number)
         if finding.kind == "count" or first is None or first[0] > done:
-            return finding.what, _cause_in_loss(case, done - 1)
+            return finding.what, _cause_in_loss(evidence, done - 1)
         moved, name = first
         where = f"update {segments[0][moved - 1].step}" if moved else "before any update"
-        return f"{where}, tensor {name}", _cause(case, moved, name)
+        return f"{where}, tensor {name}", _cause(evidence, moved, name)
 
     first, cause = from_rank_0(world, f"{key}/look", look)
     return first, cause
@@ -78,7 +78,7 @@ _EVALUATION = (
 )
 
 
-def _up_to(subject: ParityCase, segments: Segments, index: int) -> tuple[int, Segments, int]:
+def _up_to(case: ParityCase, segments: Segments, index: int) -> tuple[int, Segments, int]:
     """Number, updates and length of the segment, up to update `index` (counted over all of them; -1: the last one)."""
     number = 0
     while len(segments[number]) <= index:
@@ -86,7 +86,7 @@ def _up_to(subject: ParityCase, segments: Segments, index: int) -> tuple[int, Se
         number += 1
     number = number if index >= 0 else len(segments) - 1
     segment = segments[number]
-    size = sum(parameter.numel() * parameter.element_size() for parameter in on_cpu(subject.workload).parameters())
+    size = sum(parameter.numel() * parameter.element_size() for parameter in on_cpu(case.workload).parameters())
     count = min((index if index >= 0 else len(segment) - 1) + 1, max(1, _KEEP_BYTES // (3 * size)))
     return number, [segment[:count]], count
 
@@ -101,11 +101,11 @@ def _rows_of_all(run: Trace | None, world: World) -> list[Tensor]:
     return all_gather(torch.tensor(_counted(run.rows), dtype=torch.float64), world)
 
 
-def _about_rows(case: _Case, place: int, what: str) -> str | None:
+def _about_rows(evidence: _Evidence, place: int, what: str) -> str | None:
     """Samples that no rank computed on, or that several did; None where each one had its own."""
-    expected = case.reference.rows
+    expected = evidence.reference.rows
     found: list[float] = []
-    for numbers in case.watched:
+    for numbers in evidence.watched:
         start = 0
         for _ in range(place):
             start += int(numbers[start]) + 1 if start < len(numbers) else 0
@@ -140,13 +140,13 @@ def _first_difference(
     return None
 
 
-def _cause(case: _Case, done: int, name: str) -> str:
+def _cause(evidence: _Evidence, done: int, name: str) -> str:
     """The likely cause, from the tensor that differs first, after `done` updates."""
     if done == 0:
         return "the ranks did not start from the same weights: building the model draws on something unseeded"
-    index, reference, run, size = done - 1, case.reference, case.run, case.world.size
+    index, reference, run, size = done - 1, evidence.reference, evidence.run, evidence.world.size
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
-        return _cause_in_loss(case, index)
+        return _cause_in_loss(evidence, index)
     if not run.replicas_equal:
         return "ranks hold different weights: gradients are not added up over the ranks"
     if "running_" in name or "num_batches_tracked" in name:
@@ -164,15 +164,15 @@ def _cause(case: _Case, done: int, name: str) -> str:
     )
 
 
-def _cause_in_loss(case: _Case, index: int) -> str:
+def _cause_in_loss(evidence: _Evidence, index: int) -> str:
     """The likely cause of a loss, or a count of its terms, that differs before any weight does."""
-    place = min(index, len(case.updates) - 1)
-    update, reference, run = case.updates[place], case.reference, case.run
-    found = probe_update(case.subject, single_process_world(case.world), update)
+    place = min(index, len(evidence.updates) - 1)
+    update, reference, run = evidence.updates[place], evidence.reference, evidence.run
+    found = probe_update(evidence.case, single_process_world(evidence.world), update)
     if found is not None:
         return found
-    about_rows = _about_rows(case, place, f"update {update.step}")
-    if about_rows is not None and _begins_second_epoch(case.updates, place):
+    about_rows = _about_rows(evidence, place, f"update {update.step}")
+    if about_rows is not None and _begins_second_epoch(evidence.updates, place):
         why = "it begins with the second epoch: the epoch does not reach the order of the samples (set_epoch)"
         return f"{why}; {about_rows}"
     if about_rows is not None:
@@ -180,7 +180,7 @@ def _cause_in_loss(case: _Case, index: int) -> str:
     if relative(reference.counts[index], run.counts[index]) > 1e-6:
         there, here = run.counts[index], reference.counts[index]
         return f"every rank read its samples, but {there:g} loss terms were counted and {here:g} in one process"
-    norm = "batch norm over one rank's samples only, or " if case.subject.has_batch_norm else ""
+    norm = "batch norm over one rank's samples only, or " if evidence.case.has_batch_norm else ""
     return (
         f"every rank read the samples it should, and the loss differs before the weights do: {norm}a model that "
         "computes something else in parts than as a whole"

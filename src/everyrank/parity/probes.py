@@ -26,29 +26,29 @@ _ROUNDING = 1e-8
 _Read = Callable[[Slice], Batch]
 
 
-def probe_update(subject: ParityCase, world: World, update: Update) -> str | None:
+def probe_update(case: ParityCase, world: World, update: Update) -> str | None:
     """What about the workload is no sum over the samples of this update; None where everything is."""
 
     def read(part: Slice) -> Batch:
-        data = (subject.workload, subject.train_data, [update], part, 1, world, torch.float64)
+        data = (case.workload, case.train_data, [update], part, 1, world, torch.float64)
         return next(batches_for_updates(*data))[0]
 
-    return _probe(subject, world, read, "train")
+    return _probe(case, world, read, "train")
 
 
-def probe_evaluation(subject: ParityCase, world: World) -> str | None:
+def probe_evaluation(case: ParityCase, world: World) -> str | None:
     """The same of the evaluation: of its first batch, and its last."""
 
     def reader(index: int) -> _Read:
         def read(part: Slice) -> Batch:
-            return list(batches_for_evaluation(subject.workload, subject.eval_ends, part, world, torch.float64))[index]
+            return list(batches_for_evaluation(case.workload, case.eval_ends, part, world, torch.float64))[index]
 
         return read
 
-    return _probe(subject, world, reader(0), "eval") or _probe(subject, world, reader(-1), "eval")
+    return _probe(case, world, reader(0), "eval") or _probe(case, world, reader(-1), "eval")
 
 
-def _probe(subject: ParityCase, world: World, read: _Read, mode: str) -> str | None:
+def _probe(case: ParityCase, world: World, read: _Read, mode: str) -> str | None:
     whole, halves = read(Slice(0, 1)), [read(Slice(index, 2)) for index in range(2)]
     if any(half.size == 0 for half in halves):
         return None
@@ -56,15 +56,15 @@ def _probe(subject: ParityCase, world: World, read: _Read, mode: str) -> str | N
     mixing = None if padding else _mixing(whole, halves, read)
     with contextlib.suppress(Exception), torch.no_grad():  # a person's code may not take such parts
         layout = Layout("single", precision="float64")
-        prepared = prepare(subject.workload, layout, world)
+        prepared = prepare(case.workload, layout, world)
         prepared.model.train(mode == "train")
         output = prepared.predict(whole)
-        found = _loss_in_parts(subject, output, whole, halves)
+        found = _loss_in_parts(case, output, whole, halves)
         if found is not None:
             return found
-        if not subject.has_batch_norm or mode == "eval":
+        if not case.has_batch_norm or mode == "eval":
             found = _model_in_parts(prepared, output, whole, halves)
-        if padding is not None and (found is not None or subject.has_batch_norm):
+        if padding is not None and (found is not None or case.has_batch_norm):
             return padding
         return mixing or found
     return padding or mixing
@@ -102,15 +102,15 @@ def _mixing(whole: Batch, halves: list[Batch], read: _Read) -> str | None:
     )
 
 
-def _sum_and_count(subject: ParityCase, output: Any, target: Any) -> tuple[float, float]:
-    total, count = subject.workload.loss(output, target)
+def _sum_and_count(case: ParityCase, output: Any, target: Any) -> tuple[float, float]:
+    total, count = case.workload.loss(output, target)
     return float(total), float(count)
 
 
-def _loss_in_parts(subject: ParityCase, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
+def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
     """Whether the loss of one output is the sum of those of its rows."""
     with watch_gather() as asked:
-        total, count = _sum_and_count(subject, output, whole.target)
+        total, count = _sum_and_count(case, output, whole.target)
     if asked:
         return None  # it is meant to look at the whole batch, and gets that
     parts: list[tuple[float, float]] = []
@@ -118,7 +118,7 @@ def _loss_in_parts(subject: ParityCase, output: Any, whole: Batch, halves: list[
     for half in halves:
         rows = slice(start, start + half.size)
         target = cut_rows(whole.target, whole.size, rows)
-        parts.append(_sum_and_count(subject, cut_rows(output, whole.size, rows), target))
+        parts.append(_sum_and_count(case, cut_rows(output, whole.size, rows), target))
         start += half.size
     in_parts = sum(part[0] for part in parts)
     terms = sum(part[1] for part in parts)

@@ -86,62 +86,60 @@ class Reference:
         return bool(moved) and self.floors[number][name] > BY_NOISE * moved
 
 
-def ensure_references(subject: ParityCase, layout: Layout, world: World, key: str) -> None:
+def ensure_references(case: ParityCase, layout: Layout, world: World, key: str) -> None:
     """Run `single` as `layout` needs it, where that has not been done yet, and see how far it can be compared.
 
     `key` is a name used once. A collective. Raises `NotFiniteError` where `single` has no number to compare with.
     """
     for attempt in itertools.count():
-        wanted = {
-            str(single): single for single in (single_like(subject, layout, p) for p in subject.precisions(layout))
-        }
-        missing = {text: single for text, single in wanted.items() if text not in subject.segments}
+        wanted = {str(single): single for single in (single_like(case, layout, p) for p in case.precisions(layout))}
+        missing = {text: single for text, single in wanted.items() if text not in case.segments}
         if not missing:
             return
         here = f"{key}/references/{attempt}"
         told = from_rank_0(
-            world, f"{here}/kept", functools.partial(_from_cache, subject, missing, single_process_world(world))
+            world, f"{here}/kept", functools.partial(_from_cache, case, missing, single_process_world(world))
         )
         for text, segments in told.items():
-            subject.segments[text] = cache.decode_segments(segments)
-            subject.from_disk.add(text)
+            case.segments[text] = cache.decode_segments(segments)
+            case.from_disk.add(text)
             missing.pop(text)
-        made = _run(subject, missing, world, here)
-        if from_rank_0(world, f"{here}/moved", lambda made=made: _tells_nothing(made)) and not subject.by_gradient:
-            subject.by_gradient = True
-            subject.workload = by_gradient(subject.workload)
-            subject.notes.append("nothing moves (a learning rate of 0): the gradients alone are compared")
-            subject.references.clear()
-            subject.segments.clear()
-            subject.from_disk.clear()
-            subject.names.clear()
+        made = _run(case, missing, world, here)
+        if from_rank_0(world, f"{here}/moved", lambda made=made: _tells_nothing(made)) and not case.by_gradient:
+            case.by_gradient = True
+            case.workload = by_gradient(case.workload)
+            case.notes.append("nothing moves (a learning rate of 0): the gradients alone are compared")
+            case.references.clear()
+            case.segments.clear()
+            case.from_disk.clear()
+            case.names.clear()
             continue
-        for text, segments in from_rank_0(world, f"{here}/cut", functools.partial(_keep, subject, made)).items():
-            subject.segments[text] = cache.decode_segments(segments)
+        for text, segments in from_rank_0(world, f"{here}/cut", functools.partial(_keep, case, made)).items():
+            case.segments[text] = cache.decode_segments(segments)
 
 
-def _from_cache(subject: ParityCase, singles: dict[str, Layout], world: World) -> dict[str, Any]:
+def _from_cache(case: ParityCase, singles: dict[str, Layout], world: World) -> dict[str, Any]:
     """Those that an earlier call has left on the disk, on rank 0: their segments."""
     found: dict[str, Any] = {}
-    for text, single in singles.items() if subject.is_cached else ():
-        subject.names[text] = cache.name_of(subject, single, world)
-        kept = cache.load_references(subject.names[text] or "")
+    for text, single in singles.items() if case.is_cached else ():
+        case.names[text] = cache.name_of(case, single, world)
+        kept = cache.load_references(case.names[text] or "")
         if kept is not None:
-            subject.references[text] = Reference(kept[0], **kept[1])
-            found[text] = cache.encode_segments(subject.references[text].segments)
+            case.references[text] = Reference(kept[0], **kept[1])
+            found[text] = cache.encode_segments(case.references[text].segments)
     return found
 
 
-def _run(subject: ParityCase, singles: dict[str, Layout], world: World, key: str) -> dict[str, Any]:
+def _run(case: ParityCase, singles: dict[str, Layout], world: World, key: str) -> dict[str, Any]:
     """Each of these and its perturbed runs, spread over the ranks, cut until rounding is small; on rank 0."""
-    planned = {text: _plan(subject, single.precision) for text, single in singles.items()}
+    planned = {text: _plan(case, single.precision) for text, single in singles.items()}
     plans = dict(planned)
     done: dict[str, Any] = {}
     attempt = 0
     while left := {text: plan for text, plan in plans.items() if text not in done}:
         attempt += 1
         jobs = [(text, options) for text in left for options in _runs_of(singles[text])]
-        traces = run_on_all_ranks(subject, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
+        traces = run_on_all_ranks(case, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
         found: dict[str, Reference] = {}
         if world.rank == 0:
             for text in left:
@@ -161,9 +159,9 @@ def _run(subject: ParityCase, singles: dict[str, Layout], world: World, key: str
     return done
 
 
-def _plan(subject: ParityCase, precision: str) -> Segments:
-    planned = subject.planned(precision)
-    if not subject.by_gradient:
+def _plan(case: ParityCase, precision: str) -> Segments:
+    planned = case.planned(precision)
+    if not case.by_gradient:
         return planned
     # an update of the gradient's own size leads nowhere: each one begins anew
     flat = [update for segment in planned for update in segment]
@@ -267,11 +265,11 @@ def _tells_nothing(made: dict[str, Any]) -> bool:
     return any(reference.trace.gradients and not is_told(reference) for reference in made.values())
 
 
-def _keep(subject: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
+def _keep(case: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
     """Keep what was made, on the disk too; the segments of each."""
-    subject.references.update(made)
+    case.references.update(made)
     for text, reference in made.items():
-        name = subject.names.get(text)
+        name = case.names.get(text)
         if name is not None:
             rest = {
                 key: getattr(reference, key)

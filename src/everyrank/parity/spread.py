@@ -20,7 +20,7 @@ __all__ = ["run_on_all_ranks"]
 
 
 def run_on_all_ranks(
-    subject: ParityCase, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
+    case: ParityCase, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
 ) -> list[Trace]:
     """The runs, each done by one rank on its own device; all of them on rank 0, [] elsewhere."""
     here = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
@@ -30,7 +30,7 @@ def run_on_all_ranks(
 
     def work() -> dict[int, Trace]:
         mine = [index for index, rank in enumerate(holders) if rank == world.rank]
-        return {index: trace(subject, jobs[index][0], here, jobs[index][1], **jobs[index][2]) for index in mine}
+        return {index: trace(case, jobs[index][0], here, jobs[index][1], **jobs[index][2]) for index in mine}
 
     own = on_each_rank(world, f"{key}/work", work)
     found: list[Trace] = []

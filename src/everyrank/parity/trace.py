@@ -53,7 +53,7 @@ class Trace:
 
 
 def trace(
-    subject: ParityCase,
+    case: ParityCase,
     layout: Layout,
     world: World,
     segments: Segments,
@@ -70,7 +70,7 @@ def trace(
     weight is moved one unit in the last place, up, down or not at all. `measure` finds out how far tensors move and
     how large gradients are (for `single`); `keep` keeps the tensors of every update, and watches the samples.
     """
-    prepared = _prepared(subject, layout, world, jitter)
+    prepared = _prepared(case, layout, world, jitter)
     rows: list[Tensor] = []
     watched = _watched(prepared, rows) if keep else prepared
     initial = prepared.state() if measure or keep else {}
@@ -81,7 +81,7 @@ def trace(
     for number, updates in enumerate(segments):
         if number:
             prepared.trainable.restore(saved)
-        for share in run_updates(watched, subject.train_data, updates, reverse):
+        for share in run_updates(watched, case.train_data, updates, reverse):
             shares.append(share)
             if keep:
                 found.states.append(prepared.state())
@@ -93,8 +93,8 @@ def trace(
         if measure:
             found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
-    has_evaluation = subject.eval_ends is not None and evaluates
-    evaluation = evaluate(watched, subject.eval_ends) if has_evaluation else {}
+    has_evaluation = case.eval_ends is not None and evaluates
+    evaluation = evaluate(watched, case.eval_ends) if has_evaluation else {}
     del prepared, watched, saved
     gc.collect()
     return dataclasses.replace(
@@ -106,12 +106,12 @@ def trace(
     )
 
 
-def _prepared(subject: ParityCase, layout: Layout, world: World, jitter: int) -> Prepared:
+def _prepared(case: ParityCase, layout: Layout, world: World, jitter: int) -> Prepared:
     """The workload under `layout`, its initial weights moved by a `jitter` above 0."""
-    workload = subject.workload
+    workload = case.workload
     if jitter:
         step = torch.finfo(DTYPES[layout.precision]).eps
-        workload = dataclasses.replace(workload, model=lambda *at: _moved(subject.workload.model(*at), step, jitter))
+        workload = dataclasses.replace(workload, model=lambda *at: _moved(case.workload.model(*at), step, jitter))
     with wrap_user_errors():
         prepared = prepare(workload, layout, world)
     if prepared.trainable.scaler is not None:
@@ -162,11 +162,11 @@ def _watched(prepared: Prepared, rows: list[Tensor]) -> Prepared:
 
 
 def trace_in_place(
-    subject: ParityCase, layout: Layout, world: World, key: str, segments: Segments, **options: Any
+    case: ParityCase, layout: Layout, world: World, key: str, segments: Segments, **options: Any
 ) -> Trace | None:
     """`trace` where the layout runs: on all ranks, or on rank 0 alone while the others wait (None there)."""
     if layout.axis is not None:
-        return trace(subject, layout, world, segments, **options)
+        return trace(case, layout, world, segments, **options)
     return on_rank_0(
-        world, f"{key}/alone", lambda: trace(subject, layout, single_process_world(world), segments, **options)
+        world, f"{key}/alone", lambda: trace(case, layout, single_process_world(world), segments, **options)
     )

@@ -73,13 +73,13 @@ def bench_rank(
         workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
-        subject = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)
+        case = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)
         with sampling(options.started, active=is_first) as sampler:
             results = Results(bench, info, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
                 begin(f"check {layout}")
                 sampler.now_running("check")
-                parity, _ = check_layout(subject, layout, world, f"bench/{index}", options.by_name)
+                parity, _ = check_layout(case, layout, world, f"bench/{index}", options.by_name)
                 results.arms.append(Arm(layout, parity, single_process_world(world) if layout.axis is None else world))
                 results.told(f"{layout}: {parity.outcome}")
             _measure(results, world, begin)

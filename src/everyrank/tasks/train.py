@@ -79,11 +79,11 @@ def train_rank(
         job = TrainingJob(prepared, train_data, eval_data)
         about = _about(job, options)
         begin = _go_on(job, options, about) if options.resume is not None else 0
-        watch = Display(world.rank == 0 and options.show)
+        display = Display(world.rank == 0 and options.show)
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            results = _train(job, options, about, begin, watch, stop)
+            results = _train(job, options, about, begin, display, stop)
         del prepared, job
         if world.rank != 0:
             return None
@@ -97,7 +97,7 @@ def train_rank(
             provenance=provenance(workload, train_data, world, options.command) | _origin(options, begin),
             **results,
         )
-        watch.line(_how_it_ended(record, begin))
+        display.line(_how_it_ended(record, begin))
         return record
 
 
@@ -156,64 +156,64 @@ def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
 
 
 def _train(
-    job: TrainingJob, options: TrainOptions, about: About, begin: int, watch: Display, stop: Stop
+    job: TrainingJob, options: TrainOptions, about: About, begin: int, display: Display, stop: Stop
 ) -> dict[str, Any]:
     """Train; the fields of the Record that come of it."""
     prepared, data = job.prepared, job.train_data
     workload, world = prepared.workload, prepared.world
     end = planned_updates(workload, len(data))
-    pace = ThroughputMeter(begin, end, samples_per_epoch(workload, len(data)), workload.global_batch)
+    meter = ThroughputMeter(begin, end, samples_per_epoch(workload, len(data)), workload.global_batch)
     saver = None
     if options.out is not None and options.save_every != 0:
         saver = Saver(options.out, prepared, world, about, options.keep, options.save_async)
-    earlier, log = _open_log(job, options, begin, watch)
+    earlier, log = _open_log(job, options, begin, display)
     losses_before = [row for row in earlier if "loss" in row]
     if len(losses_before) != begin:  # the log is not there, or not whole
         losses_before = []
     best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
     score = score_of(best, about.best_by) if best is not None else None
-    training = Training(job, options, pace, watch, log, saver, stop, losses_before, score)
-    _announce(job.prepared, options, begin, end, watch)
+    training = Training(job, options, meter, display, log, saver, stop, losses_before, score)
+    _announce(job.prepared, options, begin, end, display)
     startup_seconds = time.time() - options.started
     try:
         metrics = training.run()
     finally:
-        watch.end()
+        display.end()
         if log is not None:
             log.close()
     if log is not None and log.gone:
         raise EveryrankError(f"{options.out}: {', '.join(log.gone)} were taken away while the training ran")
     is_timed = options.profile is None  # the profiler slows one update
     return {
-        "throughput_samples_per_second": pace.throughput() if is_timed else None,
-        "step_seconds": pace.step_seconds() if is_timed else None,
-        "epoch_seconds": pace.epoch_seconds() if is_timed else None,
+        "throughput_samples_per_second": meter.throughput() if is_timed else None,
+        "step_seconds": meter.step_seconds() if is_timed else None,
+        "epoch_seconds": meter.epoch_seconds() if is_timed else None,
         "checkpoint_stall_seconds": interval(saver.stalls) if saver is not None and saver.stalls else None,
         "startup_seconds": startup_seconds,
-        "first_step_seconds": pace.first_step_seconds,
+        "first_step_seconds": meter.first_step_seconds,
         "loss": training.losses,
         "metrics": metrics,
     }
 
 
-def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int, watch: Display) -> None:
+def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int, display: Display) -> None:
     """Say what a reader has to know before the first update, and show the bar."""
     workload, world = prepared.workload, prepared.world
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
     if world.rank == 0 and workload.batch_rule is not None:
-        watch.line(workload.batch_rule)
+        display.line(workload.batch_rule)
     hosts = list(dict.fromkeys(world.hosts))
     if len(hosts) > 1:
-        watch.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
+        display.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
     if begin:
-        watch.line(f"going on after update {begin} of {end}, from {options.resume}")
+        display.line(f"going on after update {begin} of {end}, from {options.resume}")
         if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
-            watch.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
-    watch.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, begin)
+            display.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
+    display.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, begin)
 
 
 def _open_log(
-    job: TrainingJob, options: TrainOptions, begin: int, watch: Display
+    job: TrainingJob, options: TrainOptions, begin: int, display: Display
 ) -> tuple[list[dict[str, Any]], Log | None]:
     """What was logged before this run goes on, and the log of this one; rank 0 alone has one."""
     if job.prepared.world.rank != 0 or options.out is None:
@@ -228,7 +228,7 @@ def _open_log(
             if before.resolve() == options.out.resolve():
                 (before / name).replace(before / f"{name}.damaged")
                 line += f", and it is kept as {name}.damaged"
-            watch.line(line)
+            display.line(line)
     about = {
         "workload": workload.name,
         "layout": str(job.prepared.layout),

@@ -37,7 +37,7 @@ def verify_rank(
     with open_world(info, launch) as world:
         workload = load(what)
         train_data, eval_data = open_data(workload, world)
-        subject = parity_case(
+        case = parity_case(
             workload, train_data, eval_data, options.steps, is_quick=options.quick, is_cached=not options.fresh
         )
         records: list[Record] = []
@@ -45,7 +45,7 @@ def verify_rank(
         with progress(len(layouts), is_shown) as begin, said_once(world.rank == 0):
             for index, layout in enumerate(layouts):
                 begin(f"verify {workload.name} · {layout}")
-                parity, losses = _compared(subject, layout, world, index, options)
+                parity, losses = _compared(case, layout, world, index, options)
                 records.append(
                     Record(
                         workload=workload.name,
@@ -65,22 +65,22 @@ def verify_rank(
 
 
 def _compared(
-    subject: ParityCase, layout: Layout, world: World, index: int, options: VerifyOptions
+    case: ParityCase, layout: Layout, world: World, index: int, options: VerifyOptions
 ) -> tuple[Parity, list[float]]:
     """The parity of a layout, with its audit where that was asked for, and its losses. A collective."""
-    is_by_rank = subject.workload.order == "shard" and layout.axis is not None and world.size > 1
+    is_by_rank = case.workload.order == "shard" and layout.axis is not None and world.size > 1
     if is_by_rank:
         parity, losses = Parity("not_verified", reason=_BY_RANK), []
     else:
-        parity, losses = check_layout(subject, layout, world, f"verify/{index}", options.by_name)
+        parity, losses = check_layout(case, layout, world, f"verify/{index}", options.by_name)
     if options.samples and (is_by_rank or parity.status in ("equal", "different")):
-        parity = _audited(parity, subject, layout, world, f"audit/{index}")
+        parity = _audited(parity, case, layout, world, f"audit/{index}")
     return parity, losses
 
 
-def _audited(parity: Parity, subject: ParityCase, layout: Layout, world: World, key: str) -> Parity:
+def _audited(parity: Parity, case: ParityCase, layout: Layout, world: World, key: str) -> Parity:
     """The parity with what the audit of the samples found."""
-    data = (subject.workload, subject.train_data, subject.eval_data)
+    data = (case.workload, case.train_data, case.eval_data)
     if layout.axis is None:
         found = on_rank_0(world, key, lambda: audit(*data, layout, open_mesh(layout, single_process_world(world))))
         problems, text = found or ([], "")

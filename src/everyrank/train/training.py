@@ -58,22 +58,22 @@ class Training:
         self,
         job: TrainingJob,
         options: TrainOptions,
-        pace: ThroughputMeter,
-        watch: Display,
+        meter: ThroughputMeter,
+        display: Display,
         log: Log | None,
         saver: Saver | None,
         stop: Stop,
         earlier: Sequence[dict[str, Any]],
         best: float | None,
     ) -> None:
-        self.job, self.prepared, self.options, self.pace = job, job.prepared, options, pace
-        self.watch, self.log, self.saver, self.stop = watch, log, saver, stop
+        self.job, self.prepared, self.options, self.meter = job, job.prepared, options, meter
+        self.display, self.log, self.saver, self.stop = display, log, saver, stop
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.metrics: dict[str, float] = {}
         self.evaluated_at = -1
         self.best = best
         self.warned = False
-        epoch = pace.begin // pace.per_epoch
+        epoch = meter.begin // meter.per_epoch
         now = [row for row in earlier if row["epoch"] == epoch]
         self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
 
@@ -82,8 +82,8 @@ class Training:
 
         Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none.
         """
-        begin, end = self.pace.begin, self.pace.end
-        updates = all_updates(end, self.pace.per_epoch)[begin:]
+        begin, end = self.meter.begin, self.meter.end
+        updates = all_updates(end, self.meter.per_epoch)[begin:]
         if updates:
             self._updates(updates)
         return self._at_end(end)
@@ -96,24 +96,24 @@ class Training:
         waiting: list[_Done] = []
         look_every = 1
         rate = self._rate()
-        self.pace.start()
+        self.meter.start()
         self.looked_at = time.perf_counter()
         try:
             for update, share in zip(updates, shares, strict=True):
                 waiting.append(_Done(update, share, rate))
                 rate = self._rate()
                 done = update.step + 1
-                if update.step == self.pace.begin:
+                if update.step == self.meter.begin:
                     float(share[0])  # on CUDA this waits until the first update is done
-                    self.pace.first()
-                is_last = done == self.pace.end
+                    self.meter.first()
+                is_last = done == self.meter.end
                 is_due = self._is_due(done)
                 if len(waiting) >= look_every or is_last or is_due:
                     is_asked, look_every = self._look(waiting)
-                    self.pace.look()
-                    self.watch.show(done, self.losses[-1], self.pace.speed(done))
+                    self.meter.look()
+                    self.display.show(done, self.losses[-1], self.meter.speed(done))
                     if is_due and not is_last:
-                        with self.pace.pause():
+                        with self.meter.pause():
                             self._between(done)
                         rate = self._rate()  # a plateau may have been found
                         self.looked_at = time.perf_counter()
@@ -150,7 +150,7 @@ class Training:
             self.log.flush()
             if self.log.trouble and not self.warned:
                 self.warned = True
-                self.watch.line(f"the log cannot be written ({self.log.trouble}); the training goes on")
+                self.display.line(f"the log cannot be written ({self.log.trouble}); the training goes on")
         return num_asked > 0, int(next_look)
 
     def _note(self, done: _Done, total: float, count: float) -> None:
@@ -169,16 +169,16 @@ class Training:
 
     def _is_due(self, done: int) -> bool:
         """Whether something stands between this update and the next."""
-        return done % self.pace.per_epoch == 0 or self._evaluates_at(done) or self._saves_at(done)
+        return done % self.meter.per_epoch == 0 or self._evaluates_at(done) or self._saves_at(done)
 
     def _evaluates_at(self, done: int) -> bool:
-        every = self.pace.per_epoch if self.options.evaluate_every is None else self.options.evaluate_every
-        if self.prepared.trainable.follows_evaluation and done % self.pace.per_epoch == 0:
+        every = self.meter.per_epoch if self.options.evaluate_every is None else self.options.evaluate_every
+        if self.prepared.trainable.follows_evaluation and done % self.meter.per_epoch == 0:
             return True
         return self.job.eval_data is not None and every > 0 and done % every == 0
 
     def _saves_at(self, done: int) -> bool:
-        every = self.pace.per_epoch if self.options.save_every is None else self.options.save_every
+        every = self.meter.per_epoch if self.options.save_every is None else self.options.save_every
         return self.saver is not None and done % every == 0
 
     def _between(self, done: int) -> None:
@@ -189,7 +189,7 @@ class Training:
         if is_saved:
             self._save(done)
         is_better_one = self._evaluates_at(done) and self._evaluate(done)
-        if done % self.pace.per_epoch == 0:
+        if done % self.meter.per_epoch == 0:
             self._end_epoch(done)
         if self.saver is not None and not is_saved and (is_better_one or self._saves_at(done)):
             self._save(done)
@@ -219,19 +219,19 @@ class Training:
         return True
 
     def _end_epoch(self, done: int) -> None:
-        epoch = done // self.pace.per_epoch - 1
+        epoch = done // self.meter.per_epoch - 1
         mean = self.in_epoch[0] / self.in_epoch[1] if self.in_epoch[1] else math.nan
         self.in_epoch = [0.0, 0.0]
-        seconds = self.pace.epoch()
+        seconds = self.meter.epoch()
         now = self.metrics if self.evaluated_at == done else {}
         self.prepared.trainable.report_eval_loss(now.get("eval_loss"))
         if self.log is not None:
             row = {"step": done, "epoch": epoch, "epoch_seconds": seconds, "mean_loss": mean, "evaluation": now}
             self.log.event({**row, "time": time.time()})
             self.log.flush()
-        if done < self.pace.end:
+        if done < self.meter.end:
             rest = f", {format_metrics(now)}" if now else ""
-            self.watch.line(f"epoch {epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
+            self.display.line(f"epoch {epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
         after_epoch(self.prepared, epoch, now)
 
     def _save(self, done: int, is_last: bool = False) -> None:
@@ -240,11 +240,11 @@ class Training:
         try:
             earlier = self.saver.save(done, self.metrics if self.evaluated_at == done else {})
             if earlier is not None:
-                self.watch.line(f"{self._not_saved(earlier)}; the training goes on")
+                self.display.line(f"{self._not_saved(earlier)}; the training goes on")
         except SaveError as error:
             if is_last:
                 raise EveryrankError(self._not_saved(error)) from error
-            self.watch.line(f"{self._not_saved(error)}; the training goes on")
+            self.display.line(f"{self._not_saved(error)}; the training goes on")
         else:
             if self.log is not None:
                 self.log.event({"step": done, "checkpoint": True, "stall_seconds": self.saver.stalls[-1]})
@@ -266,8 +266,8 @@ class Training:
 
     def _stopped(self, done: int) -> None:
         """End after an update, because a signal asked for it."""
-        self.watch.end()
-        text = f"stopped after update {done} of {self.pace.end}, as a signal asked"
+        self.display.end()
+        text = f"stopped after update {done} of {self.meter.end}, as a signal asked"
         if self.saver is None:
             raise StoppedError(f"{text}; nothing was saved")
         failure = ""
@@ -286,9 +286,9 @@ class Training:
     def _at_end(self, end: int) -> dict[str, float]:
         """The last evaluation and the last checkpoint."""
         failure: EveryrankError | None = None
-        with self.pace.pause():
+        with self.meter.pause():
             check_finite(self.prepared, end)
-            is_due = self.saver is not None and self.saver.last_saved != end and self.pace.begin < end
+            is_due = self.saver is not None and self.saver.last_saved != end and self.meter.begin < end
             if is_due and not self.prepared.trainable.follows_evaluation:
                 try:
                     self._save(end, is_last=True)
@@ -296,7 +296,7 @@ class Training:
                     failure = error
             if self.job.eval_data is not None and self.evaluated_at != end:
                 self._evaluate(end)
-            if end % self.pace.per_epoch == 0 and self.pace.begin < end:
+            if end % self.meter.per_epoch == 0 and self.meter.begin < end:
                 self._end_epoch(end)
             if failure is not None:
                 raise failure
