@@ -14,7 +14,7 @@ from everyrank import parse_layout
 from everyrank.data import all_updates
 from everyrank.errors import CannotRunError, WorkloadError
 from everyrank.loop import open_data, run_updates
-from everyrank.parallel.fsdp import group_units
+from everyrank.parallel.fsdp import fsdp_units
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.precision import LossScaler
 from everyrank.parallel.zero1 import assign_owners
@@ -125,7 +125,7 @@ def test_tied_blocks_are_one_unit() -> None:
     blocks[3].weight = blocks[1].weight
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(2, 2)})
     blocks[4].weight = model["head"].weight
-    units = group_units(model, list(blocks))
+    units = fsdp_units(model, list(blocks))
     assert [[blocks.index(member) for member in unit] for unit in units] == [[0], [2], [1, 3]]
 
 

@@ -122,7 +122,7 @@ def tensor_ranks_read_apart() -> Patch:
 
 def all_tensor_ranks_count() -> Patch:
     """Every rank that has computed a loss counts it."""
-    return mock.patch.object(ParallelModel, "share", lambda built, pair: pair)
+    return mock.patch.object(ParallelModel, "count_once", lambda parallel, pair: pair)
 
 
 # shards and replicas
@@ -319,7 +319,7 @@ def clipped_by_local_norm() -> Patch:
     def make_trainable(original: Any, *arguments: Any) -> Any:
         trainable = original(*arguments)
         step = trainable.optimizer_step
-        trainable.optimizer_step = lambda total, num_averaged=1, squares=None: step(total, num_averaged)
+        trainable.optimizer_step = lambda total, num_averaged=1, sum_grad_squares=None: step(total, num_averaged)
         return trainable
 
     stack = contextlib.ExitStack()

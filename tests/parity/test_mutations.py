@@ -195,7 +195,7 @@ def padding_sample_counts(strategy: str, world: World) -> Patch:
 
 def clipped_by_local_norm(strategy: str, world: World) -> Patch:
     """Each rank clips by the norm of its own shards."""
-    return _stepping(strategy, lambda original, _, total, num_averaged, squares: original(total, num_averaged))
+    return _stepping(strategy, lambda original, _, total, num_averaged, sum_grad_squares: original(total, num_averaged))
 
 
 def seeded_by_rank(strategy: str, world: World) -> Patch:

@@ -39,7 +39,7 @@ class Launch:
     init_method      env, tcp://host:port, file:///path, or (rank, size) -> a store; None: what suits the launcher
     interface        the network interface between hosts; None: the one that leads to where the ranks meet
     arguments        further words for mpirun, srun or torchrun
-    options          the launcher's own: `torchrun.Options`, `slurm.Options`, `ray.Options`; None: their defaults
+    options          the launcher's own: `TorchrunOptions`, `SlurmOptions`, `RayOptions`; None: their defaults
 
     Raises `UsageError` for a value that cannot be meant.
     """

@@ -49,7 +49,8 @@ class Launcher:
     """One way of starting rank processes: a row of the table, defined in the launcher's own file.
 
     name                  as --launcher takes it, and as Records have it
-    render                (launch, the job's folder) -> the argv of each process to start on this host
+    render                (launch, the job's folder) -> the argv of each process to start on this host. Each ends in
+                          [*WORKER, str(folder)]; without an `environment` RANK LOCAL_RANK LOCAL_SIZE follow (worker.py)
     find                  where it is on this machine, in words; raises `CannotRunError` where it is not
     check                 raises `UsageError` for a `Launch` that it cannot start
     check_start           raises `UsageError` where it cannot start one from this environment
@@ -75,7 +76,7 @@ class Launcher:
     needs_sigterm         it ends its ranks in order when it gets SIGTERM; without one they may stay
     terminates_ranks      it sends SIGTERM to ranks when another has failed: there that is no request to save
     has_own_rendezvous    it tells its ranks where they meet
-    trusts_address        (a host's address) -> whether it is meant, even where other hosts could not come to it
+    trusts_address        (a host's address) -> whether one that other hosts may not reach (loopback) is meant
 
     environment           what its processes find in their environment; None: nothing of its own
     scheduler             for a launcher with a batch queue
@@ -116,13 +117,15 @@ class Environment:
 
     program         what starts them: mpirun, srun
     depth           launchers are nested (torchrun in mpirun in srun), and the innermost started this process: of
-                    several full sets that of the greatest depth counts (that of a person is 3)
+                    several full sets that of the greatest depth counts: slurm 1, mpi 2, the six of a person 3,
+                    torchrun 4
     rank_variables  the variable that holds the rank, in each version of the launcher
     marker          a variable without which these are not the launcher's own; None: they always are
-    read            the place that the variables give this process; None where the set is not complete
-    missing         (those of a set that are there, those that are not), where the rank is there but not all of them
+    read            (variables) -> the ranks they give this process; None where the set is not complete
+    missing         (variables) -> (names that are there, names that are not) of an incomplete set that has the rank;
+                    ([], []) for any other
     check_nested    (variables, the launcher inside) raises `UsageError` where it should have been started otherwise
-    check_started   (variables, the place of this process, the ranks that were asked for, whether it would use all
+    check_started   (variables, the ranks they give, the ranks that were asked for, whether it would use all
                     devices) raises `UsageError` where other tasks were started than were meant
     shell_hint      ends an error of a single rank: it may be a shell that was started by the launcher
     """

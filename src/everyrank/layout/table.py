@@ -1,8 +1,9 @@
 """The strategies, one row each, and the options that a strategy has beside what is common to all layouts.
 
-The options of a mechanism are a dataclass: the names of its fields are the keys, their annotations say what a value may
-be (bool, int, float, or a Literal of words), their defaults hold where a layout leaves a key out. A strategy takes the
-options of the mechanisms that it composes, and reads them with `layout.read(DDPOptions)`.
+The options of a mechanism are a frozen dataclass that inherits `StrategyOptions`: the names of its fields are the keys,
+their defaults hold where a layout leaves a key out, their annotations say what a value may be: bool, int (at least 1),
+float (above 0), a Literal of words, or `int | None` and `float | None`. A strategy lists the options of the mechanisms
+that it composes (no key twice) and reads them with `layout.read(DDPOptions)`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "FSDPOptions",
     "PipelineOptions",
     "Strategy",
+    "StrategyOptions",
     "TensorOptions",
     "problem_with",
 ]
@@ -111,7 +113,7 @@ class PipelineOptions(StrategyOptions):
     """Stages of blocks.
 
     schedule       which rank does what when
-    microbatches   how many go through together; None: twice the ranks of the pipeline
+    microbatches   micro-batches that go through together; None: twice the ranks of the pipeline
     chunks         stages on each rank, under schedule=interleaved
     """
 
@@ -203,7 +205,7 @@ def problem_with(value: object, kind: Kind) -> str:
     if kind is int and not (isinstance(value, int) and value >= 1):
         return "give at least 1"
     if kind is float and not (isinstance(value, int | float) and 0 < value < math.inf):
-        return "give a size above 0 MiB"
+        return "give a number above 0"
     return ""
 
 

@@ -16,6 +16,7 @@ from everyrank.loop import planned_updates, run_updates, wrap_user_errors
 from everyrank.measure.comm_counter import CommCounter
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.split import PHASES, exposed_shares
+from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.record import Collective
 from everyrank.strategies import prepare
 from everyrank.workload import Workload
@@ -28,6 +29,7 @@ _WARM_UP = (
 )
 _PROFILED = 10
 _IDLE = 10
+_NO_IDLE = PipelineIdle(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Instrumented:
     """
 
     peak_memory_bytes: int
-    idle: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    idle: PipelineIdle = _NO_IDLE
     collectives: list[Collective] = field(default_factory=list[Collective])
     exposed_shares: list[float] = field(default_factory=lambda: [math.nan] * len(PHASES))
 
@@ -62,12 +64,13 @@ def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: Wo
     left = planned - _WARM_UP - 1
     if left < 1:
         return Instrumented(memory.bytes)
-    idle = (0.0, 0.0, 0.0)
+    idle = _NO_IDLE
     if prepared.idle is not None:
         for _ in range(min(_IDLE, left - 1)):
             next(shares)
-            theory, seconds, waiting = prepared.idle()
-            idle = (theory, idle[1] + seconds, idle[2] + waiting)
+            new = prepared.idle()
+            seconds, waiting = idle.seconds + new.seconds, idle.waiting_seconds + new.waiting_seconds
+            idle = PipelineIdle(new.theory_share, seconds, waiting)
             left -= 1
     with CommCounter(prepared.mesh.group_axes()) as traffic:
         next(shares)

@@ -1,4 +1,4 @@
-"""Before the first update: does the model say the same in parts as it does as a whole?
+"""Before the first update: compare output and loss of the split model with the unsplit one, on one sample.
 
 Splitting matrices or sequences changes what runs, and a model can be such that it still runs and is another one: heads
 counted in a view, positions counted on a part of a sequence, a mean over positions. Watching for each of these by name
@@ -22,8 +22,8 @@ from everyrank.layout.table import FSDPOptions
 from everyrank.parallel.fsdp import reshard
 from everyrank.parallel.full_state import without_advice
 from everyrank.parallel.init_model import init_model
-from everyrank.parallel.mesh import full
-from everyrank.parallel.parallelize import ParallelModel, call
+from everyrank.parallel.mesh import full_tensor
+from everyrank.parallel.parallelize import ParallelModel, call_model
 from everyrank.workload import Workload
 
 __all__ = ["check_equal"]
@@ -36,8 +36,8 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
 def check_equal(parallel: ParallelModel, batch: Batch) -> None:
     """Compare one sample of the batch in parts and as a whole. A collective of all ranks, before the first update.
 
-    The whole model is put together for it for a moment where matrices are split; with meta=true, which says that it
-    does not fit, nothing is compared. Raises `UnsupportedLayoutError` on every rank alike.
+    Where matrices are split each rank builds the full model for it, and drops it again; with meta=true, which says
+    that it does not fit, nothing is compared. Raises `UnsupportedLayoutError` on every rank alike.
     """
     if parallel.layout.read(FSDPOptions).meta or (parallel.tensor is None and parallel.context is None):
         return
@@ -57,14 +57,14 @@ def _difference(parallel: ParallelModel, batch: Batch) -> float:
     """How far outputs and loss in parts are from those of the whole model, on this rank, relative to the largest."""
     model, workload = parallel.model, parallel.workload
     with parallel.micro_batch(batch) as part:
-        output = call(model, part.input)
+        output = call_model(model, part.input)
         pair = _sum_and_count(workload, output, part.target)
-    reshard(model)  # no backward follows that would
+    reshard(model)  # without a backward the root would stay gathered
     found = _tensors(parallel.gather_output(output))
     if parallel.context is not None:
         dist.all_reduce(pair, group=parallel.mesh.group("context"))
-    whole = _whole_model(parallel) if parallel.tensor is not None else model
-    output = call(whole.eval(), batch.input)
+    whole = _unsplit_model(parallel) if parallel.tensor is not None else model
+    output = call_model(whole.eval(), batch.input)
     reshard(model)
     difference = max(_differences(found, _tensors(output)), default=0.0)
     if parallel.context is None:
@@ -97,7 +97,7 @@ def _one_sample(batch: Batch) -> Batch:
     return Batch(inputs, target, min(batch.size, 1), batch.start, batch.total)
 
 
-def _whole_model(parallel: ParallelModel) -> nn.Module:
+def _unsplit_model(parallel: ParallelModel) -> nn.Module:
     """The model in one piece, with the weights that it has now."""
     world = parallel.mesh.world
     before = random.getstate(), np.random.get_state()
@@ -109,7 +109,7 @@ def _whole_model(parallel: ParallelModel) -> nn.Module:
     state: dict[str, Tensor] = {}
     for name, tensor in parallel.model.state_dict().items():
         with without_advice():
-            state[name] = full(tensor)
+            state[name] = full_tensor(tensor)
     model.load_state_dict(state)
     return model
 
@@ -117,7 +117,7 @@ def _whole_model(parallel: ParallelModel) -> nn.Module:
 def _sum_and_count(workload: Workload, output: Any, target: Any) -> Tensor:
     """(sum, count) of the loss: float64, shape (2,)."""
     total, count = workload.loss(output, target)
-    total = full(total)
+    total = full_tensor(total)
     return torch.tensor([float(total), float(count)], dtype=torch.float64, device=total.device)
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
 from everyrank.layout.table import DDPOptions
-from everyrank.parallel.parallelize import call
+from everyrank.parallel.parallelize import call_model
 from everyrank.parallel.precision import param_dtype
 from everyrank.world import World
 
@@ -40,7 +40,7 @@ class ModelWithCount(nn.Module):
 
     def forward(self, value: Any) -> tuple[Any, Tensor]:
         """The model's output, and the carrier: DDP looks for unused parameters among what the outputs need."""
-        return call(self.model, value), self.carrier * 1.0
+        return call_model(self.model, value), self.carrier * 1.0
 
 
 def apply_ddp(model: nn.Module, layout: Layout, world: World) -> DistributedDataParallel:
@@ -59,9 +59,9 @@ def apply_ddp(model: nn.Module, layout: Layout, world: World) -> DistributedData
 
 def global_sum_and_count(ddp: DistributedDataParallel, world: World) -> Tensor:
     """[sum, count] over all ranks, shape (2,), after backward: DDP averages, so what it gives is scaled back."""
-    carrier: ModelWithCount = ddp.module
-    assert carrier.carrier.grad is not None
-    return carrier.carrier.grad * world.size
+    module: ModelWithCount = ddp.module
+    assert module.carrier.grad is not None
+    return module.carrier.grad * world.size
 
 
 def check_unused_parameters(parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:

@@ -23,7 +23,7 @@ from everyrank.parallel.precision import mixed_dtype
 __all__ = [
     "apply_fsdp",
     "apply_fsdp_to_blocks",
-    "group_units",
+    "fsdp_units",
     "is_sharded",
     "reshard",
     "scalar_parameters",
@@ -40,9 +40,9 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], layout: Layout, mesh: 
     root_policy = dataclasses.replace(policy, output_dtype=torch.float32 if mixed_dtype(layout) else None)
     options: dict[str, Any] = {"mesh": _device_mesh(mesh), "ignored_params": set(scalar_parameters(model))}
     reshards = layout.read(FSDPOptions).reshard_after_forward
-    for unit in group_units(model, blocks):
+    for unit in fsdp_units(model, blocks):
         fully_shard(unit[0] if len(unit) == 1 else unit, mp_policy=policy, reshard_after_forward=reshards, **options)
-    # backward needs the root's parameters at once
+    # backward starts with the root: letting go of it would only gather it again
     fully_shard(model, mp_policy=root_policy, reshard_after_forward=False, **options)
 
 
@@ -72,8 +72,8 @@ def is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def group_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """The blocks in groups: those that share a weight in one, those that share one with the rest in none."""
+def fsdp_units(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """FSDP units. Blocks with tied weights are one; a block tied to a module outside is in none: the root shards it."""
     units: list[list[nn.Module]] = [[block] for block in blocks]
     inside = {part for block in blocks for part in block.modules()}
     outside = [module for module in model.modules() if module not in inside]

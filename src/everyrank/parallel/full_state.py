@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from everyrank.parallel.mesh import Mesh, full
+from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.parallel.pipeline.blocks import RemoteBlock
 from everyrank.parallel.pipeline.stage import Stages
 
@@ -34,7 +34,7 @@ def full_state_dict(model: nn.Module, mesh: Mesh, stages: Stages | None = None) 
     sends = stages is not None and rank != 0 and mesh.is_first("replicate", "shard", "context", "tensor")
     for name, tensor in model.state_dict().items():
         with without_advice():
-            whole = full(tensor)
+            whole = full_tensor(tensor)
         if rank == 0:
             found[name] = whole.detach().cpu().clone()
         elif sends and stages is not None and name.startswith(f"{stages.path}."):

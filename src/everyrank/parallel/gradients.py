@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from everyrank.layout import AXES
-from everyrank.parallel.mesh import Mesh, local
+from everyrank.parallel.mesh import Mesh, local_tensor
 
 __all__ = [
     "all_reduce_grads",
@@ -59,7 +59,7 @@ def sum_squares(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            own = local(gradient)
+            own = local_tensor(gradient)
             squares += torch.linalg.vector_norm(own.to(torch.promote_types(own.dtype, torch.float32))).double().square()
     if mesh.world.size > 1:
         dist.all_reduce(squares, group=mesh.world.group)
@@ -91,7 +91,7 @@ def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: st
     One all-reduce for all gradients of one dtype, in buckets of 25 MiB.
     """
     group = mesh.group(*stages, "replicate", "shard")
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     waiting: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
     if group is not None:
         for bucket in _buckets(gradients):

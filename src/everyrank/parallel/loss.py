@@ -12,7 +12,7 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.errors import NotFiniteError, UnsupportedLayoutError, WorkloadError
 from everyrank.parallel.batch_gather import loss_scope
-from everyrank.parallel.mesh import Mesh, full
+from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.workload import Workload
 
 __all__ = ["check_total", "compute_loss", "evaluate_batch"]
@@ -32,7 +32,7 @@ def compute_loss(
     """
     with loss_scope(batch, mesh, workload.order, deferred_errors):
         total, count = _pair(workload.loss(output, batch.target), "loss")
-    total = full(total)  # of split logits; every rank has the whole sum
+    total = full_tensor(total)  # of split logits; every rank has the whole sum
     if not isinstance(total, Tensor) or total.dim() != 0:
         raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_shape(total)}")
     if not batch.size:  # a padding sample

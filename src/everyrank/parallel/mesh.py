@@ -31,7 +31,7 @@ from everyrank.data import Slice
 from everyrank.layout import AXES, Layout
 from everyrank.world import World
 
-__all__ = ["Mesh", "full", "local", "local_tensors", "open_mesh"]
+__all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "open_mesh"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Mesh:
     @property
     def rng_stream(self) -> int:
         """Which random numbers dropout draws here: another stream for ranks with other samples, or other positions."""
+        return self.data_rank
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank among those that have other samples or positions: replicate x shard x context."""
         return self.data_slice.index * self.sizes["context"] + self.coordinate["context"]
 
     def is_first(self, *axes: str) -> bool:
@@ -99,7 +104,7 @@ class Mesh:
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """Torch's mesh over these of the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
 
-        `context` counts as a part of `shard` where there is one, because parameters are the same along it.
+        `context` counts as a part of `shard`: parameters are equal along both, so FSDP shards over both.
         """
         sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
         sizes["shard"] *= self.sizes["context"]
@@ -123,19 +128,19 @@ class Mesh:
         return " x ".join(axis for axis in axes if self.sizes[axis] > 1)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The rank's own part of a tensor; one that is not split as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """All of a tensor that ranks have parts of, on each of them; anything else as it is. A collective of these."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The rank's own part of each."""
-    return [local(tensor) for tensor in tensors]
+    return [local_tensor(tensor) for tensor in tensors]
 
 
 def open_mesh(layout: Layout, world: World) -> Mesh:

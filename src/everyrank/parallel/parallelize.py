@@ -23,31 +23,32 @@ from everyrank.layout.table import FSDPOptions
 from everyrank.parallel.batch_norm import apply_batch_norm
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
 from everyrank.parallel.init_model import init_model
-from everyrank.parallel.mesh import Mesh, full
+from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.parallel.micro_batch import ContextFactory, MicroBatchState
 from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_parallel
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["ParallelModel", "broadcast_from_rank_0", "call", "find_blocks", "parallelize"]
+__all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "find_blocks", "parallelize"]
 
 
 @dataclass
 class ParallelModel:
     """A model as it is laid out on this rank, and what its forward passes need to know of the batch in progress.
 
-    full      rank 0's model of full size, where the model itself is on the meta device still
-    tensor    what is split over the tensor axis; None where that is one rank long
-    context   what is split over the context axis; None where that is one rank long
-    is_checked   its first update has been prepared: no check is due any more
+    rank_0_model        rank 0's model in full, where the model itself is on the meta device still
+    micro_batch_state   what forward passes know of the micro-batch in progress
+    tensor              what is split over the tensor axis; None where that is one rank long
+    context             what is split over the context axis; None where that is one rank long
+    is_checked          the check before the first update has been done, or is not wanted
     """
 
     workload: Workload
     layout: Layout
     mesh: Mesh
     model: nn.Module
-    full: nn.Module | None
-    state: MicroBatchState
+    rank_0_model: nn.Module | None
+    micro_batch_state: MicroBatchState
     tensor: TensorParallel | None
     context: ContextParallel | None
     is_checked: bool = False
@@ -56,17 +57,17 @@ class ParallelModel:
     def micro_batch(self, batch: Batch) -> Generator[Batch]:
         """While a batch goes through the model, forward and backward; gives the part of it that goes in here."""
         part = self.context.take(batch) if self.context is not None else batch
-        with self.state.enter(is_padding=not batch.size):
+        with self.micro_batch_state.enter(is_padding=not batch.size):
             yield part
         if self.context is not None:
             self.context.check()
 
-    def share(self, pair: Tensor) -> Tensor:
-        """The rank's share of (sum, count), shape (2,): ranks that split a matrix have the same loss; one counts."""
+    def count_once(self, pair: Tensor) -> Tensor:
+        """(sum, count), shape (2,); zeros on all but the first of the tensor ranks, which have the same loss."""
         return pair if self.mesh.is_first("tensor") else torch.zeros_like(pair)
 
     def before_first_update(self, check: Callable[[], None]) -> bool:
-        """Before the first update alone: check what was taken for granted of the model; whether it was that."""
+        """Call `check` once, before the first update. True in that call, False later."""
         if self.is_checked:
             return False
         self.is_checked = True
@@ -74,13 +75,13 @@ class ParallelModel:
         return True
 
     def reduce_partial_grads(self) -> None:
-        """After the last backward of an update: complete the gradients of what tensor ranks have parts of."""
+        """After the last backward of an update: add up over the tensor axis what each rank has a partial sum of."""
         if self.tensor is not None:
             self.tensor.reduce_partial_grads()
 
     def gather_output(self, output: Any) -> Any:
         """An output that several ranks have parts of, put together; a collective of these."""
-        output = map_tensors(output, full)
+        output = map_tensors(output, full_tensor)
         return self.context.gather_output(output) if self.context is not None else output
 
 
@@ -99,7 +100,7 @@ def parallelize(
     broadcast   start every rank from rank 0's weights
     contexts    further ones, entered around each micro-batch and around what runs again in backward
     """
-    model, full_model = init_model(workload, layout, mesh.world)
+    model, rank_0_model = init_model(workload, layout, mesh.world)
     if broadcast and not layout.read(FSDPOptions).meta:
         broadcast_from_rank_0(model, mesh.world)
     tensor = apply_tensor_parallel(model, workload, layout, mesh)
@@ -109,18 +110,18 @@ def parallelize(
         recompute_contexts=[*([context.context] if context is not None else []), *contexts],
     )
     if mesh.world.group is not None or layout.recompute:  # recomputing must not move running statistics twice
-        apply_batch_norm(model, state, _data_ranks(mesh))
+        apply_batch_norm(model, state, _batch_norm_world(mesh))
     if layout.recompute:
         _apply_recompute(model, workload, layout, state)
     if layout.compile:
         _apply_compile(model, workload)
-    return ParallelModel(workload, layout, mesh, model.train(), full_model, state, tensor, context)
+    return ParallelModel(workload, layout, mesh, model.train(), rank_0_model, state, tensor, context)
 
 
-def _data_ranks(mesh: Mesh) -> World:
+def _batch_norm_world(mesh: Mesh) -> World:
     """The ranks that have samples, or parts of sequences, of their own, as a world of their own."""
     axes = ("replicate", "shard", "context")
-    return dataclasses.replace(mesh.world, rank=mesh.rng_stream, size=mesh.size(*axes), group=mesh.group(*axes))
+    return dataclasses.replace(mesh.world, rank=mesh.data_rank, size=mesh.size(*axes), group=mesh.group(*axes))
 
 
 def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
@@ -171,7 +172,7 @@ def _apply_compile(model: nn.Module, workload: Workload) -> None:
         module.compile()
 
 
-def call(model: nn.Module, value: Any) -> Any:
+def call_model(model: nn.Module, value: Any) -> Any:
     """`model` applied to an input as the data set made it.
 
     A tensor is the only argument. A dict is passed by keyword when `forward` has those names, a tuple in order when

@@ -83,22 +83,25 @@ class Trainable:
         torch.autograd.backward(tensors, gradients)
         self.enter_phase("optimizer")  # or the forward pass of another micro-batch
 
-    def optimizer_step(self, total: Tensor, num_averaged: int = 1, squares: Callable[[], Tensor] | None = None) -> None:
+    def optimizer_step(
+        self, total: Tensor, num_averaged: int = 1, sum_grad_squares: Callable[[], Tensor] | None = None
+    ) -> None:
         """Normalise the gradients by the global count, clip them, step optimizer and schedule.
 
         `total` is [sum, count] over all ranks, shape (2,). The gradients are those of sum / global_batch (times the
-        loss scale), averaged over `num_averaged` ranks. `squares` gives the sum of their squares where other ranks hold
-        other parts of them (parallel/gradients.py).
+        loss scale), averaged over `num_averaged` ranks. `sum_grad_squares` gives the sum of their squares where other
+        ranks hold other parts of them (parallel/gradients.py).
 
-        Raises `WorkloadError` for a count of zero and `NotFiniteError` for a loss that is none, before anything is
-        changed and on every rank alike. (On CUDA reading the loss would make the device wait: the loop looks later.)
+        On CPU, before anything is changed and on every rank alike, raises `WorkloadError` for a count of zero and
+        `NotFiniteError` for a loss that is NaN or infinite. On CUDA reading the loss would make the device wait: the
+        loop checks it later, and with a count of zero the gradients are multiplied by 0.
         """
         factor = self._factor(total, num_averaged)
         needs_norm = self.clip_norm is not None or self.scaler is not None
         is_one = isinstance(factor, float) and factor == 1.0 and not needs_norm
         gradients = [] if is_one else local_tensors([p.grad for p in self.parameters if p.grad is not None])
         if needs_norm:
-            norm = (squares().sqrt() if squares is not None else _norm(gradients, total)) * factor
+            norm = (sum_grad_squares().sqrt() if sum_grad_squares is not None else _norm(gradients, total)) * factor
             if self.scaler is not None:
                 is_finite = bool(norm.isfinite())
                 self.scaler.update(is_finite)

@@ -21,6 +21,7 @@ from everyrank.data import Batch, Slice
 from everyrank.layout import STRATEGIES, Layout
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import ParallelModel
+from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parallel.precision import param_dtype
 from everyrank.parallel.trainable import Trainable
 from everyrank.workload import Workload
@@ -37,13 +38,12 @@ class Prepared:
     trainable           the model with its optimizer: what checkpoints save and snapshots copy
     step                one update from its micro-batches; float64, shape (2,): this rank's share of (sum, count). The
                         loop adds the shares over ranks, outside the timed region
-    predict             the model's output for the rank's part of a batch, without an update; called equally often on
-                        every rank
+    predict             the model's output for the rank's part of a batch, without an update; a collective where the
+                        layout splits the model
     state               full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
-    replicas            the tensors that every rank holds whole, which must be equal to the last bit
+    replicated_tensors  those that every rank holds in full, which must be equal to the last bit
     num_micro_batches   parts that each update is cut into before it is cut over ranks
-    idle                of a pipeline: the part of a step that ranks stand idle in theory, the seconds that the newest
-                        step spent on micro-batches, and how many of them this rank waited for others
+    idle                of a pipeline: how long its newest step took, and how long this rank waited in it
     """
 
     parallel: ParallelModel
@@ -51,9 +51,9 @@ class Prepared:
     step: Callable[[Sequence[Batch]], Tensor]
     predict: Callable[[Batch], Any]
     state: Callable[[], dict[str, Tensor]]
-    replicas: Sequence[Tensor]
+    replicated_tensors: Sequence[Tensor]
     num_micro_batches: int
-    idle: Callable[[], tuple[float, float, float]] | None = None
+    idle: Callable[[], PipelineIdle] | None = None
 
     @property
     def workload(self) -> Workload:

@@ -22,7 +22,7 @@ from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.precision import autocast
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
@@ -69,7 +69,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         state=lambda: replicated_state_dict(model, rank=0),
-        replicas=[],
+        replicated_tensors=[],
         num_micro_batches=layout.accumulate,
     )
 
@@ -91,4 +91,4 @@ class _OneArgument(nn.Module):
         self.model = model
 
     def forward(self, value: object) -> object:
-        return call(self.model, value)
+        return call_model(self.model, value)

@@ -9,8 +9,9 @@ Source    Li et al., VLDB 2020
 
 Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that leave parameters out of some
 updates; static_graph=true, for models that use the same ones in every update. With context=N the ranks that share a
-sequence are replicas, too (see context.py). With tensor=N the matrices are split (see tensor.py), and torch's
-`fully_shard` keeps the replicas of the parts: it is `fsdp:replicate=...,shard=1,tensor=N`, and sends what that sends.
+sequence are replicas, too (strategies/context.py). With tensor=N the matrices are split (strategies/tensor.py), and
+torch's `fully_shard` keeps the replicas of the parts: it is `fsdp:replicate=...,shard=1,tensor=N`, sends what that sends,
+and with context=N as well shards the parameters along the context axis.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_su
 from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.precision import autocast
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared, fsdp
@@ -67,7 +68,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return parallel.gather_output(call(model, part.input))
+            return parallel.gather_output(call_model(model, part.input))
 
     return Prepared(
         parallel,
@@ -75,6 +76,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         state=lambda: replicated_state_dict(model, world.rank),
-        replicas=[*trainable.parameters, *model.buffers()],
+        replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,
     )

@@ -2,19 +2,19 @@
 
 Holds     a part of each parameter, its gradient and its optimizer state
 Travels   per micro-batch: an all-gather of each block's parameters in forward and again in backward, an all-gather
-          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's; per update: with
-          replicas an all-reduce over them of what each of these leaves, one all-reduce of loss and count of terms (two
-          elements), overlapped with backward, one of each parameter without dimensions, which cannot be sharded, and
-          with clip_norm one of the sum of squares
+          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's. Per update: with
+          replicas an all-reduce over them of each gradient shard; one all-reduce of loss and count of terms (two
+          elements), overlapped with backward; one of the gradient of each parameter without dimensions, which cannot be
+          sharded; with clip_norm one of the sum of squares. With tensor or context what their pages say, too
 Use when  the model or its optimizer does not fit on one device
 Exact     yes
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
 
 Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less; meta=true
 builds the model in full on rank 0's CPU alone, for what does not fit on every rank. With replicate=N (HSDP) shards
-are kept N times: gathers stay among the shards, gradients are then all-reduced over the replicas. With tensor=N the
-matrices are split before they are sharded (tensor.py), with context=N the sequences (context.py), and ranks that share
-a sequence are shards, too.
+have N copies: gathers stay among the shards, gradients are then all-reduced over the copies. With tensor=N the matrices
+are split before they are sharded (strategies/tensor.py), with context=N the sequences (strategies/context.py), and ranks
+along the context axis shard parameters, too.
 Blocks are the modules at `Workload.blocks`; without it the whole model is one unit.
 """
 
@@ -38,7 +38,7 @@ from everyrank.parallel.gradients import average_replicated_grads, norm_params, 
 from everyrank.parallel.init_model import materialise
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call, find_blocks, parallelize
+from everyrank.parallel.parallelize import call_model, find_blocks, parallelize
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
 from everyrank.workload import Workload
@@ -54,40 +54,40 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     apply_fsdp(model, find_blocks(workload, model), layout, mesh)
     if layout.read(FSDPOptions).meta:
-        materialise(model, parallel.full, world)
+        materialise(model, parallel.rank_0_model, world)
     # Sharding replaced the parameters, so the optimizer is built after it.
     trainable = make_trainable(workload, layout, model)
     replicated = scalar_parameters(model)
-    squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
-    # fully_shard averages over all ranks that read: over all but those that split a matrix
-    num_averaged = world.size // mesh.size("tensor")
+    sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
+    # fully_shard averages over these; ranks that split a matrix have the same loss
+    num_averaged = mesh.size("replicate", "shard", "context")
 
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
         trainable.zero_grad()
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
-        total, counting = own, None
+        total, count_work = own, None
         for is_last, batch in trainable.iter_micro_batches(batches):
             set_requires_all_reduce(model, is_last)
             with parallel.micro_batch(batch) as part:
-                loss, share = compute_loss(workload, call(model, part.input), part, mesh)
-                own += parallel.share(share)
+                loss, share = compute_loss(workload, call_model(model, part.input), part, mesh)
+                own += parallel.count_once(share)
                 if is_last:
                     # The count travels while the last backward computes.
                     total = own.clone()
-                    counting = dist.all_reduce(total, group=world.group, async_op=True)
+                    count_work = dist.all_reduce(total, group=world.group, async_op=True)
                 trainable.backward(loss)
         average_replicated_grads(replicated, mesh)
         parallel.reduce_partial_grads()
-        assert counting is not None
-        counting.wait()
-        trainable.optimizer_step(total, num_averaged, squares)
+        assert count_work is not None
+        count_work.wait()
+        trainable.optimizer_step(total, num_averaged, sum_grad_squares)
         return own
 
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch) as part:
-            output = call(model, part.input)
-        reshard(model)  # no backward follows that would
+            output = call_model(model, part.input)
+        reshard(model)  # without a backward the root would stay gathered
         return parallel.gather_output(output)
 
     return Prepared(
@@ -96,6 +96,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         state=lambda: full_state_dict(model, mesh),
-        replicas=replicated,
+        replicated_tensors=replicated,
         num_micro_batches=layout.accumulate,
     )

@@ -40,7 +40,7 @@ from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares, zero_missing_grads
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.pipeline.deferred import WeightGradQueue
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.pipeline.stage import apply_pipeline
@@ -66,7 +66,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     trainable = make_trainable(workload, layout, model)
     own = stages.own_parameters()
     outside = [parameter for parameter in trainable.parameters if parameter not in set(own)]
-    squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh, set(own)), mesh)
+    sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh, set(own)), mesh)
     pipeline = PipelineRun(mesh, stages, options, weight_grads, trainable.enter_phase)
     refused: list[UnsupportedLayoutError] = []  # by the stage that takes the loss, while others wait for its gradient
 
@@ -74,8 +74,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable.zero_grad()
         is_first = parallel.before_first_update(lambda: check_block_order(batches[0]))
         share = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for first in range(0, len(batches), pipeline.num_microbatches):
-            share += flow(batches[first : first + pipeline.num_microbatches])
+        for first in range(0, len(batches), pipeline.num_micro_batches):
+            share += flow(batches[first : first + pipeline.num_micro_batches])
         raise_on_all_ranks(refused, world, is_first)
         parallel.reduce_partial_grads()
         has_grad = torch.tensor([parameter.grad is not None for parameter in outside], device=world.device)
@@ -85,12 +85,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         all_reduce_grads(outside, mesh, "pipeline")
         all_reduce_grads([parameter for parameter in own if not is_sharded(parameter)], mesh)
         # all gradients are averaged over the ranks that read by now
-        trainable.optimizer_step(total[:2], mesh.size("replicate", "shard"), squares)
+        trainable.optimizer_step(total[:2], mesh.size("replicate", "shard"), sum_grad_squares)
         return share
 
     def check_block_order(batch: Batch) -> None:
         with parallel.micro_batch(batch) as part:
-            stages.check_block_order(lambda: call(model, part.input))
+            stages.check_block_order(lambda: call_model(model, part.input))
 
     def flow(batches: Sequence[Batch]) -> Tensor:
         """Micro-batches through the pipeline, forward and backward; this rank's share of (sum, count), shape (2,)."""
@@ -98,10 +98,10 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
         def forward(stage: int, index: int, received: Tensor | None) -> Tensor:
             with parallel.micro_batch(batches[index]) as part, autocast(layout, world):
-                output, is_end = stages.run(stage, received, lambda: call(model, part.input))
+                output, is_end = stages.run(stage, received, lambda: call_model(model, part.input))
                 if is_end:
                     output, share = compute_loss(workload, output, part, mesh, refused)
-                    shares.append(parallel.share(share))
+                    shares.append(parallel.count_once(share))
             return output
 
         def backward(index: int, output: Tensor, gradient: Tensor | None) -> None:
@@ -116,7 +116,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch) as part, autocast(layout, world):
-            forward = functools.partial(call, model, part.input)
+            forward = functools.partial(call_model, model, part.input)
             output = pipeline.forward_only(batch, lambda stage, received: stages.run(stage, received, forward))
         return parallel.gather_output(output)
 
@@ -126,7 +126,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         state=lambda: full_state_dict(model, mesh, stages),
-        replicas=[tensor for tensor in [*outside, *stages.outside_buffers()] if not is_split(tensor)],
-        num_micro_batches=layout.accumulate * pipeline.num_microbatches,
+        replicated_tensors=[tensor for tensor in [*outside, *stages.outside_buffers()] if not is_split(tensor)],
+        num_micro_batches=layout.accumulate * pipeline.num_micro_batches,
         idle=pipeline.idle,
     )

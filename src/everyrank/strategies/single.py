@@ -19,7 +19,7 @@ from everyrank.layout import Layout
 from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.precision import autocast
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
@@ -42,7 +42,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         shares: list[Tensor] = []
         for _, batch in trainable.iter_micro_batches(batches):
             with autocast(layout, world):
-                loss, share = compute_loss(workload, call(model, batch.input), batch, mesh)
+                loss, share = compute_loss(workload, call_model(model, batch.input), batch, mesh)
             trainable.backward(loss)
             shares.append(share)
         total = sum(shares[1:], shares[0])
@@ -51,7 +51,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def predict(batch: Batch) -> Any:
         with autocast(layout, world):
-            return call(model, batch.input)
+            return call_model(model, batch.input)
 
     return Prepared(
         parallel,
@@ -59,6 +59,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         state=lambda: replicated_state_dict(model, rank=0),
-        replicas=[],
+        replicated_tensors=[],
         num_micro_batches=layout.accumulate,
     )

@@ -38,7 +38,7 @@ from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import norm_params, sum_squares
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.precision import autocast
 from everyrank.parallel.tensor.apply import is_split
 from everyrank.parallel.trainable import make_trainable
@@ -56,7 +56,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     # Splitting replaced parameters, so the optimizer is built after it.
     trainable = make_trainable(workload, layout, model)
-    squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
+    sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
@@ -65,18 +65,18 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         for _, batch in trainable.iter_micro_batches(batches):
             with parallel.micro_batch(batch):
                 with autocast(layout, world):
-                    loss, share = compute_loss(workload, call(model, batch.input), batch, mesh)
+                    loss, share = compute_loss(workload, call_model(model, batch.input), batch, mesh)
                 trainable.backward(loss)
             shares.append(share)
         parallel.reduce_partial_grads()
         # Every rank has computed the loss of all samples: the count need not travel.
         total = sum(shares[1:], shares[0])
-        trainable.optimizer_step(total, squares=squares)
-        return parallel.share(total)
+        trainable.optimizer_step(total, sum_grad_squares=sum_grad_squares)
+        return parallel.count_once(total)
 
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch), autocast(layout, world):
-            return parallel.gather_output(call(model, batch.input))
+            return parallel.gather_output(call_model(model, batch.input))
 
     return Prepared(
         parallel,
@@ -84,6 +84,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         state=lambda: full_state_dict(model, mesh),
-        replicas=[tensor for tensor in [*trainable.parameters, *model.buffers()] if not is_split(tensor)],
+        replicated_tensors=[tensor for tensor in [*trainable.parameters, *model.buffers()] if not is_split(tensor)],
         num_micro_batches=layout.accumulate,
     )

@@ -24,7 +24,7 @@ from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_su
 from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call, parallelize
+from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.precision import autocast
 from everyrank.parallel.trainable import make_trainable
 from everyrank.parallel.zero1 import assign_owners, broadcast_from_owners, keep_owned_parameters
@@ -67,7 +67,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch), autocast(layout, world):
-            return call(model, batch.input)
+            return call_model(model, batch.input)
 
     return Prepared(
         parallel,
@@ -75,6 +75,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         state=lambda: replicated_state_dict(model, world.rank),
-        replicas=[*trainable.parameters, *model.buffers()],
+        replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,
     )

@@ -36,6 +36,7 @@ from everyrank.measure.instrumented import run_instrumented
 from everyrank.measure.resources import sampling
 from everyrank.measure.split import PHASES, phases
 from everyrank.options import BenchOptions
+from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parity import check_layout, parity_case
 from everyrank.progress import progress, said_once
 from everyrank.record import Record
@@ -140,7 +141,8 @@ def _look_inside(arm: Arm, bench: Bench) -> None:
     row = torch.tensor([own.peak_memory_bytes, *own.idle, *own.exposed_shares], dtype=torch.float64)
     rows = [row.tolist() for row in all_gather(row, arm.world)]
     arm.inside = [
-        replace(own, peak_memory_bytes=int(row[0]), idle=tuple(row[1:4]), exposed_shares=row[4:]) for row in rows
+        replace(own, peak_memory_bytes=int(row[0]), idle=PipelineIdle(*row[1:4]), exposed_shares=row[4:])
+        for row in rows
     ]
 
 

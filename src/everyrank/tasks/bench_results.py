@@ -164,10 +164,10 @@ def _record(arm: Arm, bench: Bench, info: RankInfo, startup_seconds: float, sing
 
 def _bubble(inside: Sequence[Instrumented]) -> Bubble | None:
     """How long ranks stood idle beside how long they would by theory; None for a layout without a pipeline."""
-    longest = max((own.idle[1] for own in inside), default=0.0)
+    longest = max((own.idle.seconds for own in inside), default=0.0)
     if not longest:
         return None
-    return Bubble(inside[0].idle[0], fmean(own.idle[2] for own in inside) / longest)
+    return Bubble(inside[0].idle.theory_share, fmean(own.idle.waiting_seconds for own in inside) / longest)
 
 
 def _ratio(arm: Arm, single: Arm) -> Interval:

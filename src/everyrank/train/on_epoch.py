@@ -76,5 +76,5 @@ def _answer(prepared: Prepared, value: Any) -> Any:
     output = prepared.predict(Batch(value, value, sizes[0], 0, sizes[0]))
     output = map_tensors(output, lambda tensor: tensor.cpu())
     first = dict.fromkeys(mesh.coordinate, 0)
-    speaker = mesh.rank_at(**{**first, "pipeline": mesh.size("pipeline") - 1})
-    return broadcast_value(speaker, output, world) if speaker else output
+    source_rank = mesh.rank_at(**{**first, "pipeline": mesh.size("pipeline") - 1})
+    return broadcast_value(source_rank, output, world) if source_rank else output

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,23 @@ from everyrank.parallel.pipeline.deferred import WeightGradQueue
 from everyrank.parallel.pipeline.schedule import bubble, make_schedule
 from everyrank.parallel.pipeline.stage import Stages
 
-__all__ = ["PipelineRun"]
+__all__ = ["PipelineIdle", "PipelineRun"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 10  # dtype, number of dimensions, up to eight sizes
+
+
+class PipelineIdle(NamedTuple):
+    """How long the ranks of a pipeline stand idle.
+
+    theory_share      of the time of a step, where sending takes none (schedule.py)
+    seconds           of the newest step, spent on micro-batches
+    waiting_seconds   of these, spent waiting for other ranks
+    """
+
+    theory_share: float
+    seconds: float
+    waiting_seconds: float
 
 
 class PipelineRun:
@@ -46,10 +59,10 @@ class PipelineRun:
     ) -> None:
         self.mesh, self.stages, self.size = mesh, stages, mesh.size("pipeline")
         self.schedule, self.weight_grads, self.enter_phase = options.schedule, weight_grads, enter_phase
-        self.num_microbatches = options.microbatches or 2 * self.size
+        self.num_micro_batches = options.microbatches or 2 * self.size
         self.shapes: dict[tuple[int, Hashable], tuple[torch.dtype, tuple[int, ...]]] = {}
         self.sent: list[tuple[Any, Tensor]] = []
-        self.num_run = self.num_microbatches
+        self.num_run = self.num_micro_batches
         self.seconds = self.waiting = 0.0
         # Forward and backward messages between two ranks cross each other: each way has a group of its own, or NCCL,
         # which keeps the order of all messages between two ranks, would wait for itself.
@@ -125,10 +138,10 @@ class PipelineRun:
         self._flush()
         return found
 
-    def idle(self) -> tuple[float, float, float]:
-        """(part of the time that ranks stand idle in theory, seconds of the newest run, seconds of them waited)."""
+    def idle(self) -> PipelineIdle:
+        """Of the newest run."""
         chunks = self.stages.count // self.size
-        return bubble(self.schedule, self.size, self.num_run, chunks), self.seconds, self.waiting
+        return PipelineIdle(bubble(self.schedule, self.size, self.num_run, chunks), self.seconds, self.waiting)
 
     def _send(self, kind: str, stage: int, index: int, tensor: Tensor, key: Hashable) -> None:
         """Hand a tensor from `stage` to the one after (F) or before (B). Nothing of it is waited for."""

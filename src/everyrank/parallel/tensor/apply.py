@@ -28,7 +28,7 @@ from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.layout.table import TensorOptions
 from everyrank.parallel.init_model import shared_parameters
-from everyrank.parallel.mesh import Mesh, local
+from everyrank.parallel.mesh import Mesh, local_tensor
 from everyrank.parallel.tensor.plan import check_module, resolve
 from everyrank.parallel.tensor.view_check import ViewCheck
 from everyrank.workload import Workload
@@ -43,7 +43,8 @@ class TensorParallel:
     """What a step has to know of a model whose matrices are split.
 
     context                entered around forward, loss and backward
-    reduce_partial_grads   after the last backward of an update: complete the gradients of what is not split
+    reduce_partial_grads   after the last backward of an update: complete the gradients of what is not split, of which
+                           each rank has a partial sum
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Mapping[str, str], checks_views: bool) -> None:
@@ -74,7 +75,7 @@ class TensorParallel:
         for module in self.to_sum:
             for parameter in module.parameters():
                 if parameter.grad is not None:
-                    dist.all_reduce(local(parameter.grad), group=self.mesh.group("tensor"))
+                    dist.all_reduce(local_tensor(parameter.grad), group=self.mesh.group("tensor"))
         for parameter in self.model.parameters():
             gradient = parameter.grad
             if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
@@ -100,7 +101,7 @@ class TensorParallel:
         }
         if not whole:
             return
-        own = torch.stack([fingerprint(local(p.grad)) for p in whole.values() if p.grad is not None])
+        own = torch.stack([fingerprint(local_tensor(p.grad)) for p in whole.values() if p.grad is not None])
         rows = [torch.empty_like(own) for _ in range(self.mesh.size("tensor"))]
         dist.all_gather(rows, own, group=self.mesh.group("tensor"))
         for index, name in enumerate(whole):
