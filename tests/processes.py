@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
+import pytest
 
+from everyrank.cli import main
 from forkserver import MARK, Forked, ForkServer
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -322,3 +324,24 @@ def run_cli(server: ForkServer, folder: Path, *words: object, **variables: str) 
         # on a machine that is busy, a second thread is waited for
         cli.start(*words, **{"OMP_NUM_THREADS": "1", **variables})
         return subprocess.CompletedProcess(list(map(str, words)), *cli.end())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line with which the command line ends in this process, with status 2."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        status = main([str(word) for word in words])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    printed = capsys.readouterr()
+    assert status == 2, printed.out + printed.err
+    return one_line(printed.err)
+
+
+def one_line(stderr: str) -> str:
+    """The only line on stderr."""
+    assert "Traceback" not in stderr
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("everyrank: "), stderr
+    return lines[0]

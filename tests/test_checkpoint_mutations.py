@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import zoo
+from checkpointing import Going, everything_in, same, sum_again
 from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.runs import About, all_of, checkpoint_named, find_checkpoint, require_whole, write_about
 from everyrank.world import World
-from test_checkpoint import Going, everything_in, refused, same, sum_again
+from processes import refused
 
 COUNT = 600
 

@@ -141,7 +141,7 @@ def start_munge(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         shown = subprocess.run(
             ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=60, check=False

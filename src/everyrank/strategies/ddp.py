@@ -10,8 +10,8 @@ Source    Li et al., VLDB 2020
 Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that leave parameters out of some
 updates; static_graph=true, for models that use the same ones in every update. With context=N the ranks that share a
 sequence are replicas, too (strategies/context.py). With tensor=N the matrices are split (strategies/tensor.py), and
-torch's `fully_shard` keeps the replicas of the parts: it is `fsdp:replicate=...,shard=1,tensor=N`, sends what that sends,
-and with context=N as well shards the parameters along the context axis.
+torch's `fully_shard` keeps the replicas of the parts: it is `fsdp:replicate=...,shard=1,tensor=N`, sends what that
+sends, and with context=N as well shards the parameters along the context axis.
 """
 
 from __future__ import annotations

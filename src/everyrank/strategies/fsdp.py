@@ -12,9 +12,9 @@ Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
 
 Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less; meta=true
 builds the model in full on rank 0's CPU alone, for what does not fit on every rank. With replicate=N (HSDP) shards
-have N copies: gathers stay among the shards, gradients are then all-reduced over the copies. With tensor=N the matrices
-are split before they are sharded (strategies/tensor.py), with context=N the sequences (strategies/context.py), and ranks
-along the context axis shard parameters, too.
+have N copies: gathers stay among the shards, gradients are then all-reduced over the copies. With tensor=N the
+matrices are split before they are sharded (strategies/tensor.py), with context=N the sequences
+(strategies/context.py), and ranks along the context axis shard parameters, too.
 Blocks are the modules at `Workload.blocks`; without it the whole model is one unit.
 """
 

@@ -1,0 +1,235 @@
+"""Killed, or stopped by a signal, and gone on with: the same run, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from everyrank.cli import main
+from everyrank.record import read_records
+from everyrank.runs import checkpoints_of, damage, find_checkpoint
+from processes import Cli, Forge, one_line
+from resuming import WORKLOAD, logged, table, words_for
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
+)
+
+STEPS, SAVE_EVERY = 30, 5
+
+# --- killed, and gone on with
+
+
+@pytest.fixture(scope="module")
+def whole(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run under a layout on two ranks that nothing happened to."""
+    made: dict[str, Path] = {}
+
+    def run(layout: str) -> Path:
+        if layout not in made:
+            folder = tmp_path_factory.mktemp(layout)
+            (folder / "mine.py").write_text(WORKLOAD)
+            done = forge(folder, *words_for(layout), size=2)
+            assert done.status == 0, done
+            made[layout] = folder / "run"
+        return made[layout]
+
+    return run
+
+
+def weights_of(place: Path, to: Path) -> dict[str, torch.Tensor]:
+    assert main(["checkpoint", "export", str(place), str(to)]) == 0
+    return torch.load(to, weights_only=True)
+
+
+def is_the_same_run(run: Path, expected: Path, folder: Path) -> None:
+    """One trajectory: every update once and as it would have been, and the same weights, to the last bit."""
+    rows = logged(run)
+    assert [row[0] for row in rows] == list(range(STEPS))
+    assert rows == logged(expected)
+    columns = ("step", "epoch", "loss", "lr", "terms")
+    one, other = table(run / "log.csv"), table(expected / "log.csv")
+    assert [[row[name] for name in columns] for row in one] == [[row[name] for name in columns] for row in other]
+    one, other = table(run / "epochs.csv"), table(expected / "epochs.csv")
+    assert [row["epoch"] for row in one] == ["0", "1", "2", "3", "4"]
+    assert [float(row["loss"]) for row in one] == pytest.approx([float(row["loss"]) for row in other], rel=1e-12)
+    assert [row["eval_loss"] for row in one] == [row["eval_loss"] for row in other]
+    (record,), (expected_record,) = read_records(run / "record.json"), read_records(expected / "record.json")
+    assert record.loss == expected_record.loss
+    assert record.metrics == expected_record.metrics
+    assert find_checkpoint(run).about.step == STEPS
+    weights, others = weights_of(run, folder / "one.pt"), weights_of(expected, folder / "other.pt")
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+
+
+def first_checkpoint(run: Path) -> Callable[[], bool]:
+    return lambda: (run / "checkpoints" / f"step-{SAVE_EVERY:08d}").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [("ddp", ["--workers", "1"]), ("zero1", ["--save-async"]), ("fsdp", [])],
+    ids=["ddp", "zero1", "fsdp"],
+)
+def test_a_run_that_is_killed_goes_on_to_the_last_bit(
+    cli: Cli, forge: Forge, whole: Callable[[str], Path], layout: str, more: list[str]
+) -> None:
+    """SIGKILL to all its processes at a random moment; the same command with --resume makes the same run of it."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    run = cli.folder / "run"
+    cli.start(*words_for(layout, "--processes", "2", *more), SLEEP="0.01")
+    cli.wait_for(first_checkpoint(run))
+    pause = random.Random(layout).uniform(0.0, 0.6)
+    time.sleep(pause)
+    for pid in cli.processes():
+        os.kill(pid, signal.SIGKILL)
+    assert cli.left() == {}
+    for one in checkpoints_of(run):
+        assert damage(one) is None
+    assert find_checkpoint(run).about.step < STEPS, f"killed too late, after {pause} s"
+    assert not (run / "record.json").exists()
+    if layout == "ddp":
+        cli.start(*words_for(layout, "--processes", "2", *more, "--resume"))
+        status, out, err = cli.end()
+    else:
+        status, out, err = forge(cli.folder, *words_for(layout, *more, "--resume"), size=2)
+        status = max(status)
+    assert status == 0, err
+    assert "going on after update" in out
+    is_the_same_run(run, whole(layout), cli.folder)
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint(
+    forge: Forge, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Beside the run, in a folder of its own: in the same one, what came after it would be lost, or mixed up."""
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    done = forge(tmp_path, *words_for("ddp", "--steps", "20"), size=2)
+    assert done.status == 0, done
+    older = tmp_path / "run" / "checkpoints" / "step-00000010"
+    words = words_for("ddp", "--steps", "15", "--resume", str(older))
+    done = forge(tmp_path, *words, size=2)
+    assert done.status == 2
+    assert "newer, and whole; give another --out" in done.err
+    assert [row[0] for row in logged(tmp_path / "run")] == list(range(20))
+    done = forge(tmp_path, *words, "--out", "other", size=2)
+    assert done.status == 0, done
+    assert [row[0] for row in logged(tmp_path / "other")] == list(range(15))
+    done = forge(tmp_path, *words_for("ddp", "--resume", "--out", "other"), size=2)
+    assert done.status == 0, done
+    is_the_same_run(tmp_path / "other", whole("ddp"), tmp_path)
+
+
+# --- stopped by a signal
+
+
+def test_sigterm_saves_and_says_how_to_go_on(cli: Cli, forge: Forge, whole: Callable[[str], Path]) -> None:
+    """Status 143; the update in progress is done and saved, no rank is left, and --resume makes the same run of it."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    run = cli.folder / "run"
+    cli.start(*words_for("ddp", "--processes", "2", "--workers", "1"), SLEEP="0.06")
+    cli.wait_for(first_checkpoint(run))
+    cli.wait_for(lambda: (run / "log.jsonl").read_text().count("\n") == SAVE_EVERY + 1)
+    assert cli.process is not None
+    os.kill(cli.process.pid, signal.SIGTERM)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert status == 143, err
+    assert time.monotonic() - begun < 5
+    line = one_line(err)
+    assert f"saved in {run}" in line
+    assert "--resume" in line
+    assert cli.left() == {}
+    saved = find_checkpoint(run)
+    assert damage(saved) is None
+    assert saved.about.step % SAVE_EVERY, "the test was meant to stop between two checkpoints"
+    assert f"after update {saved.about.step} of {STEPS}" in line
+    assert [row[0] for row in logged(run)] == list(range(saved.about.step))
+    done = forge(cli.folder, *words_for("ddp", "--resume"), size=2)
+    assert done.status == 0, done
+    is_the_same_run(run, whole("ddp"), cli.folder)
+
+
+def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli) -> None:
+    """Status 138. A step takes 0.3 s: the answer comes after the one in progress, and not after many."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    run = cli.folder / "run"
+    cli.start(*words_for("fsdp", "--processes", "2"), SLEEP="0.075")
+    cli.wait_for((cli.folder / "reached").exists)
+    time.sleep(1.0)
+    assert cli.process is not None
+    os.kill(cli.process.pid, signal.SIGUSR1)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert time.monotonic() - begun < 4
+    assert status == 138, err
+    assert "saved in" in one_line(err)
+    assert cli.left() == {}
+    saved = find_checkpoint(run)
+    assert 1 <= saved.about.step <= 12
+    assert damage(saved) is None
+
+
+def test_a_second_sigterm_ends_at_once(cli: Cli) -> None:
+    """Who cannot wait for a step of four seconds need not."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    cli.start(*words_for("ddp", "--processes", "2"), SLEEP="1")
+    cli.wait_for((cli.folder / "reached").exists)
+    assert cli.process is not None
+    os.kill(cli.process.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(cli.process.pid, signal.SIGTERM)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert time.monotonic() - begun < 3.5
+    assert status == 143, err
+    one_line(err)
+    assert cli.left() == {}
+
+
+# --- started by torchrun
+
+
+def rank_process(cli: Cli, rank: int) -> int | None:
+    """The process of a rank that torchrun started, not its loader's."""
+    for pid in sorted(cli.processes()):
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in variables:
+                return pid
+    return None
+
+
+def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli) -> None:
+    """Without --out all ranks write into one folder; SIGUSR1 to rank 1 alone ends all of them, with a checkpoint."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = ["train", "mine.py", "--layout", "fsdp", "--save-every", "5"]
+    cli.start("-m", "everyrank", *words, command=torchrun, is_forked=False, SLEEP="0.03")
+    cli.wait_for(lambda: any((cli.folder / "runs").glob("*/checkpoints/step-00000005")))
+    pid = rank_process(cli, 1)
+    assert pid is not None
+    os.kill(pid, signal.SIGUSR1)
+    begun = time.monotonic()
+    status, _, err = cli.end()
+    assert time.monotonic() - begun < 10
+    assert status != 0
+    assert "everyrank: stopped after update" in err
+    assert cli.left() == {}
+    (run,) = (cli.folder / "runs").iterdir()
+    saved = find_checkpoint(run)
+    assert saved.about.step < STEPS
+    assert saved.about.world_size == 2
+    assert damage(saved) is None
+    assert {path.name for path in saved.path.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert [row[0] for row in logged(run)] == list(range(saved.about.step))

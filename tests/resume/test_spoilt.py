@@ -1,0 +1,235 @@
+"""What must not be lost, whatever goes wrong beside the updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_about
+from processes import Forge, one_line
+from resuming import WIDTH, WORKLOAD, spoilt, words_for
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
+)
+
+# --- what must not be lost
+
+LATE = """
+import torch
+from everyrank import Workload
+from everyrank.errors import WorkloadError
+
+class Late(torch.optim.SGD):
+    done = 0
+    def step(self, *_):
+        self.done += 1
+        if self.done == 9:
+            raise WorkloadError("update 9 is one too many")
+        return super().step()
+
+workload = Workload(
+    name="late", model=lambda: torch.nn.Linear(1, 1), train_data=lambda: [(torch.ones(1), torch.ones(1))] * 8,
+    loss=lambda output, target: (((output - target) ** 2).sum(), len(target)),
+    optimizer=lambda model: Late(model.parameters(), lr=0.1), global_batch=2, epochs=4)
+"""
+
+
+def test_a_run_that_fails_late_keeps_its_folder(forge: Forge, tmp_path: Path) -> None:
+    """Nobody asked for it by --out, but two epochs of work and their checkpoints are in it."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = forge(tmp_path, "train", "late.py")
+    assert done.status == 2, done
+    assert "update 9 is one too many" in done.err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [one.about.step for one in checkpoints_of(run)] == [4, 8]
+
+
+def test_a_finished_run_is_not_begun_again(forge: Forge, tmp_path: Path) -> None:
+    """It has no checkpoint to go on from, and its log and Record would be overwritten."""
+    words = ("train", "digits", *WIDTH, "--steps", "2", "--save-every", "0", "--out", "run")
+    assert forge(tmp_path, *words).status == 0
+    log = (tmp_path / "run" / "log.jsonl").read_text()
+    done = forge(tmp_path, *words, "--resume")
+    assert done.status == 2
+    assert "it holds a run already" in done.err
+    assert (tmp_path / "run" / "log.jsonl").read_text() == log
+
+
+def test_the_best_of_a_run_is_known_after_going_on(forge: Forge, tmp_path: Path) -> None:
+    """The newest checkpoint is not the best; what is worse than that one does not take its place."""
+    words = ("train", "digits", *WIDTH, "--save-every", "3", "--evaluate-every", "3", "--keep", "1", "--out", "run")
+    assert forge(tmp_path, *words, "--steps", "6").status == 0
+    run = tmp_path / "run"
+    newest = find_checkpoint(run)
+    metrics = newest.about.metrics | {"top1": 2.0}  # nothing can be better
+    write_about(newest.path, dataclasses.replace(newest.about, metrics=metrics))
+    assert forge(tmp_path, *words, "--steps", "12", "--resume").status == 0
+    assert [one.about.step for one in checkpoints_of(run)] == [6, 12]
+    assert (run / "checkpoints" / "best").resolve() == newest.path
+
+
+def test_predictions_of_unequal_rows_are_refused(forge: Forge, tmp_path: Path) -> None:
+    """Two ranks whose rows have other shapes cannot be put into one file; they must not be put in wrongly."""
+    (tmp_path / "mine.py").write_text(
+        WORKLOAD
+        + "\nimport dataclasses\n"
+        "workload = dataclasses.replace(workload, predict=lambda output: torch.zeros(len(output), 2 + RANK))\n".replace(
+            "RANK", "int(__import__('os').environ['RANK'])"
+        )
+    )
+    assert forge(tmp_path, *words_for("ddp", "--steps", "5"), size=2).status == 0
+    done = forge(tmp_path, "predict", "mine.py", "--layout", "ddp", "--resume", "run", "--out", "p.npy", size=2)
+    assert done.status == 2, done
+    assert "rows of shape" in done.err
+    assert not (tmp_path / "p.npy").exists()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_request_is_noted_and_a_second_sigterm_is_not() -> None:
+    """SIGUSR1 as often as it comes; a SIGTERM after a request does what it did before."""
+    from everyrank.launch import catch_signals
+
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with catch_signals(signal.SIGTERM, signal.SIGUSR1) as stop:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.asked is signal.SIGUSR1
+            assert seen == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- an output that cannot be written
+
+UNSEEN = """\
+import os
+import sys
+
+from everyrank.cli import main
+
+if sys.argv[1] == "pipe":
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+else:
+    os.dup2(os.open(sys.argv[1], os.O_WRONLY), 1)
+sys.stdout = open(1, "w", closefd=False)
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "its reader has gone")])
+def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path: Path, where: str, said: str) -> None:
+    """`train ... | head -1` and a full disk behind `> file`: the checkpoints are there, and the status is 0."""
+    (tmp_path / "unseen.py").write_text(UNSEEN)
+    words = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
+    done = forge(tmp_path, where, *words, script="unseen.py")
+    assert done.status == 0, done
+    assert done.err == f"standard output cannot be written ({said}); the training goes on\n"
+    assert [one.about.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
+    assert (tmp_path / "run" / "record.json").exists()
+
+
+# --- what goes wrong beside the updates
+
+
+@pytest.mark.parametrize("more", ['metrics={"bad": rises}', 'derived={"bad": derives}'])
+@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
+def test_an_evaluation_that_raises_loses_no_epoch(
+    forge: Forge, tmp_path: Path, more: str, words: tuple[str, ...]
+) -> None:
+    done = forge(tmp_path, "train", spoilt(tmp_path, more=more), *words, "--out", "run", "--device", "cpu")
+    assert done.status in (2, 4), done
+    assert "spoilt.py" in done.err.splitlines()[-1]
+    (one,) = checkpoints_of(tmp_path / "run")
+    assert (one.about.step, one.about.metrics, damage(one)) == (4, {}, None)
+
+
+@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
+def test_a_checkpoint_learns_how_good_it_is(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """It was saved before it was evaluated."""
+    done = forge(tmp_path, "train", spoilt(tmp_path), *words, "--out", "run", "--device", "cpu")
+    assert done.status == 0, done
+    there = checkpoints_of(tmp_path / "run")
+    assert [(one.about.step, list(one.about.metrics), damage(one)) for one in there] == [
+        (4, ["eval_loss"], None),
+        (8, ["eval_loss"], None),
+    ]
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve() == there[-1].path.resolve()
+
+
+@pytest.mark.parametrize("words", [(), ("--evaluate-every", "1")], ids=["at the end", "within"])
+def test_what_the_last_update_spoils_is_not_saved(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """No loss shows it any more: the parameters do."""
+    workload = spoilt(tmp_path, rate="1e999")
+    done = forge(tmp_path, "train", workload, "--steps", "1", *words, "--out", "run", "--device", "cpu")
+    assert done.status == 4, done
+    assert "update 0: it made parameter weight infinite or NaN; lower the learning rate" in done.err
+    assert not checkpoints_of(tmp_path / "run")
+    assert not (tmp_path / "run" / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": torch.ones(2, 3, dtype=torch.complex64)}, "weight is torch.complex64, the model's torch.float32"),
+        ({"weight": torch.ones(2, 3, dtype=torch.int64)}, "weight is torch.int64, the model's torch.float32"),
+        ({"bias": torch.ones(2, dtype=torch.bool)}, "bias is torch.bool, the model's torch.float32"),
+        ({"bias": torch.tensor([1.0, float("nan")])}, "bias has numbers that are NaN or infinite"),
+    ],
+    ids=["complex", "whole", "bool", "nan"],
+)
+def test_weights_of_other_numbers_are_refused(
+    forge: Forge, tmp_path: Path, change: dict[str, torch.Tensor], said: str
+) -> None:
+    """A cast would drop what they mean; the file is named, and no update blamed."""
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)} | change, tmp_path / "w.pt")
+    done = forge(tmp_path, "train", spoilt(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu")
+    assert done.status == 2, done
+    assert f"w.pt: {said}" in one_line(done.err)
+    torch.save({"weight": torch.ones(2, 3).half(), "bias": torch.zeros(2).double()}, tmp_path / "w.pt")
+    words = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
+    assert forge(tmp_path, "train", spoilt(tmp_path), *words).status == 0
+
+
+COMPLEX = """
+def first_model():
+    model = nn.Linear(3, 2)
+    model.register_PART("turns", MADE)
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "made"),
+    [("parameter", "nn.Parameter(torch.ones(2, dtype=torch.complex64))"), ("buffer", "torch.ones(2) * 1j")],
+)
+def test_a_model_of_complex_numbers_is_refused(forge: Forge, tmp_path: Path, part: str, made: str) -> None:
+    """They were made real without a word."""
+    workload = Path(spoilt(tmp_path))
+    model = COMPLEX.replace("PART", part).replace("MADE", made)
+    workload.write_text(workload.read_text().replace("\nworkload =", model + "\nworkload ="))
+    done = forge(tmp_path, "train", workload, "--device", "cpu")
+    assert done.status == 2, done
+    assert "turns of the model is torch.complex64; keep it as two real numbers" in one_line(done.err)
+
+
+def test_a_model_that_is_no_number_from_the_start(forge: Forge, tmp_path: Path) -> None:
+    """No update before the first one is blamed."""
+    workload = Path(spoilt(tmp_path, more="clip_norm=1.0,"))
+    model = "    model = nn.Linear(3, 2)\n    nn.init.constant_(model.weight, float('nan'))\n    return model"
+    workload.write_text(workload.read_text().replace("    return nn.Linear(3, 2)", model))
+    done = forge(tmp_path, "train", workload, "--device", "cpu")
+    assert done.status == 4, done
+    assert "parameter weight" in done.err
+    assert "update before" not in done.err
