@@ -497,16 +497,16 @@ def test_each_backend_is_tested_where_it_has_a_device(monkeypatch: pytest.Monkey
         found, _ = examining._backends([], {"torch": "2.13.0"}, 5.0)
         return {finding.what: finding.status for finding in found}
 
-    monkeypatch.setattr(examining, "run", _answers([], devices=2, nccl=True))
+    monkeypatch.setattr(examining, "run_ranks", _answers([], devices=2, nccl=True))
     assert statuses() == {"devices": OK, "gloo": OK, "nccl": OK, "mpi": ABSENT, "ucc": ABSENT}
-    monkeypatch.setattr(examining, "run", _answers([], nccl=True))
+    monkeypatch.setattr(examining, "run_ranks", _answers([], nccl=True))
     assert statuses()["nccl"] == ABSENT
-    monkeypatch.setattr(examining, "run", _answers([]))
+    monkeypatch.setattr(examining, "run_ranks", _answers([]))
     assert statuses()["nccl"] == ABSENT
 
 
 def test_a_wrong_answer_is_a_problem_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examining, "run", _answers(["all-reduce average of 3 numbers: element 1 is 3, not 1.5"]))
+    monkeypatch.setattr(examining, "run_ranks", _answers(["all-reduce average of 3 numbers: element 1 is 3, not 1.5"]))
     _, found = examining._selftest("gloo", 2, "cpu", 5.0)
     assert found.status == PROBLEM
     is_one_line(found, "gloo", "average", "3, not 1.5")
@@ -516,7 +516,7 @@ def test_ranks_that_cannot_talk_are_a_problem_on_one_line(monkeypatch: pytest.Mo
     def fail(*_: Any) -> None:
         raise RankFailedError("rank 0 of 2: RuntimeError: connect failed")
 
-    monkeypatch.setattr(examining, "run", fail)
+    monkeypatch.setattr(examining, "run_ranks", fail)
     found, facts = examining._backends([], {"torch": "2.13.0"}, 5.0)
     assert facts is None
     assert found[-1].status == PROBLEM
@@ -524,7 +524,7 @@ def test_ranks_that_cannot_talk_are_a_problem_on_one_line(monkeypatch: pytest.Mo
 
 
 def test_ranks_that_would_fail_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examining, "run", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(examining, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     bad = problem("GLOO_SOCKET_IFNAME", "nosuch0: there is no interface nosuch0", "unset GLOO_SOCKET_IFNAME")
     found, facts = examining._backends([bad], {"torch": "2.13.0"}, 5.0)
     assert facts is None

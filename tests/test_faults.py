@@ -273,7 +273,7 @@ def test_nothing_is_left_in_the_temporary_folder(cli: Cli) -> None:
     script = cli.folder / "waits.py"
     waits = "lambda info: print('there', flush=True) or time.sleep(999)"
     script.write_text(
-        f"import time\nfrom everyrank.launch import Launch, run_ranks\nrun(Launch(processes=2), {waits})\n"
+        f"import time\nfrom everyrank.launch import Launch, run_ranks\nrun_ranks(Launch(processes=2), {waits})\n"
     )
     cli.start(script, command=(), TMPDIR=str(places))
     cli.wait_for(lambda: cli.said()[0])

@@ -37,7 +37,7 @@ def test_what_nobody_has_foreseen_is_one_line(
     def fails(_: object) -> int:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(new, "run_ranks", fails)
+    monkeypatch.setattr(new, "run", fails)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["new", "--list"]) == 4
     log, line = capsys.readouterr().err.splitlines()
@@ -108,7 +108,7 @@ def test_an_error_of_our_own_is_shortened_at_last(
     def fails(_: object) -> int:
         raise WorkloadError("a" * 2_000_000 + ": give another")
 
-    monkeypatch.setattr(new, "run_ranks", fails)
+    monkeypatch.setattr(new, "run", fails)
     assert main(["new", "--list"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert len(line) < 1100

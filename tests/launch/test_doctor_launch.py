@@ -140,7 +140,7 @@ def row(rank: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("skew", "status"), [(0.2, "ok"), (-0.2, "ok"), (90.0, "warning"), (-90.0, "warning")])
 def test_doctor_sees_clocks_that_differ(monkeypatch: pytest.MonkeyPatch, skew: float, status: str) -> None:
     """In either direction, and whose."""
-    monkeypatch.setattr(doctor, "run", lambda *_: {0: [row(0), row(1, skew_seconds=skew)]})
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: {0: [row(0), row(1, skew_seconds=skew)]})
     found = {finding.what: finding for finding in doctor.check_start(Launch(processes=2))}
     assert found["clocks"].status == status
     assert status == "ok" or "n1" in found["clocks"].line
@@ -154,7 +154,7 @@ def test_doctor_sees_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None
     def start(*_: object) -> None:
         raise CannotRunError("rank 1 on n1 has torch 2.8, and rank 0 on n0 has 2.9: install the same on all hosts")
 
-    monkeypatch.setattr(doctor, "run", start)
+    monkeypatch.setattr(doctor, "run_ranks", start)
     [finding] = doctor.check_start(Launch(processes=2))
     assert finding.status == "problem"
     assert "rank 1 on n1 has torch 2.8" in finding.line
@@ -166,7 +166,7 @@ def test_doctor_starts_nothing_after_a_problem(monkeypatch: pytest.MonkeyPatch, 
     def start(*_: object) -> None:
         raise AssertionError("a start was tried")
 
-    monkeypatch.setattr(doctor, "run", start)
+    monkeypatch.setattr(doctor, "run_ranks", start)
     sections = doctor.examine_launch(Launch(rendezvous=f"127.0.0.1:{busy}"))
     [finding] = sections["start"]
     assert finding.status == "absent"

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import everyrank
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, WorkloadError
 from everyrank.launch import (
     Launch,
@@ -340,7 +339,7 @@ def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     if name == "Python":
         monkeypatch.setattr(heartbeat.platform, "python_version_tuple", lambda: ("3", "9", "1"))
     else:
-        monkeypatch.setattr(torch if name == "torch" else everyrank, "__version__", "0.1")
+        monkeypatch.setattr(torch if name == "torch" else heartbeat, "__version__", "0.1")
     monkeypatch.setattr(heartbeat, "host_name", lambda: "n1")
     register_rank(store, 1, "10.0.0.7")
     with pytest.raises(CannotRunError) as caught:

@@ -206,7 +206,7 @@ def library(forge: Forge, layout: str) -> Record:
 def printed(forge: Forge, folder: Path, name: str, text: str) -> Printed:
     """Run a recipe with its data beside it, as the commands in its header say."""
     (folder / f"{name}.py").write_text(text)
-    (folder / "digits.csv.gz").write_bytes((PACKAGE / "workloads" / "digits.csv.gz").read_bytes())
+    (folder / "digits.csv.gz").write_bytes((PACKAGE / "builtin" / "digits.csv.gz").read_bytes())
     commands = in_float64(text)
     if any(command.endswith(" &") or command.startswith("export ") for command in commands):
         return read(typed(folder, "\n".join(commands)).stdout)  # lines that only one shell can run
@@ -403,7 +403,7 @@ def test_low_precision_is_low_and_trains(
     gaps = []
     for written in (text, text.replace(before, after)):
         (tmp_path / f"{name}.py").write_text(written)
-        (tmp_path / "digits.csv.gz").write_bytes((PACKAGE / "workloads" / "digits.csv.gz").read_bytes())
+        (tmp_path / "digits.csv.gz").write_bytes((PACKAGE / "builtin" / "digits.csv.gz").read_bytes())
         found = read(output(forge, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
         gaps.append(sum(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)) / len(exact))
     assert 1e-3 < gaps[0] < 0.05
@@ -462,7 +462,7 @@ def test_recipe_is_standalone(name: str) -> None:
 def beside(folder: Path, name: str) -> None:
     """The recipe and its data in this folder."""
     (folder / f"{name}.py").write_text((RECIPES / f"{name}.py").read_text())
-    (folder / "digits.csv.gz").write_bytes((PACKAGE / "workloads" / "digits.csv.gz").read_bytes())
+    (folder / "digits.csv.gz").write_bytes((PACKAGE / "builtin" / "digits.csv.gz").read_bytes())
 
 
 def refusal(folder: Path, command: str, **variables: str) -> str:

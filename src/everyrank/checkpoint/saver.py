@@ -150,6 +150,7 @@ class Saver:
         try:
             if self.world.rank == 0:
                 discard(folder)
+            text_of_rank_0("", self.group)  # no rank makes the folder while another takes away what was left of it
             files = write(tensors, folder, self.world.rank, self.group)
             if self.world.rank == 0:
                 failure = self._commit(folder, files, values, about)
