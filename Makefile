@@ -24,7 +24,7 @@ demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
 
 test: $(VENV)/installed-dev
-	$(BIN)/python tests/side_by_side.py
+	$(BIN)/python -m pytest --ignore tests/integration
 
 ifneq ($(filter-out $(PARTS),$(PART)),)
 $(error PART=$(PART): give one of $(PARTS))
