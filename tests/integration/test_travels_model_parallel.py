@@ -170,8 +170,8 @@ def test_tensor_looks_once(ranks: Any) -> None:
 
 
 def of_first_update(world: World) -> Counts:
-    """What travels in it, without the rehearsal before it."""
-    with mock.patch.object(ParallelModel, "once"):
+    """What travels in it, without the check before the first update before it."""
+    with mock.patch.object(ParallelModel, "before_first_update"):
         return of_decoder(world, "tensor", update=1)
 
 

@@ -80,8 +80,7 @@ class Mesh:
         cache = self.world.group_cache
         key = (tuple(self.sizes.items()), axes, use)
         if key not in cache.groups:
-            group = cache.groups[key] = self._new_group(axes)
-            cache.axes[group.group_name] = self._axes_text(axes)
+            cache.groups[key] = self._new_group(axes)
         return cache.groups[key]
 
     def _new_group(self, axes: tuple[str, ...]) -> Any:
@@ -112,16 +111,21 @@ class Mesh:
         cache = self.world.group_cache
         if kept not in cache.device_meshes:
             names, lengths = zip(*kept, strict=True)
-            mesh = cache.device_meshes[kept] = init_device_mesh(self.world.device.type, lengths, mesh_dim_names=names)
-            for axis in names:
-                along = ("shard", "context") if axis == "shard" else (axis,)
-                cache.axes.setdefault(mesh.get_group(axis).group_name, self._axes_text(along) or axis)
+            cache.device_meshes[kept] = init_device_mesh(self.world.device.type, lengths, mesh_dim_names=names)
         return cache.device_meshes[kept][axes]
 
     def group_axes(self) -> dict[str, str]:
-        """Name of a process group -> the axes it goes along, for whoever counts what travels."""
-        of_world = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
-        return self.world.group_cache.axes | of_world
+        """Name of a process group -> the axes of this layout it goes along, for whoever counts what travels."""
+        found = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
+        for (sizes, axes, _), group in self.world.group_cache.groups.items():
+            if sizes == tuple(self.sizes.items()):
+                found[group.group_name] = self._axes_text(axes)
+        for mesh in self.world.group_cache.device_meshes.values():
+            if mesh.size() == self.world.size:  # one over context as well serves layouts with and without that axis
+                for axis in mesh.mesh_dim_names or ():
+                    along = ("shard", "context") if axis == "shard" else (axis,)  # see `device_mesh`
+                    found.setdefault(mesh.get_group(axis).group_name, self._axes_text(along) or axis)
+        return found
 
     def _axes_text(self, axes: Iterable[str]) -> str:
         """`replicate x context`: of these axes those that are longer than one rank."""

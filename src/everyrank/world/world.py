@@ -22,18 +22,15 @@ class GroupCache:
 
     groups          process groups along axes of a layout
     device_meshes   torch's meshes
-    axes            name of a group -> the mesh axes it goes along
     """
 
     groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict[Any, Any])
     device_meshes: dict[Any, DeviceMesh] = field(default_factory=dict[Any, Any])
-    axes: dict[str, str] = field(default_factory=dict[str, str])
 
     def clear(self) -> None:
         """Forget all groups: their world has ended."""
         self.groups.clear()
         self.device_meshes.clear()
-        self.axes.clear()
 
 
 @dataclass(frozen=True)
