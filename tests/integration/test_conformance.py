@@ -371,7 +371,7 @@ def test_fifty_launches(programs: Path, tmp_path: Path) -> None:
         # what is started by this interpreter, torchrun and the ranks, is forked: it is the ports that are looked at
         "import sys\nsys.executable = sys.argv[2]\nfrom everyrank.launch import Launch, run_ranks\n"
         "launch = Launch(sys.argv[1], processes=2, device='cpu', timeout_seconds=60)\n"
-        "rows = run(launch, 'everyrank.doctor.selftest:introduce_rank', launch)[0]\n"
+        "rows = run_ranks(launch, 'everyrank.doctor.selftest:introduce_rank', launch)[0]\n"
         "assert [row['rank'] for row in rows] == [0, 1]\n"
     )
     waiting = [launchers[index % len(launchers)] for index in range(50)]
