@@ -35,6 +35,7 @@ from everyrank.launch.hosts import check_known, check_port, check_reachable, hos
 from everyrank.launch.job import Job, Launch, named_function
 from everyrank.launch.monitor import ProcessMonitor
 from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.reports import rank_of
 from everyrank.launch.signals import Stop
 
 __all__ = ["run_ranks"]
@@ -93,7 +94,7 @@ def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Pat
     finally:
         if kept is not None:
             for path in directory.glob("rank*.kept"):
-                kept[int(path.stem.removeprefix("rank"))] = pickle.loads(path.read_bytes())  # noqa: S301
+                kept[rank_of(path)] = pickle.loads(path.read_bytes())  # noqa: S301
         shutil.rmtree(directory, ignore_errors=True)
         if not keep_logs:
             shutil.rmtree(logs, ignore_errors=True)

@@ -23,7 +23,7 @@ from everyrank.errors import EveryrankError, RankFailedError, StoppedError, Usag
 from everyrank.launch.hosts import host_name
 from everyrank.launch.silence import is_a_wait, of_silent
 
-__all__ = ["Reports", "ranks_text"]
+__all__ = ["Reports", "rank_of", "ranks_text"]
 
 _FILES_SECONDS = 5.0  # until what a rank on another host has written can be read here
 # who was asked to end, or has aborted, often only answers to what another rank met
@@ -56,13 +56,13 @@ class Reports:
                 raise RankFailedError(f"{count - len(found)} of {count} ranks left no result")
             time.sleep(0.05)
         return {
-            _rank_of(path): pickle.loads(path.read_bytes())  # noqa: S301
-            for path in sorted(found, key=_rank_of)
+            rank_of(path): pickle.loads(path.read_bytes())  # noqa: S301
+            for path in sorted(found, key=rank_of)
         }
 
     def not_started(self) -> list[int]:
         """Ranks that have given no sign yet."""
-        there = {_rank_of(path) for path in self.directory.glob("rank*.pid")}
+        there = {rank_of(path) for path in self.directory.glob("rank*.pid")}
         if len(there) >= len(self.expected):  # torchrun's c10d rendezvous decides which host has which ranks
             return []
         return [rank for rank in self.expected if rank not in there]
@@ -159,7 +159,7 @@ def ranks_text(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _rank_of(path: Path) -> int:
+def rank_of(path: Path) -> int:
     """The rank whose file this is: rank3.result."""
     return int(path.stem.removeprefix("rank"))
 

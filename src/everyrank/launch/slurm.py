@@ -80,15 +80,13 @@ def check_allocation(launch: Launch, environment: Mapping[str, str]) -> None:
 
 
 def _check(launch: Launch) -> None:
-    if launch.options.per_node is not None and launch.options.per_node not in _starters_on_a_node():
-        raise UsageError(_PER_NODE.format(launch.options.per_node, " or ".join(_starters_on_a_node())))
+    _check_per_node(launch.options, is_chosen=True)
 
 
-def _starters_on_a_node() -> list[str]:
-    return [row.name for row in launchers() if row.render_on_node is not None]
-
-
-_PER_NODE = "--per-node {}: give {}, with --launcher slurm"
+def _check_per_node(options: SlurmOptions, is_chosen: bool) -> None:
+    starters = [row.name for row in launchers() if row.render_on_node is not None]
+    if options.per_node is not None and not (is_chosen and options.per_node in starters):
+        raise UsageError(f"--per-node {options.per_node}: give {' or '.join(starters)}, with --launcher slurm")
 
 
 def _check_start(launch: Launch, environment: Mapping[str, str]) -> None:
@@ -115,9 +113,9 @@ def _add_arguments(group: Any) -> None:
 
 
 def _read_options(args: argparse.Namespace, is_chosen: bool) -> SlurmOptions:
-    if args.per_node is not None and not is_chosen:
-        raise UsageError(_PER_NODE.format(args.per_node, " or ".join(_starters_on_a_node())))
-    return SlurmOptions(args.per_node)
+    options = SlurmOptions(args.per_node)
+    _check_per_node(options, is_chosen)
+    return options
 
 
 def _check_batch_options(args: argparse.Namespace) -> None:

@@ -84,8 +84,7 @@ def _render_on_node(task: RankInfo, count: int, directory: str) -> list[list[str
 
 def _check(launch: Launch) -> None:
     options: TorchrunOptions = launch.options
-    if options.rendezvous_kind not in RENDEZVOUS_KINDS:
-        raise UsageError(f"--rendezvous-kind {options.rendezvous_kind}: give {' or '.join(RENDEZVOUS_KINDS)}")
+    _check_kind(options)
     if options.min_nodes is not None:
         if options.rendezvous_kind != "c10d":
             raise UsageError(_MIN_NODES)
@@ -93,6 +92,11 @@ def _check(launch: Launch) -> None:
             raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX, from 1 on")
     if options.restarts < 0:
         raise UsageError(_RESTARTS.format(options.restarts))
+
+
+def _check_kind(options: TorchrunOptions) -> None:
+    if options.rendezvous_kind not in RENDEZVOUS_KINDS:
+        raise UsageError(f"--rendezvous-kind {options.rendezvous_kind}: give {' or '.join(RENDEZVOUS_KINDS)}")
 
 
 _MIN_NODES = "--nodes MIN:MAX: --launcher torchrun --rendezvous-kind c10d alone goes on with fewer hosts"
@@ -107,8 +111,7 @@ def _read_options(args: argparse.Namespace, is_chosen: bool) -> TorchrunOptions:
     options = TorchrunOptions(args.rendezvous_kind, args.min_nodes, args.restarts)
     if is_chosen:
         return options
-    if options.rendezvous_kind not in RENDEZVOUS_KINDS:
-        raise UsageError(f"--rendezvous-kind {options.rendezvous_kind}: give {' or '.join(RENDEZVOUS_KINDS)}")
+    _check_kind(options)
     if options.rendezvous_kind == "c10d":
         raise UsageError("--rendezvous-kind c10d: it is torchrun's; give --launcher torchrun too")
     if options.min_nodes is not None:

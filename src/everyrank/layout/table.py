@@ -9,6 +9,7 @@ that it composes (no key twice) and reads them with `layout.read(DDPOptions)`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -183,11 +184,13 @@ class Strategy:
 
     def kinds(self) -> Mapping[str, Kind]:
         """Key -> what its value may be, for all options of the strategy."""
-        return {
-            field.name: _kind(typing.get_type_hints(options)[field.name])
-            for options in self.options
-            for field in dataclasses.fields(options)
-        }
+        return {key: kind for options in self.options for key, kind in _kinds_of(options).items()}
+
+
+@functools.cache  # every Layout that is made asks, and reading annotations is slow
+def _kinds_of(options: type[Any]) -> Mapping[str, Kind]:
+    hints = typing.get_type_hints(options)
+    return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(options)}
 
 
 def _kind(annotation: Any) -> Kind:

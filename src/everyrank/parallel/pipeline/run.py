@@ -46,7 +46,7 @@ class PipelineIdle(NamedTuple):
 class PipelineRun:
     """The pipeline axis as one rank sees it. Stage s is on rank s % size.
 
-    num_microbatches   micro-batches that go through together
+    num_micro_batches   those that go through together
     """
 
     def __init__(
