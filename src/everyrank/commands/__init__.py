@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from everyrank.commands import bench, checkpoint, doctor, new, predict, report, train, verify
+from everyrank.commands import audit, bench, checkpoint, doctor, new, predict, report, train, verify
 
 __all__ = ["COMMANDS"]
 
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "verify": verify,
+    "audit": audit,
     "bench": bench,
     "predict": predict,
     "checkpoint": checkpoint,

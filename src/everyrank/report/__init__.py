@@ -9,8 +9,10 @@ drawing.py    what they are drawn with
 terminal.py   rich
 markdown.py   for a pull request or a README
 page.py       HTML that needs no network
+audit.py      what an audit found, on a terminal and as a page
 """
 
+from everyrank.report.audit import audit_page, print_audit
 from everyrank.report.beside import Sets, beside_notes, beside_table
 from everyrank.report.markdown import markdown
 from everyrank.report.notes import answer, notes
@@ -22,11 +24,13 @@ __all__ = [
     "Sets",
     "Table",
     "answer",
+    "audit_page",
     "beside_notes",
     "beside_table",
     "groups",
     "markdown",
     "notes",
+    "print_audit",
     "print_findings",
     "print_table",
     "tables",

@@ -17,7 +17,7 @@ from everyrank.report.notes import answer, notes
 from everyrank.report.rows import groups, title
 from everyrank.report.table import tables
 
-__all__ = ["page", "require_libraries"]
+__all__ = ["environment", "page", "require_libraries"]
 
 
 def require_libraries() -> None:
@@ -30,22 +30,26 @@ def require_libraries() -> None:
     del jinja2, matplotlib
 
 
+def environment() -> Any:
+    """Of the templates: what is not there is an error, and everything is escaped."""
+    require_libraries()
+    import jinja2
+
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+
+
 def page(sets: Sets) -> str:
     """The page as text; one set, or several to be laid beside each other.
 
     Raises `CannotRunError` where jinja2 or matplotlib is missing.
     """
-    require_libraries()
-    import jinja2
-
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     sections = [_section(rows) for records in sets.values() for rows in groups(records)]
     table = beside_table(sets) if len(sets) > 1 else None
     beside: dict[str, Any] | None = None
     if table is not None:
         beside = {"table": table, "notes": beside_notes(sets), "chart": charts.beside(sets)}
-    return environment.from_string(template).render(sections=sections, beside=beside, names=list(sets))
+    return environment().from_string(template).render(sections=sections, beside=beside, names=list(sets))
 
 
 def _section(records: Sequence[Record]) -> dict[str, Any]:

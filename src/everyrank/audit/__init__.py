@@ -1,0 +1,16 @@
+"""A person's script as it is, watched while it trains: its silent mistakes, with file and line.
+
+examine.py    the call, start to end
+start.py      its processes: started, waited for, ended
+watch/        what looks on inside them: hooks of torch, which judge nothing
+evidence.py   what they have written down, by rank
+rules/        one kind of mistake a file
+finding.py    what a rule says
+
+Knows torch (watch/ alone) and the script's processes, nothing of workloads, layouts and strategies.
+"""
+
+from everyrank.audit.examine import Audit, AuditOptions, audit_script
+from everyrank.audit.finding import LEVELS, Finding, short
+
+__all__ = ["LEVELS", "Audit", "AuditOptions", "Finding", "audit_script", "short"]

@@ -1,0 +1,290 @@
+"""One audit from the call to the findings: decide how the script starts, run it, read what was seen, judge."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from everyrank.audit.evidence import Evidence, read_evidence
+from everyrank.audit.finding import Finding, Findings, short
+from everyrank.audit.rules.clipping import check_clipping
+from everyrank.audit.rules.collectives import check_collectives
+from everyrank.audit.rules.data import check_data
+from everyrank.audit.rules.evaluation import check_evaluation
+from everyrank.audit.rules.gradients import check_gradients
+from everyrank.audit.rules.randomness import check_randomness
+from everyrank.audit.rules.replicas import check_replicas
+from everyrank.audit.rules.saving import check_saving
+from everyrank.audit.rules.speed import check_speed
+from everyrank.audit.start import ScriptRun, rank_environments, run_script
+from everyrank.audit.watch.place import is_own_file
+from everyrank.audit.watch.recorder import Settings
+from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
+
+__all__ = ["Audit", "AuditOptions", "audit_script"]
+
+_RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
+    check_collectives,
+    check_data,
+    check_replicas,
+    check_gradients,
+    check_clipping,
+    check_evaluation,
+    check_randomness,
+    check_saving,
+    check_speed,
+)
+_STARTS_RANKS = re.compile(r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(")
+_IS_DISTRIBUTED = re.compile(
+    r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|accelerate|lightning|transformers|deepspeed|horovod"
+)
+_BATCHES = 4  # of an epoch, before its last one
+_NAMES_CUDA = re.compile(r"\bcuda\b|\bnccl\b|torch\.accelerator")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditOptions:
+    """How a script is audited.
+
+    processes        ranks that are started, as torchrun would; None: 2, or those that the script starts itself
+    updates          whose gradients are looked at
+    watch            only what costs little, for a whole run: no collectives, losses or waits; nothing is shortened
+    timeout_seconds  without a sign of life, after which a script hangs
+    limit_seconds    of the whole run
+    """
+
+    processes: int | None = None
+    updates: int = 12
+    watch: bool = False
+    timeout_seconds: float = 60.0
+    limit_seconds: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "updates", "timeout_seconds", "limit_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"--{name.removesuffix('_seconds')} {value}: give more than 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What was found.
+
+    words      the script and its arguments
+    altered    what was done otherwise than the script says
+    unchecked  what could not be checked, or had no occasion
+    """
+
+    words: tuple[str, ...]
+    world_size: int
+    updates: int
+    seconds: float
+    findings: tuple[Finding, ...]
+    altered: tuple[str, ...]
+    unchecked: tuple[str, ...]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a number of the script is wrong."""
+        return any(finding.level == "FAIL" for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """As written by --json."""
+        return {
+            "schema": 1,
+            "words": list(self.words),
+            "world_size": self.world_size,
+            "updates": self.updates,
+            "seconds": round(self.seconds, 1),
+            "findings": [finding.as_json() for finding in self.findings],
+            "altered": list(self.altered),
+            "not_checked": list(self.unchecked),
+        }
+
+
+def audit_script(
+    words: Sequence[str], options: AuditOptions = AuditOptions(), moved: Callable[[int], None] = lambda _: None
+) -> Audit:
+    """Run `python *words`, watched, and judge what was seen; nothing of the person's is changed.
+
+    words  a script and its arguments, or -m, a module, and its arguments
+    moved  called with the number of updates that are done, as it grows
+
+    Raises `UsageError` where there is no such script, or it never trains; `RankFailedError` where it fails by itself.
+    """
+    script = find_script(words)
+    text = _own_text(script) if script else ""
+    starts_ranks = options.processes is None and _STARTS_RANKS.search(text) is not None
+    num_ranks = options.processes or (2 if words[0] == "-m" or _IS_DISTRIBUTED.search(text) else 1)
+    devices = 0 if _has_gpu() or not _NAMES_CUDA.search(f"{text} {' '.join(words)}") else num_ranks
+    first: RankFailedError | None = None
+    for settings in _attempts(script, options, devices):
+        folder = Path(settings.folder)
+        try:
+            run = run_script(
+                words,
+                settings,
+                [{}] if starts_ranks else rank_environments(num_ranks),
+                timeout_seconds=options.timeout_seconds,
+                limit_seconds=options.limit_seconds,
+                world_size=num_ranks,
+                moved=moved,
+            )
+            return _judge(words, run, options, settings)
+        except RankFailedError as error:
+            first = first or error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    assert first is not None
+    raise first
+
+
+def _new_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="everyrank-audit-"))
+    except OSError as error:
+        raise CannotRunError(f"no folder for temporary files: {error}; set TMPDIR to one") from error
+
+
+def _attempts(script: Path | None, options: AuditOptions, devices: int) -> Iterator[Settings]:
+    """A script that fails may do so because its epochs were shortened, or its devices are none: it gets them whole."""
+    batches = 0 if options.watch else _BATCHES
+    for attempt in dict.fromkeys(((devices, batches), (devices, 0), (0, 0))):
+        yield Settings(
+            str(_new_folder()),
+            updates=options.updates,
+            batches=attempt[1],
+            epochs=0 if options.watch else 2,
+            devices=attempt[0],
+            modes=not options.watch,
+            keep_files=options.watch,
+            main=str(script.absolute()) if script else "",
+        )
+
+
+def find_script(words: Sequence[str]) -> Path | None:
+    """The file that is run, None for a module by its name. Raises `UsageError` for what cannot be run."""
+    if not words:
+        raise UsageError("audit needs a script: everyrank audit train.py --its-own arguments")
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise UsageError("audit -m: give the name of a module")
+        return None
+    path = Path(words[0])
+    if not path.is_file():
+        why = "it is a folder" if path.is_dir() else "no such file"
+        raise UsageError(f"{path}: {why}; give a Python script, or -m and a module")
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        place = f"{path.name}:{line}" if line else path.name
+        raise UsageError(f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}") from None
+    return path
+
+
+def _own_text(script: Path) -> str:
+    """Of the script, and of the person's files beside it that it imports."""
+    found, waiting = dict[Path, str](), [script]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found[path] = text = path.read_text(encoding="utf-8", errors="replace")
+        for name in re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE):
+            waiting += [path.parent / f"{name}.py"]
+    return "\n".join(found.values())
+
+
+def _has_gpu() -> bool:
+    """Whether there is a device of NVIDIA's, without torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
+
+
+def _judge(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
+    evidence = read_evidence(run)
+    findings = Findings()
+    if run.status == "failed" and not _mismatch(evidence, findings):
+        _raise_own_error(run)
+    if not evidence.ranks or not evidence.all_of("step"):
+        _raise_never_trained(words, run, evidence, options)
+    if settings.devices:
+        for rank in evidence.ranks:
+            evidence.by_kind[rank]["pretends"].append({"rank": rank})
+    for rule in _RULES:
+        rule(evidence, findings)
+    if evidence.world_size == 1:
+        findings.not_checked(
+            "what ranks do to each other: it is one process; `everyrank new ddp_torchrun` shows how it becomes more"
+        )
+    for event in evidence.all_of("unchecked"):
+        findings.not_checked(event["what"])
+    if options.watch:
+        findings.not_checked("collectives, the weight of loss terms, waits for the device: --watch leaves them out")
+    if any(event["is_after_jump"] for event in evidence.all_of("batch")):
+        findings.not_checked(f"the middle of an epoch: {_BATCHES} to {_BATCHES + 3} batches and the last one are run")
+    altered = [event["what"] for event in evidence.all_of("altered")]
+    if settings.devices:
+        altered.insert(0, "no GPU here: CUDA devices are the CPU, and nccl is gloo")
+    return Audit(
+        tuple(words),
+        evidence.world_size,
+        len(evidence.steps),
+        run.seconds,
+        tuple(findings.worst_first()),
+        tuple(dict.fromkeys(altered)),
+        tuple(findings.unchecked),
+    )
+
+
+def _mismatch(evidence: Evidence, findings: Findings) -> bool:
+    """Whether the ranks called different collectives, which is why it failed."""
+    if evidence.world_size < 2:
+        return False
+    check_collectives(evidence, findings)
+    found = findings.has("collective.order")
+    findings.clear()
+    return found
+
+
+def _raise_own_error(run: ScriptRun) -> None:
+    """The script's own last words: where it raised, and what."""
+    own = [place for place, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
+    place = own[0] if own else 0
+    lines = [line for line in run.outputs[place].splitlines() if line.strip()]
+    frames = [frame for frame in _FRAME.findall(run.outputs[place]) if is_own_file(frame[0])]
+    where = ""
+    if frames:
+        name, line, function = frames[-1]
+        where = f"{short(name)}:{line}{f' in {function}' if function else ''}: "
+    said = _last_error(lines) or f"it ended with status {run.codes[place]}, and said nothing"
+    raise RankFailedError(f"rank {place}: {where}{shortened(said)}")
+
+
+def _last_error(lines: Sequence[str]) -> str:
+    """The last line that looks like an exception's; else the last of all."""
+    errors = [
+        line for line in lines if re.match(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Exit|Warning)\b", line)
+    ]
+    return (errors or list(lines[-1:]) or [""])[-1].strip()
+
+
+def _raise_never_trained(words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions) -> None:
+    name = " ".join(words[:2]) if words[0] == "-m" else words[0]
+    if run.status == "hangs":
+        raise EveryrankError(f"{name}: no sign of life for {options.timeout_seconds:g} s before its first update")
+    if run.status == "long":
+        raise EveryrankError(f"{name}: no update within {options.limit_seconds:g} s; --limit gives it longer")
+    if evidence.ranks and evidence.all_of("backward"):
+        raise UsageError(
+            f"{name}: backward is called, and no optimizer of torch.optim steps: there is nothing to audit"
+        )
+    raise UsageError(f"{name}: it ended without training: no backward and no optimizer step was seen")

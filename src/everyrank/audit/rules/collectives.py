@@ -1,0 +1,104 @@
+"""Whether all ranks call the same collectives in the same order; and where a run that hangs, or failed, stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.finding import Findings, short
+from everyrank.audit.watch.place import is_own_file
+
+__all__ = ["check_collectives", "stands"]
+
+_POINT_TO_POINT = ("send", "recv")
+_UNEVEN = ("gather_", "scatter_")  # of which the root alone has the list of tensors
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+
+
+def check_collectives(evidence: Evidence, findings: Findings) -> None:
+    """By group, in the order in which each rank calls them."""
+    for group in sorted(evidence.groups):
+        calls = {
+            rank: [
+                event
+                for event in evidence.of(rank, "collective")
+                if event["group"] == group and not event["op"].startswith(_POINT_TO_POINT)
+            ]
+            for rank in evidence.ranks
+        }
+        calls = {rank: events for rank, events in calls.items() if events}
+        if len(calls) > 1:
+            _compare(evidence, calls, findings)
+        elif group == "0" and evidence.world_size > 1:
+            (rank, events), *_ = calls.items()
+            text = f"only rank {rank} calls {events[0]['op']}: the others never come"
+            findings.add("FAIL", "collective.one-rank", _line(events[0]), text, "call it on all ranks")
+    if evidence.run.status == "hangs":
+        _explain_hang(evidence, findings)
+
+
+def _line(event: Event) -> str:
+    return event["lines"][0] if event["lines"] else ""
+
+
+def _said(rank: int, event: Event) -> str:
+    shape = f" {event['shapes'][0]}" if event["shapes"] else ""
+    phase = "" if event["phase"] == "script" else f" ({event['phase'].partition(' at ')[0]})"
+    return f"rank {rank} calls {event['op']}{shape}{phase} at {short(_line(event))}"
+
+
+def _are_same(one: Event, other: Event) -> bool:
+    are_alike = one["shapes"] == other["shapes"] and one["reduction"] == other["reduction"]
+    return one["op"] == other["op"] and (are_alike or one["op"] in _UNEVEN)
+
+
+def _compare(evidence: Evidence, calls: dict[int, list[Event]], findings: Findings) -> None:
+    first, *others = calls
+    for place in range(min(map(len, calls.values()))):
+        for rank in others:
+            one, other = calls[first][place], calls[rank][place]
+            if not _are_same(one, other):
+                findings.add(
+                    "FAIL",
+                    "collective.order",
+                    _line(one),
+                    f"collective {place} of a group differs: {_said(first, one)}; {_said(rank, other)}",
+                    "all ranks of a group call the same collectives, with the same shapes, in the same order",
+                    (_line(other),),
+                )
+                return
+    shortest = min(map(len, calls.values()))
+    longer = {rank: events for rank, events in calls.items() if len(events) > shortest}
+    if longer and evidence.run.status == "hangs":
+        rank, events = next(iter(longer.items()))
+        missing = [other for other in calls if other not in longer]
+        findings.add(
+            "FAIL",
+            "collective.missing",
+            _line(events[shortest]),
+            f"{_said(rank, events[shortest])}, and rank {', '.join(map(str, missing))} never comes: "
+            + "; ".join(f"rank {other} stands at {stands(evidence, other) or '?'}" for other in missing),
+            "call it on all ranks, equally often: uneven loaders need Join, drop_last, or a common length",
+            tuple(_line(calls[other][-1]) for other in missing),
+        )
+
+
+def _explain_hang(evidence: Evidence, findings: Findings) -> None:
+    if findings.has("collective."):
+        return
+    standing = {rank: stands(evidence, rank) for rank in evidence.ranks}
+    text = "; ".join(f"rank {rank} stands at {short(place) if place else '?'}" for rank, place in standing.items())
+    line = next((place.partition(" ")[0] for place in standing.values() if place), "")
+    findings.add("FAIL", "run.hangs", line, f"nothing moved any more: {text}", "which rank does not come, and why?")
+
+
+def stands(evidence: Evidence, rank: int) -> str:
+    """The person's line at which a rank stood when the run was ended; "" where it did not say."""
+    for event in evidence.of(rank, "start"):
+        path = Path(evidence.run.folder / f"stack{event['pid']}")
+        if path.exists():
+            for filename, line, _ in _FRAME.findall(path.read_text(errors="replace")):
+                if is_own_file(filename):
+                    return f"{filename}:{line}"
+    return ""

@@ -1,0 +1,241 @@
+"""Which samples the ranks read: the same, too many times, in the same order in each epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+
+from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.finding import Findings
+
+__all__ = ["check_data"]
+
+_FEW = 8  # samples: too few to judge an order by
+
+
+def check_data(evidence: Evidence, findings: Findings) -> None:
+    """Loaders and samplers first; then the rows that reach the model, whoever read them."""
+    ranks = evidence.ranks
+    orders: dict[int, list[Event]] = defaultdict(list)
+    own = {rank: evidence.loaders(rank) for rank in ranks}
+    trained = [key for key, kind in evidence.epochs[ranks[0]].items() if kind == "train"]
+    for key in trained:
+        if all(key in own[rank] for rank in ranks):
+            loaders = {rank: own[rank][key] for rank in ranks}
+            _check_dataset(loaders, findings)
+            if loaders[ranks[0]].get("indices"):
+                _check_indices(evidence, loaders, findings)
+                orders[key[0]].append(loaders[ranks[0]])
+    for epochs in orders.values():
+        _check_epochs(epochs, findings)
+    if not trained:
+        findings.not_checked("samplers: no DataLoader is trained from; the rows that reach the model are compared")
+    elif not orders:
+        findings.not_checked("the order of epochs: the data is a stream; the rows that reach the model are compared")
+    elif all(len(epochs) < 2 for epochs in orders.values()):
+        findings.not_checked("the order of a second epoch: the script ended in its first")
+    _check_rows(evidence, findings)
+
+
+def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> None:
+    """Whether each rank has made the same dataset."""
+    line = next(iter(loaders.values()))["line"]
+    if len({loader.get("subset") for loader in loaders.values()}) > 1:
+        findings.add(
+            "FAIL",
+            "data.split",
+            line,
+            "the ranks have split the dataset differently: what one rank trains on is held out on another",
+            "split with a generator of a fixed seed: random_split(data, sizes, torch.Generator().manual_seed(0))",
+        )
+    elif len({loader["content"] for loader in loaders.values() if "content" in loader}) > 1:
+        findings.add(
+            "WARN",
+            "data.content",
+            line,
+            "sample 0 of the dataset is another one on each rank: data made without a common seed, or files listed in "
+            "another order",
+            "make the data from a fixed seed, sort lists of files, and let the sampler divide it",
+        )
+
+
+def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: Findings) -> None:
+    first = next(iter(loaders.values()))
+    if len(loaders) < 2 or "Weighted" in first["sampler"]:
+        return
+    indices = {rank: _one_pass(loader, len(loaders)) for rank, loader in loaders.items()}
+    sets = {rank: set(own) for rank, own in indices.items()}
+    union = set[object]().union(*sets.values())
+    total = sum(len(own) for own in indices.values())
+    repeated, batch = total - sum(1 for _ in union), sum(max(loader["sizes"]) for loader in loaders.values())
+    line, length = first["line"], first["length"] or 0
+    own, other = list(sets.values())[:2]
+    are_same = own == other and len(own) > 1
+    if are_same and evidence.is_split:
+        findings.add("NOTE", "data.same", line, "every rank reads the same samples: right where layers are split")
+    elif are_same and _divides_itself(evidence, loaders):
+        findings.add(
+            "NOTE", "data.same", line, "every rank reads the same samples, and feeds the model a part of each batch"
+        )
+    elif are_same and not (length <= batch and first["batch_sampler"] == "BatchSamplerShard"):
+        in_order = all(order == indices[next(iter(indices))] for order in indices.values())
+        how = "the same samples in the same order" if in_order else "all samples, each rank in its own order"
+        findings.add(
+            "FAIL",
+            "data.same",
+            line,
+            f"every rank reads {how}: {len(union)} samples are read {total} times an epoch ({first['sampler']})",
+            "divide them: DataLoader(data, sampler=DistributedSampler(data)), and sampler.set_epoch(epoch)",
+        )
+    elif repeated > batch and length > batch:
+        both = len(own & other)
+        findings.add(
+            "FAIL",
+            "data.overlap",
+            line,
+            f"{repeated} of {total} samples of an epoch are read more than once, {both} of them by ranks 0 and 1",
+            "let one sampler divide the samples by rank: the parts must not overlap",
+        )
+    elif repeated:
+        text = f"{repeated} of {length} samples are read twice an epoch, so that all ranks have as many"
+        findings.add("NOTE", "data.padded", line, text)
+    _check_skipped(loaders, len(union), batch, findings)
+
+
+def _one_pass(loader: Event, num_ranks: int) -> list[object]:
+    """What is read of the data once: a sampler of a person's own may go over it several times."""
+    indices: list[object] = loader["indices"]
+    has_repeats = len(set(indices)) < len(indices)
+    return indices[: (loader["length"] or len(indices)) // num_ranks] if has_repeats else indices
+
+
+def _divides_itself(evidence: Evidence, loaders: Mapping[int, Event]) -> bool:
+    """Whether the script cuts each batch: fewer samples reach the model, or others on each rank in the same step."""
+    forwards = [evidence.training_forwards[rank] for rank in loaders]
+    largest = max(max(loader["sizes"]) for loader in loaders.values())
+    if all(0 < forward["size"] < largest for own in forwards for forward in own.values()):
+        return True
+    orders = [loader["indices"] for loader in loaders.values()]
+    common = [key for key in forwards[0] if key in forwards[1]]
+    rows = [[set(own[key]["rows"]) for key in common] for own in forwards[:2]]
+    return orders[0] == orders[1] and bool(common) and not any(a & b for a, b in zip(*rows, strict=True))
+
+
+def _check_skipped(loaders: Mapping[int, Event], num_read: int, batch: int, findings: Findings) -> None:
+    first = next(iter(loaders.values()))
+    is_whole = all(len(loader["indices"]) == loader["num_indices"] for loader in loaders.values())
+    length = first["length"] or 0
+    if is_whole and first.get("subset") is None and length - num_read > batch:
+        findings.add(
+            "WARN" if first["sampler"] == "DistributedSampler" and length == first["sampled"] else "NOTE",
+            "data.skipped",
+            first["line"],
+            f"{length - num_read} of {length} samples are never read in an epoch",
+            "give the sampler the whole dataset, and the number of ranks that read it",
+        )
+
+
+def _check_epochs(epochs: list[Event], findings: Findings) -> None:
+    """Whether a second epoch has the order of the first."""
+    epochs.sort(key=lambda loader: loader["epoch"])
+    if len(epochs) < 2 or len(epochs[0]["indices"]) <= _FEW or epochs[0]["indices"] != epochs[1]["indices"]:
+        return
+    order = epochs[0]["indices"]
+    if order == sorted(order) or epochs[1]["sampler_epoch"] is None:
+        findings.add(
+            "WARN" if order == sorted(order) else "FAIL",
+            "data.epoch",
+            epochs[1]["line"],
+            "the second epoch has the order of the first: nothing shuffles",
+            "shuffle: DistributedSampler(data) does, after sampler.set_epoch(epoch)",
+            (epochs[1]["at"],),
+        )
+    else:
+        findings.add(
+            "FAIL",
+            "data.epoch",
+            epochs[1]["at"],
+            "the second epoch has the order of the first: set_epoch is not called",
+            "before the loop over the loader: loader.sampler.set_epoch(epoch)",
+            (epochs[1]["line"],),
+        )
+
+
+# --- rows that reach the model
+
+
+def _check_rows(evidence: Evidence, findings: Findings) -> None:
+    forwards = evidence.training_forwards
+    first = forwards[evidence.ranks[0]]
+    common = [key for key in first if all(key in forwards[rank] for rank in evidence.ranks)]
+    if evidence.world_size > 1 and not findings.has("data.same"):
+        rows = {rank: [set(forwards[rank][key]["rows"]) for key in common] for rank in evidence.ranks[:2]}
+        _compare_ranks(evidence, common, list(rows.values()), findings)
+    for rank in evidence.ranks:
+        _check_repeats(evidence, rank, findings)
+
+
+def _compare_ranks(
+    evidence: Evidence, common: list[tuple[int, int]], rows: list[list[set[str]]], findings: Findings
+) -> None:
+    """The rows of two ranks, step by step and over all steps."""
+    own, other = rows
+    first = evidence.training_forwards[evidence.ranks[0]]
+    same = [key for key, a, b in zip(common, own, other, strict=True) if a and 2 * len(a & b) >= len(a)]
+    if len(same) >= 2 and 2 * len(same) >= len(common):
+        has_more_groups = len(evidence.groups) > 2
+        level = "NOTE" if evidence.is_split else "WARN" if has_more_groups else "FAIL"
+        text = f"in {len(same)} of {len(common)} steps the ranks feed the model the same samples"
+        text += "; right for tensor or context parallelism only" if level != "FAIL" else ""
+        fix = "divide each batch by rank, or draw with a seed that contains the rank"
+        findings.add(level, "data.rows", first[same[0]]["line"], text, fix if level == "FAIL" else "")
+        return
+    pools = [_until_repeated(some) for some in rows]
+    smaller, both = min(map(len, pools)), len(pools[0] & pools[1])
+    trained = {epoch for epoch, kind in evidence.epochs[evidence.ranks[0]].items() if kind == "train"}
+    if smaller > 16 and 5 * both > smaller and len(trained) < 2 and not _has_failed(findings):
+        findings.add(
+            "FAIL",
+            "data.rows",
+            first[common[0]]["line"],
+            f"{both} of {smaller} samples that rank 0 feeds the model are fed by rank 1 too, at another step",
+            "divide the samples by rank: these ranks draw from one random stream, shifted",
+        )
+
+
+def _until_repeated(rows: list[set[str]]) -> set[str]:
+    """What a rank feeds before it begins again: training on one batch, or without epochs, is no mistake."""
+    pool = set[str]()
+    for own in rows:
+        if pool & own:
+            break
+        pool |= own
+    return pool
+
+
+def _has_failed(findings: Findings) -> bool:
+    return any(finding.level == "FAIL" and finding.rule.startswith("data.") for finding in findings)
+
+
+def _check_repeats(evidence: Evidence, rank: int, findings: Findings) -> None:
+    """Whether a stream gives the samples of the step before once more, within an epoch."""
+    streams = [loader for loader in evidence.of(rank, "loader") if loader.get("num_batches") is None]
+    workers = max((loader["workers"] for loader in streams), default=0)
+    if workers < 2:
+        return
+    epochs = {event["update"]: (event["loader"], event["epoch"]) for event in evidence.of(rank, "batch")}
+    forwards = sorted(evidence.training_forwards[rank].items())
+    steps = [(epochs.get(key[0]), event["rows"]) for key, event in forwards]
+    pairs = [(before[1], after[1]) for before, after in itertools.pairwise(steps) if before[0] == after[0]]
+    repeated = sum(before == after != [] for before, after in pairs)
+    if repeated and 3 * repeated >= len(pairs):
+        findings.add(
+            "FAIL",
+            "data.repeat",
+            streams[0]["line"],
+            f"rank {rank} feeds the model samples of the step before again, in {repeated} of {len(pairs)} steps: each "
+            f"of {workers} workers reads the whole stream",
+            "divide the stream by rank and by torch.utils.data.get_worker_info()",
+            (next(iter(evidence.training_forwards[rank].values()))["line"],),
+        )

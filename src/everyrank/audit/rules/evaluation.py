@@ -1,0 +1,185 @@
+"""What an evaluation counts: every held-out sample once, and means by the number of terms."""
+
+from __future__ import annotations
+
+import re
+
+from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.finding import Findings, short
+
+__all__ = ["check_evaluation"]
+
+_NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
+_OTHER_SENDERS = {"synchronize_rng_states", "__iter__"}  # Accelerate's: random states, no results
+_DIGITS = 4  # of a printed number that are enough to know it again
+
+
+def check_evaluation(evidence: Evidence, findings: Findings) -> None:
+    """Loaders under no_grad, what is sent between the ranks afterwards, and the numbers that the script prints."""
+    normalises = any(event["num_batch_norms"] for event in evidence.all_of("forward"))
+    for event in evidence.all_of("evaluated"):
+        if event["is_training"] and (normalises or event["dropouts"]):
+            findings.add(
+                "WARN",
+                "eval.mode",
+                event["line"],
+                "evaluates in training mode: dropout drops, and batch norm takes the statistics of this batch",
+                "model.eval() before the evaluation, model.train() after it",
+            )
+    evaluated = sorted(
+        {key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"}
+    )
+    if not any(not event["is_grad"] for event in evidence.all_of("forward")):
+        findings.not_checked("evaluation: the script did not come to one in the part that ran")
+    if evidence.world_size > 1 and not _only_some_evaluate(evidence, findings):
+        for key in evaluated:
+            loaders = {rank: evidence.loaders(rank).get(key) for rank in evidence.ranks}
+            found = {rank: loader for rank, loader in loaders.items() if loader is not None and loader.get("indices")}
+            if len(found) == len(loaders):
+                _check_shards(evidence, key, found, findings)
+    _check_means(evidence, findings)
+
+
+def _only_some_evaluate(evidence: Evidence, findings: Findings) -> bool:
+    evaluating = [rank for rank in evidence.ranks if any(not one["is_grad"] for one in evidence.of(rank, "forward"))]
+    if not evaluating or len(evaluating) == evidence.world_size:
+        return False
+    event = next(one for one in evidence.of(evaluating[0], "forward") if not one["is_grad"])
+    risk = " through DistributedDataParallel, whose broadcast of buffers would hang" if event["wrapper"] else ""
+    text = f"only rank {', '.join(map(str, evaluating))} evaluates{risk}; the others wait at their next collective"
+    findings.add("NOTE", "eval.one-rank", event["line"], text)
+    return True
+
+
+def _sent_after(evidence: Evidence, key: tuple[int, int]) -> list[Event]:
+    """Rank 0's own collectives between the first batch of this evaluation and the training that follows."""
+    rank = evidence.ranks[0]
+    found: list[Event] = []
+    is_on = False
+    for event in evidence.events[rank]:
+        if event["kind"] == "batch" and (event["loader"], event["epoch"]) == key:
+            is_on = True
+        elif is_on and event["kind"] == "forward" and event["is_grad"]:
+            break
+        elif (
+            is_on
+            and event["kind"] == "collective"
+            and event["phase"] == "script"
+            and "barrier" not in event["op"]
+            and not _OTHER_SENDERS.intersection(event["through"])
+        ):
+            found.append(event)
+    return found
+
+
+def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, Event], findings: Findings) -> None:
+    first = loaders[evidence.ranks[0]]
+    sets = [set(loader["indices"]) for loader in loaders.values()]
+    union, total = set[object]().union(*sets), sum(len(loader["indices"]) for loader in loaders.values())
+    num, line = len(union), first["line"]
+    sent = _sent_after(evidence, key)
+    if sets[0] == sets[1]:
+        if len(sets[0]) > 2:
+            findings.add("NOTE", "eval.everywhere", line, f"every rank evaluates all {num} samples")
+        return
+    if not sent:
+        findings.add(
+            "FAIL",
+            "eval.shard",
+            line,
+            f"rank 0 evaluates {len(sets[0])} of {num} samples, and nothing is sent between the ranks before training "
+            "goes on: its number is that of its shard",
+            "all-reduce the sums and the counts, then divide",
+            (_evaluating_line(evidence),),
+        )
+    elif total > num and any(evidence.all_of("cut")):
+        findings.not_checked("whether samples that were repeated are counted: the evaluation cuts tensors by hand")
+    elif total > num and not any("gather_for_metrics" in event["through"] for event in sent):
+        calls = sorted({event["through"][0] for event in sent if event["through"]})
+        what = f", by {', '.join(calls)} at {short(sent[0]['lines'][0])}" if calls and sent[0]["lines"] else ""
+        findings.add(
+            "FAIL",
+            "eval.padded",
+            line,
+            f"{total - num} of {num} samples are evaluated twice (the sampler fills up the ranks) and counted "
+            f"twice{what}",
+            "drop what is beyond len(dataset), or give each rank Subset(data, range(rank, len(data), world_size))",
+            tuple(sent[0]["lines"][:1]),
+        )
+    _check_dropped(evidence, key, first, union, findings)
+
+
+def _evaluating_line(evidence: Evidence) -> str:
+    return next((event["line"] for event in evidence.all_of("evaluated")), "")
+
+
+def _check_dropped(
+    evidence: Evidence, key: tuple[int, int], first: Event, union: set[object], findings: Findings
+) -> None:
+    length = first["length"] or 0
+    if "subset" in first or len(union) >= length:
+        return
+    others: set[object] = set()
+    for other, loader in evidence.loaders(evidence.ranks[0]).items():
+        if other != key and loader.get("indices"):
+            others |= set(loader["indices"])
+    if set(range(length)) - union - others:
+        text = f"{length - len(union)} of {length} samples are not evaluated"
+        findings.add("WARN", "eval.dropped", first["line"], text, "drop_last=False where it is counted")
+
+
+# --- means
+
+
+def _check_means(evidence: Evidence, findings: Findings) -> None:
+    """A number that is printed, and is the mean of the batches' means rather than the mean over all terms."""
+    output = evidence.run.outputs[0] if evidence.run.outputs else ""
+    own = [_passes(evidence, rank) for rank in evidence.ranks]
+    for events in own[0]:
+        _check_mean(output, [events], findings)
+    for of_all in zip(*own, strict=False) if len(own) > 1 else ():
+        _check_mean(output, list(of_all), findings)
+
+
+def _passes(evidence: Evidence, rank: int) -> list[list[Event]]:
+    """The losses of each evaluation of a rank."""
+    passes, current = list[list[Event]](), list[Event]()
+    for event in evidence.events[rank]:
+        if event["kind"] == "eval_loss":
+            current.append(event)
+        elif event["kind"] == "forward" and event["is_grad"] and current:
+            passes.append(current)
+            current = []
+    return [*passes, *([current] if current else [])]
+
+
+def _check_mean(output: str, parts: list[list[Event]], findings: Findings) -> None:
+    """`parts` are the losses of one evaluation, by rank."""
+    events = [event for part in parts for event in part]
+    terms = sum(event["terms"] for event in events)
+    if len(events) < 2 or len({event["terms"] for event in events}) < 2 or not terms:
+        return
+    of_means = sum(sum(event["value"] for event in part) / len(part) for part in parts) / len(parts)
+    of_terms = sum(event["value"] * event["terms"] for event in events) / terms
+    shown = _shown(output, of_means, of_terms)
+    if shown and not _shown(output, of_terms, of_means):
+        counts = [event["terms"] for event in events]
+        findings.add(
+            "FAIL",
+            "eval.mean-of-means",
+            events[0]["line"],
+            f"the script prints {shown}, the mean of {len(events)} means of {min(counts):g} to {max(counts):g} terms; "
+            f"the mean over all terms is {of_terms:.6g}",
+            "add up loss * number of terms, and divide by the number of all terms",
+        )
+
+
+def _shown(output: str, wanted: float, other: float) -> str:
+    """The printed number that is `wanted`, where it has enough digits to be told from `other`."""
+    for text in _NUMBER.findall(output):
+        mantissa, _, exponent = text.partition("e")
+        last = 0.5 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+        digits = len(mantissa.replace(".", "").replace("-", "").lstrip("0"))
+        if digits >= _DIGITS and abs(float(text) - wanted) <= 1.001 * last and abs(wanted - other) > 4 * last:
+            return text
+    return ""

@@ -1,0 +1,221 @@
+"""The gradient that steps, as a sum of what each backward gave on each rank: with which factors?
+
+The factors are found by least squares over samples of the tensors (`everyrank.audit.watch.gradients`), so nothing has
+to be known of the script, and dropout, batch norm and low precision do not matter: g = c * sum of g(rank, backward)
+must hold, with one c for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everyrank.audit.evidence import Evidence, Samples
+from everyrank.audit.finding import Findings
+from everyrank.audit.rules.loss_terms import check_loss_terms
+
+__all__ = ["check_gradients"]
+
+Piece = tuple[int, int]  # rank, backward
+_TOLERANCE, _SCALED_TOLERANCE = 1e-4, 2e-3  # relative residual; the second where a loss scale means float16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fit:
+    """Factors by column, and the residual relative to what was to be explained."""
+
+    factors: list[float]
+    residual: float
+
+
+@dataclasses.dataclass
+class _Update:
+    """One update, the names that all ranks step, and what there is of them."""
+
+    number: int
+    line: str
+    names: list[str]
+    pieces: dict[Piece, dict[str, NDArray[np.float64]]]
+    stepping: dict[int, dict[str, NDArray[np.float64]]]  # before clipping
+    carried: dict[int, dict[str, NDArray[np.float64]]]
+    tolerance: float
+
+    @property
+    def has_carried(self) -> bool:
+        return any(float(np.abs(value).sum()) > 0 for own in self.carried.values() for value in own.values())
+
+    def fit(self, names: Sequence[str], rank: int, columns: Sequence[Sequence[Piece]]) -> _Fit:
+        """Which combination of sums of pieces, and of what was carried over, is this rank's gradient?"""
+        target = np.concatenate([self.stepping[rank][name] for name in names])
+        parts = [
+            np.concatenate([sum((self._piece(piece, name) for piece in column), 0.0 * target[:1]) for name in names])
+            for column in columns
+        ]
+        if self.has_carried and self.carried[rank]:
+            zeros = {name: np.zeros_like(self.stepping[rank][name]) for name in names}
+            parts.append(np.concatenate([self.carried[rank].get(name, zeros[name]) for name in names]))
+        matrix = np.stack(parts, 1)
+        if not np.linalg.norm(target) or not np.linalg.norm(matrix):
+            return _Fit([0.0] * matrix.shape[1], float(np.linalg.norm(target) > 0 or np.linalg.norm(matrix) > 0))
+        scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
+        factors = np.linalg.lstsq(matrix / scale, target, rcond=None)[0] / scale
+        residual = float(np.linalg.norm(matrix @ factors - target) / np.linalg.norm(target))
+        return _Fit([float(factor) for factor in factors], residual)
+
+    def _piece(self, piece: Piece, name: str) -> NDArray[np.float64]:
+        found = self.pieces[piece].get(name)
+        return np.zeros_like(self.stepping[piece[0]][name]) if found is None else found
+
+
+def check_gradients(evidence: Evidence, findings: Findings) -> None:
+    """Each update that was written down; says what could not be judged."""
+    judged = 0
+    zeros = [steps[evidence.ranks[0]]["is_zero"] for steps in evidence.steps.values()]
+    if zeros and all(zeros):
+        line = next(iter(evidence.steps.values()))[evidence.ranks[0]]["line"]
+        text = f"all gradients are exactly zero in all {len(zeros)} updates: nothing is trained"
+        findings.add("FAIL", "gradient.zero", line, text, "look at the loss: is it constant, or of one class only?")
+        return
+    if evidence.is_split:
+        findings.not_checked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
+        return
+    for number in evidence.steps:
+        update = _read(evidence, number)
+        if update is not None:
+            judged += 1
+            _judge(evidence, update, findings)
+    if not judged:
+        findings.not_checked("gradients: no update in which all ranks step the same tensors was written down")
+    for event in evidence.all_of("thrown_away")[:1]:
+        findings.add(
+            "WARN",
+            "gradient.thrown-away",
+            event["line"],
+            f"zero_grad throws away the gradient of {event['num']} backwards before any optimizer step",
+            "zero_grad belongs after the step, or before the first backward of an update",
+        )
+
+
+def _read(evidence: Evidence, number: int) -> _Update | None:
+    """The update, where all ranks have written down the same tensors; of shards the whole is put together."""
+    found = {rank: evidence.samples(rank, number) for rank in evidence.ranks}
+    own = {rank: samples for rank, samples in found.items() if samples is not None}
+    if len(own) < len(found) or not any(samples.pieces for samples in own.values()):
+        return None
+    steps = evidence.steps[number]
+    stepping = {rank: {**samples.steps, **samples.clipped} for rank, samples in own.items()}
+    if any(step["is_sharded"] for step in steps.values()):
+        whole = _put_together(list(stepping.values()))
+        stepping = dict.fromkeys(stepping, whole)
+    names = [name for name in stepping[evidence.ranks[0]] if all(name in each for each in stepping.values())]
+    shapes = {tuple(each[name].shape for name in names) for each in stepping.values()}
+    if not names or len(shapes) > 1:
+        return None
+    pieces = {(rank, micro): piece for rank, samples in own.items() for micro, piece in samples.pieces.items()}
+    first = steps[evidence.ranks[0]]
+    return _Update(
+        first["origin"],
+        first["line"],
+        names,
+        pieces,
+        stepping,
+        _carried(own, names),
+        _TOLERANCE if first["loss_scale"] == 1.0 else _SCALED_TOLERANCE,
+    )
+
+
+def _carried(own: dict[int, Samples], names: list[str]) -> dict[int, dict[str, NDArray[np.float64]]]:
+    return {
+        rank: {name: value for name, value in samples.carried.items() if name in names} for rank, samples in own.items()
+    }
+
+
+def _put_together(shards: list[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
+    """Samples of whole tensors, out of those that are NaN where another rank has the elements."""
+    whole: dict[str, NDArray[np.float64]] = {}
+    for own in shards:
+        for name, value in own.items():
+            whole[name] = np.where(np.isnan(whole[name]), value, whole[name]) if name in whole else value
+    return whole
+
+
+def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
+    ranks, names = evidence.ranks, update.names
+    if any(not np.isfinite(value).all() for own in update.stepping.values() for value in own.values()):
+        text = f"update {update.number}: the gradient is not finite"
+        findings.add("FAIL", "gradient.nan", update.line, text, "look for a division by zero or a loss scale")
+        return
+    if not any(float(np.abs(value).sum()) for own in update.stepping.values() for value in own.values()):
+        return
+    every = sorted(update.pieces)
+    fits = {rank: update.fit(names, rank, [every]) for rank in ranks}
+    if update.has_carried and all(abs(fit.factors[-1]) > 0.5 for fit in fits.values() if len(fit.factors) > 1):
+        findings.add(
+            "FAIL",
+            "gradient.carried",
+            update.line,
+            f"update {update.number} still contains the gradient of the update before",
+            "optimizer.zero_grad() before the first backward of each update",
+        )
+    if all(fit.residual < update.tolerance for fit in fits.values()):
+        check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)
+        return
+    _explain(ranks, update, every, findings)
+
+
+def _explain(ranks: list[int], update: _Update, every: list[Piece], findings: Findings) -> None:
+    """The gradient is not one factor times the sum over all ranks and backwards: what is it?"""
+    names, tolerance = update.names, update.tolerance
+    own = {rank: [piece for piece in every if piece[0] == rank] for rank in ranks}
+
+    def is_bad(name: str, rank: int, columns: Callable[[int], Sequence[Sequence[Piece]]]) -> bool:
+        has_gradient = float(np.linalg.norm(update.stepping[rank][name])) > 0
+        return has_gradient and update.fit([name], rank, columns(rank)).residual > 10 * tolerance
+
+    if len(ranks) > 1 and all(update.fit(names, rank, [own[rank]]).residual < tolerance for rank in ranks):
+        findings.add(
+            "FAIL",
+            "gradient.local",
+            update.line,
+            f"update {update.number}: each rank steps with its own gradient: nothing is averaged over the ranks",
+            "wrap the model in DistributedDataParallel, and leave no_sync() for the last backward",
+        )
+        return
+    bad = {name for name in names if any(is_bad(name, rank, lambda _: [every]) for rank in ranks)}
+    alone = {name for name in bad if not any(is_bad(name, rank, lambda rank: [own[rank]]) for rank in ranks)}
+    if alone and alone == bad and len(alone) < len(names) and len(ranks) > 1:
+        findings.add(
+            "FAIL",
+            "gradient.unsynced",
+            update.line,
+            f"update {update.number}: {len(alone)} of {len(names)} parameters are not averaged over the ranks: "
+            f"{', '.join(sorted(alone)[:4])}",
+            "wrap the model when it has all its parameters, and ignore none that is trained",
+        )
+        return
+    each = {rank: update.fit(names, rank, [[piece] for piece in every]) for rank in ranks}
+    if all(fit.residual < tolerance for fit in each.values()):
+        weights = ", ".join(
+            f"{factor:.3g} x (rank {rank}, backward {micro})"
+            for factor, (rank, micro) in zip(each[ranks[0]].factors, every, strict=False)
+        )
+        findings.add(
+            "FAIL",
+            "gradient.weights",
+            update.line,
+            f"update {update.number} is not the mean of the ranks' gradients: on rank 0 it is {weights}",
+            "all-reduce in the last backward of an update, and only there: no_sync() around the others",
+        )
+        return
+    residual = max(fit.residual for fit in each.values())
+    findings.add(
+        "WARN",
+        "gradient.unexplained",
+        update.line,
+        f"update {update.number}: the gradient that steps is no combination of what the ranks' backwards gave "
+        f"(residual {residual:.2g}): changed in between, e.g. {', '.join(sorted(bad)[:3])}",
+        "look at what changes .grad between backward and step",
+    )

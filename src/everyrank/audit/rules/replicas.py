@@ -1,0 +1,108 @@
+"""Whether all ranks hold the same model, and whether all of it is trained."""
+
+from __future__ import annotations
+
+from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.finding import Findings
+
+__all__ = ["check_replicas"]
+
+
+def check_replicas(evidence: Evidence, findings: Findings) -> None:
+    """Checksums of parameters before each update, of parameters and buffers at each evaluation."""
+    _check_wrapper(evidence, findings)
+    if evidence.world_size > 1:
+        _check_parameters(evidence, findings)
+        _check_evaluated(evidence, findings)
+    for event in evidence.of(evidence.ranks[0], "uninitialised"):
+        findings.add(
+            "FAIL",
+            "weights.uninitialised",
+            event["line"],
+            f"{event['num']} parameters are never given a value after to_empty: {', '.join(event['names'][:3])}",
+            "call reset_parameters() on each module, or load a checkpoint into it, before the first forward",
+        )
+    _check_left_out(evidence, findings)
+
+
+def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
+    for event in evidence.all_of("forward"):
+        if event["bypasses"] and event["is_grad"]:
+            findings.add(
+                "FAIL",
+                "replicas.unwrapped",
+                event["line"],
+                "a forward with gradients goes past the DistributedDataParallel wrapper: nothing is averaged",
+                "call the wrapper, not what it wraps (model.module)",
+            )
+    wraps = any(evidence.all_of("wrap")) or any(step["is_sharded"] for step in evidence.all_of("step"))
+    if evidence.world_size > 1 and not wraps and not evidence.all_of("collective"):
+        steps = evidence.all_of("step")
+        findings.add(
+            "FAIL",
+            "replicas.alone",
+            steps[0]["line"] if steps else "",
+            f"{evidence.world_size} processes train, and nothing is sent between them: each has a model of its own",
+            "open a process group and wrap the model: DistributedDataParallel(model)",
+        )
+
+
+def _check_parameters(evidence: Evidence, findings: Findings) -> None:
+    for update, steps in evidence.steps.items():
+        first = steps[evidence.ranks[0]]
+        # with other shapes the ranks hold different parts of the model
+        if not first["checksums"] or len({step["shapes"] for step in steps.values()}) > 1:
+            continue
+        names = [name for name in first["checksums"] if len(_values(steps, name)) > 1]
+        if names and not findings.has("replicas.alone"):
+            since = f"after update {update - 1}" if update > min(evidence.steps) else "before the first update"
+            others = [rank for rank, step in steps.items() if step["checksums"] != first["checksums"]]
+            findings.add(
+                "NOTE" if evidence.is_split else "FAIL",
+                "replicas.drift",
+                first["line"],
+                f"{len(names)} of {len(first['checksums'])} parameters differ between the ranks {since}: "
+                f"{', '.join(names[:4])} (rank 0's and those of rank {', '.join(map(str, others))})",
+                "begin with rank 0's weights on all ranks, and average every gradient",
+            )
+            return
+
+
+def _values(steps: dict[int, Event], name: str) -> set[int]:
+    return {step["checksums"].get(name) for step in steps.values()}
+
+
+def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
+    if evidence.is_split:
+        return
+    for events in zip(*(evidence.of(rank, "evaluated") for rank in evidence.ranks), strict=False):
+        line = events[0]["line"]
+        if len({event["parameters"] for event in events}) > 1:
+            text = "parameters differ between the ranks when they evaluate"
+            findings.add("FAIL", "replicas.drift", line, text, "average every gradient, or evaluate rank 0's model")
+            return
+        if len({event["buffers"] for event in events}) > 1:
+            findings.add(
+                "WARN",
+                "replicas.buffers",
+                line,
+                "buffers (the statistics of batch norm) differ between the ranks when they evaluate",
+                "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
+            )
+            return
+
+
+def _check_left_out(evidence: Evidence, findings: Findings) -> None:
+    """Parameters with a gradient that no optimizer ever steps."""
+    steps = evidence.of(evidence.ranks[0], "step")
+    if not steps:
+        return
+    never = set(steps[0]["not_stepped"]).intersection(*(step["not_stepped"] for step in steps))
+    if never:
+        findings.add(
+            "FAIL",
+            "weights.not-stepped",
+            next((event["line"] for event in evidence.of(evidence.ranks[0], "optimizer")), steps[0]["line"]),
+            f"{len(never)} parameters get gradients, and no optimizer has them: {', '.join(sorted(never)[:3])}",
+            "build the optimizer from the model as it is trained: after fully_shard or any change of its parameters",
+        )

@@ -1,0 +1,214 @@
+"""Start a person's script as it stands, in processes that are watched; end them, and whatever they started, always."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from everyrank.audit.watch.recorder import ENVIRONMENT, Settings
+
+__all__ = ["ScriptRun", "run_script"]
+
+_INJECT = str(Path(__file__).parent / "watch" / "inject")
+_LOOK_SECONDS = 0.1
+_AFTER_FAILURE_SECONDS = 3.0  # for the others to say why they end, too
+_MOST_OUTPUT = 4 * 2**20  # bytes of it that are kept of each process; then the last lines
+_LAST_LINES = 200
+_IDLE_SHARE = 0.05  # of a core: processes that compute do more
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptRun:
+    """How the processes of a script ended.
+
+    status   finished: all exited with 0; failed: one did not; hangs: none moved for too long; long: it would have
+             gone on
+    codes    exit status of each, -N after signal N; None: it was ended
+    outputs  what each printed, stdout and stderr as they came
+    """
+
+    folder: Path
+    world_size: int
+    status: str
+    codes: tuple[int | None, ...]
+    outputs: tuple[str, ...]
+    seconds: float
+
+
+def run_script(
+    words: Sequence[str],
+    settings: Settings,
+    ranks: Sequence[dict[str, str]],
+    *,
+    timeout_seconds: float,
+    limit_seconds: float,
+    world_size: int,
+    moved: Callable[[int], None],
+) -> ScriptRun:
+    """Run `python *words` once for each environment of `ranks`, until it ends, hangs, or has run for too long.
+
+    words            what Python is given: a script and its arguments, or -m and a module
+    timeout_seconds  without an event, nor a computation, after which the script hangs
+    limit_seconds    of all
+    moved            called with the number of updates of rank 0, as it grows
+    """
+    folder, begin = Path(settings.folder), time.monotonic()
+    processes: list[_Process] = []
+    try:
+        for variables in ranks:  # one by one: those that have started are ended whatever happens
+            process = _Process([sys.executable, *words], {**os.environ, **variables, **_injected(settings)})
+            processes.append(process)
+        status = _wait(processes, folder, begin, timeout_seconds, limit_seconds, moved)
+        if status not in ("finished", "failed"):
+            _ask_for_stacks(folder)
+    finally:
+        codes = tuple(process.process.poll() for process in processes)
+        for process in processes:
+            process.end()
+        _end_the_rest(folder)
+    outputs = tuple(process.output() for process in processes)
+    return ScriptRun(folder, world_size, status, codes, outputs, time.monotonic() - begin)
+
+
+def rank_environments(processes: int) -> list[dict[str, str]]:
+    """What torchrun gives each of so many ranks on this host."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    count = str(processes)
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "audit"}
+    shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(processes)]
+
+
+def _injected(settings: Settings) -> dict[str, str]:
+    """The environment that puts the hooks into every Python process below."""
+    package = str(Path(__file__).parents[2])  # everyrank may not be installed where the script runs
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(filter(None, [_INJECT, *before, package]))
+    return {ENVIRONMENT: settings.written(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+class _Process:
+    """One process in a session of its own; of what it prints the beginning and the end are kept."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(  # noqa: S603  (the person's own script)
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.first: list[bytes] = []
+        self.last: deque[bytes] = deque(maxlen=_LAST_LINES)
+        assert self.process.stdout is not None
+        self.reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self.reader.start()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        kept = 0
+        while line := stream.readline(65536):
+            if kept < _MOST_OUTPUT:
+                self.first.append(line)
+                kept += len(line)
+            else:
+                self.last.append(line)
+
+    def output(self) -> str:
+        self.reader.join(2.0)
+        return b"".join([*self.first, *self.last]).decode(errors="replace")
+
+    def end(self) -> None:
+        for end in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                end(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _wait(
+    processes: Sequence[_Process],
+    folder: Path,
+    begin: float,
+    timeout_seconds: float,
+    limit_seconds: float,
+    moved: Callable[[int], None],
+) -> str:
+    """Until all have ended; the status."""
+    size, changed, busy = 0, time.monotonic(), 0.0
+    while True:
+        codes = [process.process.poll() for process in processes]
+        now, size_now, busy_now = time.monotonic(), _written(folder), _cpu_seconds(processes)
+        if size_now != size or busy_now > busy + _IDLE_SHARE * max(1.0, now - changed):
+            size, changed, busy = size_now, now, busy_now
+            moved(_updates(folder))
+        if all(code is not None for code in codes):
+            return "failed" if any(codes) else "finished"
+        if any(codes) and now > changed + _AFTER_FAILURE_SECONDS:
+            return "failed"
+        if now > changed + timeout_seconds:
+            return "hangs"
+        if now > begin + limit_seconds:
+            return "long"
+        time.sleep(_LOOK_SECONDS)
+
+
+def _written(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("pid*.jsonl"))
+
+
+def _updates(folder: Path) -> int:
+    """How many gradient samples rank 0 has written."""
+    return len(list(folder.glob("rank0.update*.npz")))
+
+
+def _cpu_seconds(processes: Sequence[_Process]) -> float:
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(process.process.pid)
+            for one in (own, *own.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times = one.cpu_times()
+                    total += times.user + times.system
+    return total
+
+
+def _ask_for_stacks(folder: Path) -> None:
+    """Each watched process writes where it stands when it gets SIGUSR1."""
+    for path in folder.glob("stack*"):
+        with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
+            os.kill(int(path.name.removeprefix("stack")), signal.SIGUSR1)
+    time.sleep(1.0)
+
+
+def _end_the_rest(folder: Path) -> None:
+    """Processes that the script put into sessions of their own: by the ids that they have written down."""
+    for path in folder.glob("pid*.jsonl"):
+        with contextlib.suppress(psutil.Error, ValueError, OSError):
+            process = psutil.Process(int(path.stem.removeprefix("pid")))
+            if process.create_time() <= path.stat().st_mtime and _is_watched(process, folder):
+                process.kill()
+
+
+def _is_watched(process: psutil.Process, folder: Path) -> bool:
+    """Whether it carries this audit's settings: ids are used again."""
+    settings = process.environ().get(ENVIRONMENT)
+    return settings is not None and json.loads(settings).get("folder") == str(folder)

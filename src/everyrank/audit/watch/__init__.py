@@ -1,0 +1,9 @@
+"""What looks on inside the processes of a person's script: hooks of torch, put in when it is imported. Judges nothing.
+
+inject/sitecustomize.py   on PYTHONPATH: finds the first `import torch`
+install.py                all hooks in order, and the end of the run
+recorder.py               the files that are written
+place.py                  whose line is it
+losses.py, modules.py, gradients.py, steps.py, collectives.py, loaders.py, files.py    one kind of event each
+pretend_cuda.py           for scripts that say cuda, where there is none
+"""

@@ -1,0 +1,104 @@
+"""Each collective at the point where torch hands it to its backend: which, of which shapes, from which line.
+
+Everything that the c10d operators carry is seen, also what DDP, fully_shard and DTensor send; not what goes through a
+backend's own functions.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from everyrank.audit.watch.place import chain, library_calls, where
+from everyrank.audit.watch.recorder import Recorder, tensors
+
+__all__ = ["Collectives", "install_process_group"]
+
+_SHAPES = 4  # of the tensors of one call that are compared
+
+
+class Collectives(TorchDispatchMode):
+    """Writes down each collective that this thread calls."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().partition(".")[0].partition("::")[2]
+            if "wait_tensor" not in name and "wrap" not in name and not self.recorder.is_muted:
+                self._write(name, args)
+        elif any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it takes itself apart, and comes again
+        return func(*args, **(kwargs or {}))
+
+    def _write(self, name: str, args: Any) -> None:
+        shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in itertools.islice(tensors(args), _SHAPES)]
+        size = sum(t.numel() * t.element_size() for t in tensors(args[:1]))
+        about = {"op": name, "group": _group(args), "shapes": shapes, "bytes": size, "reduction": _reduction(args)}
+        recorder = self.recorder
+        recorder.event("collective", **about, lines=chain(), phase=recorder.phase, through=library_calls())
+
+
+def _group(args: Any) -> str:
+    """The name of the group: by order of creation, so the same on all its ranks."""
+    found = "?"
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            found = dist.ProcessGroup.unbox(value).group_name
+        elif isinstance(value, str) and found == "?":
+            found = value
+    return found
+
+
+def _reduction(args: Any) -> str:
+    """SUM, MAX, ... where the operator says so."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
+            with_op = getattr(value, "op", None)
+            return str(with_op() if callable(with_op) else with_op or "")
+    return ""
+
+
+def install_process_group(recorder: Recorder, pretends: bool) -> None:
+    """Note who opens the process group; where CUDA is pretended gloo stands in for nccl."""
+    c10d: Any = dist.distributed_c10d
+    init = c10d.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if pretends:
+            kwargs.pop("device_id", None)
+            backend = "gloo" if backend is None or "nccl" in str(backend) else backend
+        line = where()
+        with recorder.during(f"init_process_group at {line}"):
+            out = init(backend, *args, **kwargs)
+        recorder.rank = dist.get_rank()
+        recorder.event("group", line=line, world_size=dist.get_world_size(), backend=str(dist.get_backend()))
+        return out
+
+    c10d.init_process_group = dist.init_process_group = init_process_group
+    if pretends:
+        _average_on_gloo(c10d)
+
+
+def _average_on_gloo(c10d: Any) -> None:
+    """Gloo has no AVG: the sum, divided."""
+    all_reduce = c10d.all_reduce
+
+    @functools.wraps(all_reduce)
+    def averaged(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if op == dist.ReduceOp.AVG and not async_op:
+            all_reduce(tensor, dist.ReduceOp.SUM, group)
+            tensor.div_(dist.get_world_size(group))
+            return None
+        return all_reduce(tensor, op, group, async_op)
+
+    c10d.all_reduce = dist.all_reduce = averaged

@@ -1,0 +1,172 @@
+"""What each backward gives, and the gradient that steps, as small samples of each tensor.
+
+Which backwards the stepping gradient is the sum of, and with which factors, is a linear question, so a linear sample of
+2,048 elements a tensor answers it exactly. A hook on a leaf sees the gradient of one backward on one rank, before
+anything is added to it or sent.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyrank.audit.watch.losses import Losses
+from everyrank.audit.watch.place import where
+from everyrank.audit.watch.recorder import Recorder, checksum, local
+
+__all__ = ["Gradients"]
+
+_SAMPLE = 2048
+
+
+class Gradients:
+    """Those of the update that is going on."""
+
+    def __init__(self, recorder: Recorder, losses: Losses) -> None:
+        self.recorder, self.losses = recorder, losses
+        self.names: dict[int, str] = {}
+        self.hooked: set[int] = set()
+        self.parameters: list[Any] = []  # of the model whose forward came last
+        self.is_fully_sharded = False
+        self.pieces: dict[tuple[int, str], np.ndarray] = {}  # by backward and name
+        self.stepped: dict[tuple[int, str], np.ndarray] = {}  # the pieces of the step before: it may have been half
+        self.origin = 0  # the update whose backwards those are
+        self.before_first: dict[str, np.ndarray] = {}  # what was in .grad before the first backward of the update
+        self.before_clip: dict[str, np.ndarray] | None = None
+        self.loss_scale, self.is_unscaled = 1.0, False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this update is one whose gradients are written down."""
+        return not self.recorder.is_muted and self.recorder.update < self.recorder.settings.updates
+
+    def watch(self, root: Any) -> None:
+        """Hook the parameters that are not hooked yet; call them by the names that the model has for them."""
+        self.parameters = list(root.parameters())
+        self.is_fully_sharded = any("FSDP" in type(module).__name__ for module in root.modules())
+        for name, parameter in root.named_parameters():
+            self.names.setdefault(id(parameter), name.replace("_orig_mod.", "").replace("module.", ""))
+            if id(parameter) not in self.hooked and parameter.requires_grad and not hasattr(parameter, "to_local"):
+                self.hooked.add(id(parameter))
+                parameter.register_hook(self.leaf_hook(parameter, self.names[id(parameter)]))
+
+    def leaf_hook(self, parameter: Any, name: str) -> Callable[[Any], None]:
+        """Adds what one backward gives for this parameter."""
+
+        def seen(grad: Any) -> None:
+            if self.is_wanted and not hasattr(grad, "to_local"):
+                with self.recorder.muted():
+                    key = (self.recorder.micro, name)
+                    found = sample(grad)
+                    self.pieces[key] = self.pieces[key] + found if key in self.pieces else found
+
+        assert parameter is not None
+        return seen
+
+    def stepping(self, parameters: Iterable[Any]) -> dict[str, np.ndarray]:
+        """What stands in .grad; of a tensor that is sharded NaN where another rank has it."""
+        found: dict[str, np.ndarray] = {}
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and id(parameter) in self.names:
+                found[self.names[id(parameter)]] = spread(grad) if hasattr(grad, "to_local") else sample(grad)
+        return found
+
+    def begin_backward(self) -> None:
+        """A gradient that is there already has been carried over from the update before."""
+        if not self.pieces and self.is_wanted:
+            own = [parameter for parameter in self.parameters if not hasattr(parameter, "to_local")]
+            with self.recorder.muted():
+                self.before_first = self.stepping(own)
+
+    def step(self, optimizer: Any) -> None:
+        """Write down what steps, then begin the next update."""
+        recorder, losses = self.recorder, self.losses
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self.pieces:
+            self.stepped, self.origin = self.pieces, recorder.update
+        with recorder.muted():
+            for parameter in parameters:
+                self.names.setdefault(id(parameter), f"optimizer[{len(self.names)}]")
+            if recorder.update < recorder.settings.updates:
+                self._write_samples(parameters)
+            about = self._about(parameters)
+        waits = [[kind, line, count] for (kind, line), count in losses.waits.items()]
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        kind = type(optimizer).__name__
+        recorder.event("step", line=where(), optimizer=kind, rates=rates, waits=waits, origin=self.origin, **about)
+        losses.waits.clear()
+        self.forget()
+        recorder.update += 1
+
+    def forget(self) -> None:
+        """Begin an update."""
+        self.pieces, self.before_first, self.before_clip, self.is_unscaled = {}, {}, None, False
+        self.recorder.micro = 0
+
+    def _write_samples(self, parameters: list[Any]) -> None:
+        content = {f"piece {micro} {name}": value for (micro, name), value in self.stepped.items()}
+        content |= {f"step {name}": value for name, value in self.stepping(parameters).items()}
+        content |= {f"clip {name}": value for name, value in (self.before_clip or {}).items()}
+        content |= {f"carried {name}": value for name, value in self.before_first.items()}
+        self.recorder.arrays(f"rank{self.recorder.rank}.update{self.recorder.update}", content)
+
+    def _about(self, parameters: list[Any]) -> dict[str, Any]:
+        is_sharded = any(hasattr(parameter, "to_local") for parameter in parameters)
+        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return {
+            "checksums": {} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
+            "is_sharded": is_sharded,
+            "is_split": any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
+            "shapes": zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
+            "without_gradient": [self.names[id(p)] for p in trained if p.grad is None][:20],
+            "not_hooked": [
+                self.names[id(p)] for p in trained if id(p) not in self.hooked and not hasattr(p, "to_local")
+            ][:20],
+            "not_stepped": self._left_out(parameters),
+            "is_zero": bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
+            "loss_scale": self.loss_scale,
+        }
+
+    def _left_out(self, parameters: list[Any]) -> list[str]:
+        """Parameters of the model that have a gradient and are not this optimizer's."""
+        own = {id(parameter) for parameter in parameters}
+        left = [p for p in self.parameters if p.requires_grad and p.grad is not None and id(p) not in own]
+        return [self.names[id(parameter)] for parameter in left if id(parameter) in self.names][:20]
+
+
+def sample(tensor: Any) -> np.ndarray:
+    """At most 2,048 elements, evenly apart, as float64: the same of each tensor of that size."""
+    flat = local(tensor).reshape(-1)
+    if flat.numel() > _SAMPLE:
+        flat = flat[:: -(-flat.numel() // _SAMPLE)]
+    return flat.to(torch.float64, copy=True).cpu().numpy()
+
+
+def spread(grad: Any) -> np.ndarray:
+    """The sample of a whole tensor of which this rank has a shard of dimension 0: NaN where another rank has it."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    count = grad.numel()
+    _, offset = compute_local_shape_and_global_offset(grad.shape, grad.device_mesh, grad.placements)
+    held = local(grad).reshape(-1).double().cpu()
+    start = offset[0] * (count // grad.shape[0]) if grad.dim() else 0
+    places = torch.arange(0, count, -(-count // _SAMPLE) if count > _SAMPLE else 1)
+    out = torch.full((places.numel(),), float("nan"), dtype=torch.float64)
+    own = (places >= start) & (places < start + held.numel())
+    out[own] = held[places[own] - start]
+    return out.numpy()
+
+
+def _is_split(parameter: Any, is_fully_sharded: bool) -> bool:
+    """Whether a DTensor is more than one dimension of Shard(0), perhaps with copies: not fully_shard's alone."""
+    if not hasattr(parameter, "placements"):
+        return False
+    kinds = [placement for placement in parameter.placements if not placement.is_replicate()]
+    return len(kinds) != 1 or not kinds[0].is_shard() or kinds[0].dim != 0 or not is_fully_sharded

@@ -1,0 +1,116 @@
+"""Put all hooks in, once torch has been imported; end the run when enough has been seen."""
+
+# pyright: basic
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from everyrank.audit.watch.collectives import Collectives, install_process_group
+from everyrank.audit.watch.files import install_files
+from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.loaders import Loaders, install_loaders
+from everyrank.audit.watch.losses import Functions, Losses
+from everyrank.audit.watch.modules import install_modules
+from everyrank.audit.watch.place import chain, where
+from everyrank.audit.watch.pretend_cuda import PretendCuda
+from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
+from everyrank.audit.watch.steps import install_sharding, install_steps
+
+__all__ = ["install"]
+
+_WAIT_SECONDS = 15.0  # for the other ranks, when this one has seen enough
+
+
+def install() -> None:
+    """Called by inject/sitecustomize.py right after torch has been imported."""
+    settings = Settings.read(os.environ[ENVIRONMENT])
+    recorder = Recorder(settings)
+    stacks = recorder.folder / f"stack{os.getpid()}"
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=False, chain=False)
+    end = End(recorder)
+    losses = Losses()
+    gradients = Gradients(recorder, losses)
+    loaders = Loaders(recorder, end.finish)
+    pretend = PretendCuda(settings.devices) if settings.devices else None
+    if pretend is not None:
+        pretend.install()
+    install_process_group(recorder, pretend is not None)
+    if not install_sharding(gradients):
+        recorder.event("unchecked", what="gradients under fully_shard: this version of torch keeps them elsewhere")
+    install_modules(recorder, losses, gradients, pretend is not None)
+    install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
+    install_loaders(recorder, loaders)
+    _leave_uncompiled(recorder)
+    if not settings.keep_files:
+        install_files(recorder, recorder.folder / "files")
+    if settings.modes:
+        Functions(recorder, losses, pretend).__enter__()
+        Collectives(recorder).__enter__()
+    recorder.event("start", pid=os.getpid(), words=sys.argv)
+    end.at_exit()
+
+
+class End:
+    """Stops the script after enough updates or epochs, on all ranks."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def after_step(self) -> None:
+        """Twice the updates that are looked at closely, so that a second epoch begins where epochs are short."""
+        if self.recorder.update >= 2 * self.recorder.settings.updates:
+            self.finish("updates")
+
+    def finish(self, why: str) -> None:
+        """End this process when the others have seen enough, too: a collective they are in needs us."""
+        recorder = self.recorder
+        if recorder.is_done:
+            return
+        recorder.is_done = True
+        recorder.event("finish", why=why, lines=chain())
+        (recorder.folder / f"done{recorder.rank}").touch()
+        size, begin = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic()
+        while time.monotonic() < begin + _WAIT_SECONDS and len(list(recorder.folder.glob("done*"))) < size:
+            time.sleep(0.05)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)
+
+    def at_exit(self) -> None:
+        pid = os.getpid()
+
+        def ended() -> None:
+            if os.getpid() == pid and not self.recorder.is_done:
+                self.recorder.is_done = True
+                self.recorder.event("end")
+                (self.recorder.folder / f"done{self.recorder.rank}").touch()
+
+        atexit.register(ended)
+
+
+def _stays_uncompiled(self: Any, *_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+def _leave_uncompiled(recorder: Recorder) -> None:
+    """A compiled model is one call without functions to look at: it runs as it was written."""
+    compile_model: Any = torch.compile
+
+    @functools.wraps(compile_model)
+    def uncompiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+        recorder.event("altered", what=f"torch.compile at {where()} is left out")
+        return model if model is not None else (lambda function: function)
+
+    torch.compile = uncompiled
+    torch.nn.Module.compile = _stays_uncompiled

@@ -1,0 +1,266 @@
+"""What each DataLoader reads, on each rank and in each epoch; and random numbers in its workers.
+
+The list of indices is drawn when an epoch begins: the whole of it is written down, and the epoch is then shortened to
+its first batches and the last one, which is the ragged one. `len(loader)` is shortened with it, to the same remainder
+of 4, which gradient accumulation may depend on.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import random
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data.dataloader as torch_loader
+from torch.utils.data import Subset, _utils, get_worker_info
+
+from everyrank.audit.watch.place import where
+from everyrank.audit.watch.recorder import Recorder, leaves
+
+__all__ = ["Loaders", "install_loaders"]
+
+_MOST_BATCHES, _MOST_INDICES, _EXTRA, _REMAINDER = 500_000, 20_000, 8, 4
+
+
+class Loaders:
+    """Which loader gave the last batch, and in how many epochs each was trained on."""
+
+    def __init__(self, recorder: Recorder, finish: Callable[[str], None]) -> None:
+        self.recorder, self.finish = recorder, finish
+        self.count = 0
+        self.last: tuple[int, int] | None = None  # loader, epoch
+        self.trained: dict[int, set[int]] = {}
+
+    def backward(self) -> None:
+        """The loader of the last batch is one that is trained on."""
+        if self.last is not None:
+            self.trained.setdefault(self.last[0], set()).add(self.last[1])
+
+    def shortened(self, length: int) -> int:
+        """How many of so many batches are run."""
+        batches = self.recorder.settings.batches
+        if not batches or length <= batches + _EXTRA:
+            return length
+        return batches + (length - batches) % _REMAINDER
+
+    def begin_epoch(self, iterator: Any, loader: Any) -> None:
+        """Write down what is to be read, and shorten it."""
+        if self.recorder.is_muted or getattr(iterator, "_audited", None) is iterator._sampler_iter:
+            return
+        number = loader.__dict__.setdefault("_audit_number", self.count)
+        self.count += number == self.count
+        epoch = loader.__dict__["_audit_epoch"] = loader.__dict__.get("_audit_epoch", -1) + 1
+        iterator._audit = {"loader": number, "epoch": epoch, "given": 0, "limit": None, "jump": None}
+        about = _about(iterator, loader)
+        if iterator._dataset_kind == torch_loader._DatasetKind.Map and iterator._auto_collation:
+            about |= self._indices(iterator, loader, epoch)
+        elif self.recorder.settings.batches:
+            iterator._audit["limit"] = self.recorder.settings.batches + 4
+        iterator._audited = iterator._sampler_iter
+        self.recorder.event("loader", loader=number, epoch=epoch, at=where(), **about)
+        if len(self.trained.get(number, ())) >= self.recorder.settings.epochs > 0:
+            self.finish("epochs")
+
+    def _indices(self, iterator: Any, loader: Any, epoch: int) -> dict[str, Any]:
+        batches = list(itertools.islice(iterator._sampler_iter, _MOST_BATCHES))
+        are_lists = bool(batches) and isinstance(batches[0], list | tuple)
+        indices = [_key(index) for batch in batches for index in batch] if are_lists else None
+        if epoch == 0:
+            with self.recorder.muted():
+                loader.__dict__["_audit_content"] = dataset_checksums(loader.dataset)
+        count = self.shortened(len(batches))
+        kept = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
+        iterator._audit["jump"] = count if len(batches) > count else None
+        iterator._sampler_iter = iter(kept)
+        return {
+            "num_batches": len(batches),
+            "indices": resolved(loader.dataset, indices)[:_MOST_INDICES] if indices else None,
+            "num_indices": len(indices) if indices else None,
+            "sizes": sorted({len(batch) for batch in batches}) if are_lists else [],
+            **loader.__dict__["_audit_content"],
+        }
+
+    def given(self, iterator: Any, waited: float) -> None:
+        """Write down that a batch was given."""
+        about = iterator._audit
+        about["given"] += 1
+        self.last = about["loader"], about["epoch"]
+        self.recorder.event(
+            "batch",
+            loader=about["loader"],
+            epoch=about["epoch"],
+            number=about["given"],
+            is_after_jump=about["given"] == about["jump"],
+            waited=round(waited, 5),
+        )
+
+
+def _about(iterator: Any, loader: Any) -> dict[str, Any]:
+    sampler = loader.sampler
+    return {
+        "line": getattr(loader, "_audit_line", ""),
+        "dataset": type(loader.dataset).__name__,
+        "sampler": type(sampler).__name__,
+        "batch_sampler": type(getattr(loader, "batch_sampler", None)).__name__,
+        "sampled": _length(getattr(sampler, "dataset", None)),
+        "sampler_epoch": getattr(sampler, "epoch", None),
+        "workers": loader.num_workers,
+        "base_seed": int(iterator._base_seed),
+        "drops_last": bool(loader.drop_last),
+        "length": _length(loader.dataset),
+    }
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:  # a stream
+        return None
+
+
+def _key(index: Any) -> Any:
+    """What a sampler gives: a number, or anything else by its text."""
+    try:
+        return int(index)
+    except (TypeError, ValueError):
+        return repr(index)
+
+
+def resolved(dataset: Any, indices: list[Any]) -> list[Any]:
+    """Indices into the dataset that a `Subset` is of."""
+    while isinstance(dataset, Subset) and all(isinstance(index, int) for index in indices[:1]):
+        indices, dataset = [int(dataset.indices[index]) for index in indices], dataset.dataset
+    return indices
+
+
+def dataset_checksums(dataset: Any) -> dict[str, Any]:
+    """Of a Subset's indices; and of sample 0, unless it is drawn anew each time. Random states stay as they were."""
+    found: dict[str, Any] = {}
+    while isinstance(dataset, Subset):
+        found["subset"] = zlib.crc32(repr([int(index) for index in list(dataset.indices)[:5000]]).encode())
+        dataset = dataset.dataset
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        first = _content(dataset[0])
+        torch.manual_seed(1234567)
+        random.seed(7654321)
+        np.random.seed(7)
+        if first == _content(dataset[0]):
+            found["content"] = first
+    except Exception as error:  # a dataset may refuse to be asked twice
+        found["content_error"] = f"{type(error).__name__}: {error}"[:100]
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    return found
+
+
+def _content(value: Any) -> str:
+    found = hashlib.sha256()
+    for leaf in leaves(value):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        found.update(leaf.detach().cpu().numpy().tobytes() if is_tensor else repr(leaf).encode())
+    return found.hexdigest()
+
+
+def install_loaders(recorder: Recorder, loaders: Loaders) -> None:
+    """Look at each epoch of each DataLoader."""
+    _watch_loader(recorder, loaders)
+    _watch_iterators(recorder, loaders)
+    for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
+        _watch_random_numbers(fetcher, recorder)
+
+
+def _watch_loader(recorder: Recorder, loaders: Loaders) -> None:
+    loader: Any = torch_loader.DataLoader
+    init, length = loader.__init__, loader.__len__
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_audit_line"] = where()
+        if recorder.settings.devices and "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        init(self, *args, **kwargs)
+
+    @functools.wraps(length)
+    def shortened(self: Any) -> int:
+        return length(self) if recorder.is_muted else loaders.shortened(length(self))
+
+    loader.__init__, loader.__len__ = made, shortened
+
+
+def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
+    iterator: Any = torch_loader._BaseDataLoaderIter
+    init, reset, following = iterator.__init__, iterator._reset, iterator.__next__
+
+    @functools.wraps(init)
+    def made(self: Any, loader: Any) -> None:
+        init(self, loader)
+        loaders.begin_epoch(self, loader)
+
+    @functools.wraps(reset)
+    def begun(self: Any, loader: Any, first_iter: bool = False) -> None:
+        reset(self, loader, first_iter)
+        if first_iter and hasattr(self, "_audited"):
+            self._sampler_iter = self._audited  # reset has made another one: that which was looked at goes on
+        else:
+            loaders.begin_epoch(self, loader)
+
+    @functools.wraps(following)
+    def next_batch(self: Any) -> Any:
+        about = getattr(self, "_audit", None)
+        if about is None or recorder.is_muted:
+            return following(self)
+        if about["limit"] is not None and about["given"] >= about["limit"]:
+            raise StopIteration
+        begin = time.perf_counter()
+        batch = following(self)
+        loaders.given(self, time.perf_counter() - begin)
+        return batch
+
+    iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch
+
+
+def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
+    """The state of the three generators before and after the first two batches of each worker."""
+    fetch = fetcher.fetch
+    seen: dict[int, int] = {}
+
+    def fetched(self: Any, index: Any) -> Any:
+        number = seen[id(self)] = seen.get(id(self), 0) + 1
+        if number > 2 or recorder.is_muted:
+            return fetch(self, index)
+        before = _generators()
+        out = fetch(self, index)
+        after = _generators()
+        worker = get_worker_info()
+        recorder.event(
+            "fetch",
+            number=number,
+            worker=worker.id if worker else -1,
+            before=before,
+            after=after,
+            dataset=type(self.dataset).__name__,
+        )
+        return out
+
+    fetcher.fetch = fetched
+
+
+def _generators() -> list[int]:
+    """Checksums of the states of torch's, Python's and numpy's generator."""
+    _, keys, place, *_ = np.random.get_state()
+    python = zlib.crc32(repr(random.getstate()).encode())
+    return [
+        zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        python,
+        zlib.crc32(np.asarray(keys).tobytes()) ^ int(place),
+    ]

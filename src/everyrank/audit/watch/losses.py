@@ -1,0 +1,174 @@
+"""Which tensors are losses, how many terms each has, and with what factor each goes into the gradient.
+
+A mode that sees every torch function. A loss is the result of `F.cross_entropy` and its like, or of a mean or a sum
+over what was computed from the model's outputs. A hook on that tensor gives the derivative of what backward was called
+on with respect to it: the script's own scale, whatever it is multiplied or divided by later.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from everyrank.audit.watch.place import caller_is_own, where
+from everyrank.audit.watch.pretend_cuda import PretendCuda
+from everyrank.audit.watch.recorder import Recorder, tensors
+
+__all__ = ["Functions", "Losses"]
+
+LOSSES = {
+    F.cross_entropy,
+    F.nll_loss,
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+}
+REDUCTIONS = {torch.Tensor.mean: "mean", torch.mean: "mean", torch.Tensor.sum: "sum", torch.sum: "sum"}
+WAITS = {
+    torch.Tensor.item: "item",
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.cpu: "cpu",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.__bool__: "bool",
+    torch.Tensor.__float__: "float",
+    torch.Tensor.__int__: "int",
+}
+_CUTS = {torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.masked_select, torch.where, torch.narrow}
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+
+
+class Losses:
+    """The losses between a forward and its backward, and what else is counted on the way."""
+
+    def __init__(self) -> None:
+        self.terms: list[dict[str, Any]] = []
+        self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
+        self.kept: list[Any] = []
+        self.depth = 0  # of module calls
+        self.num_dropouts = 0
+        self.cuts: set[str] = set()  # lines that take a part of a tensor while no gradient is wanted
+        self.waits: Counter[tuple[str, str]] = Counter()
+
+    def forward_done(self, output: Any) -> None:
+        """What is computed from this output may become a loss."""
+        self.derived = {id(tensor): tensor for tensor in tensors(output)}
+
+    def backward_done(self) -> list[dict[str, Any]]:
+        """What backward has been through; those of a loss that is still to come stay."""
+        done = [term for term in self.terms if term["scale"] is not None]
+        self.terms, self.kept, self.derived = [], [], {}
+        return done
+
+
+class Functions(TorchFunctionMode):
+    """Sees each torch function that Python calls, under the names of `torch.overrides`."""
+
+    def __init__(self, recorder: Recorder, losses: Losses, pretend: PretendCuda | None) -> None:
+        super().__init__()
+        self.recorder, self.losses, self.pretend = recorder, losses, pretend
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.pretend is not None:
+            replaced, args, kwargs = self.pretend.rewrite(func, args, kwargs)
+            if replaced is not None:
+                return replaced
+        out = func(*args, **kwargs)
+        if self.recorder.is_muted:
+            return out
+        if func in WAITS:
+            self._wait(func)
+        elif not torch.is_grad_enabled():
+            self._evaluated(func, args, kwargs, out)
+        else:
+            self._computed(func, args, kwargs, out)
+        return out
+
+    def _wait(self, func: Any) -> None:
+        if caller_is_own():
+            self.losses.waits[WAITS[func], where()] += 1
+
+    def _evaluated(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A mean loss of an evaluation: whether their mean is the mean is looked at later. And what is cut off."""
+        if func in _DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
+            self.losses.num_dropouts += 1
+        if func in _CUTS and _takes_a_part(args) and caller_is_own():
+            line = where()
+            if line not in self.losses.cuts:
+                self.losses.cuts.add(line)
+                self.recorder.event("cut", line=line)
+        if func in LOSSES and _is_scalar(out) and kwargs.get("reduction", "mean") == "mean":
+            with self.recorder.muted():
+                value, count = float(out), num_terms(func, args, kwargs)
+            self.recorder.event("eval_loss", line=where(), value=value, terms=count)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        losses = self.losses
+        if (func in _DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0) or (
+            func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0
+        ):
+            losses.num_dropouts += 1
+        is_derived = bool(losses.derived) and any(id(tensor) in losses.derived for tensor in tensors((args, kwargs)))
+        if is_derived and losses.depth == 0:
+            for tensor in tensors(out):
+                if tensor.requires_grad:
+                    losses.derived[id(tensor)] = tensor
+        if not (_is_scalar(out) and out.requires_grad):
+            return
+        if func in LOSSES:
+            reduction = kwargs.get("reduction", "mean")
+            with self.recorder.muted():
+                count = num_terms(func, args, kwargs)
+            self._loss(func, out, count, "mean" if reduction == "batchmean" else reduction)
+        elif func in REDUCTIONS and is_derived and losses.depth == 0 and args[0].numel() > 1:
+            self._loss(func, out, args[0].numel(), REDUCTIONS[func])
+
+    def _loss(self, func: Any, out: Any, count: float, reduction: str) -> None:
+        recorder, losses = self.recorder, self.losses
+        with recorder.muted():
+            value = float(out.detach())
+        about = {"name": func.__name__, "terms": count, "reduction": reduction, "line": where(), "value": value}
+        term: dict[str, Any] = {**about, "inside": losses.depth > 0, "scale": None}
+        losses.terms.append(term)
+
+        def seen(grad: Any) -> None:
+            with recorder.muted():
+                term["scale"] = (term["scale"] or 0.0) + float(grad)
+
+        out.register_hook(seen)
+        losses.kept.append(out)
+
+
+def _takes_a_part(args: Any) -> bool:
+    """A slice, or a mask: an element by its number is none."""
+    chosen = args[1] if len(args) > 1 else slice(None)
+    chosen = chosen if isinstance(chosen, tuple) else (chosen,)
+    return any((isinstance(one, slice) and one != slice(None)) or isinstance(one, torch.Tensor) for one in chosen)
+
+
+def _is_scalar(out: Any) -> bool:
+    return isinstance(out, torch.Tensor) and out.dim() == 0
+
+
+def num_terms(func: Any, args: Any, kwargs: Any) -> float:
+    """How many terms this loss is the mean or the sum of: targets that are ignored do not count, weights do."""
+    output = args[0] if args else kwargs["input"]
+    target = kwargs.get("target", args[1] if len(args) > 1 else None)
+    if func in (F.cross_entropy, F.nll_loss):
+        if target.is_floating_point():
+            return float(target.shape[0]) if target.dim() > 1 else 1.0
+        kept = target != kwargs.get("ignore_index", -100)
+        weight = kwargs.get("weight")
+        return float(weight[target[kept]].sum()) if weight is not None else float(kept.sum())
+    if func is F.kl_div and kwargs.get("reduction") == "batchmean":
+        return float(output.shape[0])
+    return float(output.numel())

@@ -1,0 +1,161 @@
+"""Each forward of a model that has parameters: who called it, on which rows, from which random state."""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.losses import Losses
+from everyrank.audit.watch.place import where
+from everyrank.audit.watch.recorder import Recorder, checksum, local, tensors
+
+__all__ = ["install_modules"]
+
+_BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
+_ROWS, _LONGEST_BATCH = 64, 4096
+
+
+class Modules:
+    """What wraps what, and what has never been given a value."""
+
+    def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
+        self.recorder, self.losses, self.gradients = recorder, losses, gradients
+        self.wrapped: dict[int, Any] = {}  # the wrapper, by the id of what DistributedDataParallel wraps
+        self.emptied = ""  # the line of a to_empty whose values are still to come
+
+    def before(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Write down a forward of a whole model."""
+        recorder, is_grad = self.recorder, torch.is_grad_enabled()
+        root = module.module if isinstance(module, DistributedDataParallel) else module
+        kind = type(module).__name__
+        with recorder.muted():
+            line = where()
+            if is_grad:
+                self.gradients.watch(root)
+            about = {
+                "line": line,
+                "model": type(root).__name__,
+                "wrapper": kind if root is not module or "FSDP" in kind else "",
+                "bypasses": id(module) in self.wrapped,
+                "is_grad": is_grad,
+                "is_training": module.training,
+                "rows": rows((args, kwargs)),
+                "size": next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0),
+                "generator": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+                "num_batch_norms": sum(isinstance(m, _BATCH_NORMS) for m in root.modules()) if not is_grad else 0,
+                "syncs": bool(getattr(module, "require_backward_grad_sync", True)),
+            }
+            empty = self._uninitialised(root) if is_grad and self.emptied else []
+        if empty:
+            recorder.event("uninitialised", line=self.emptied, names=empty[:6], num=len(empty))
+        self.emptied = "" if is_grad else self.emptied
+        recorder.event("forward", **about)
+
+    def after(self, module: Any, output: Any, num_dropouts: int) -> None:
+        """Write down how it ended; `num_dropouts` had been drawn before."""
+        recorder = self.recorder
+        if torch.is_grad_enabled():
+            self.losses.forward_done(output)
+            recorder.event("forward_end", dropouts=self.losses.num_dropouts - num_dropouts)
+            return
+        with recorder.muted():
+            is_sharded = any(hasattr(parameter, "to_local") for parameter in module.parameters())
+            state = {
+                "dropouts": self.losses.num_dropouts - num_dropouts,
+                "buffers": _checksums(module.buffers()),
+                "parameters": 0 if is_sharded else _checksums(module.parameters()),
+            }
+        recorder.event("evaluated", line=where(), is_training=module.training, **state)
+
+    def _uninitialised(self, root: Any) -> list[str]:
+        return [name for name, parameter in root.named_parameters() if bool(local(parameter).isnan().any())]
+
+
+def _checksums(values: Any) -> int:
+    return zlib.crc32(repr([checksum(value) for value in values]).encode())
+
+
+def rows(arguments: Any) -> list[str]:
+    """A checksum for each sample of the first tensor that has samples: (N, ...), or tokens (N, T)."""
+    for tensor in tensors(arguments):
+        if tensor.dim() >= 1 and tensor.shape[0] <= _LONGEST_BATCH and tensor.numel() > 2 * tensor.shape[0]:
+            held = local(tensor).cpu().contiguous()
+            first = held[:_ROWS].reshape(min(_ROWS, len(held)), -1).view(torch.uint8).numpy()
+            return [f"{zlib.crc32(row):08x}" for row in first]
+    return []
+
+
+def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients, pretends: bool) -> None:
+    """Look at each call of a module that has parameters to train and is inside no other."""
+    modules = Modules(recorder, losses, gradients)
+    _watch_calls(modules)
+    _watch_wrapping(modules, pretends)
+    _watch_to_empty(modules)
+
+
+def _watch_calls(modules: Modules) -> None:
+    module_call = torch.nn.Module.__call__
+    recorder, losses = modules.recorder, modules.losses
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_inner = losses.depth or recorder.is_muted
+        if is_inner or not any(parameter.requires_grad for parameter in self.parameters()):
+            return module_call(self, *args, **kwargs)
+        modules.before(self, args, kwargs)
+        num_dropouts = losses.num_dropouts
+        losses.depth += 1
+        try:
+            with recorder.during(f"forward at {where()}"):
+                output = module_call(self, *args, **kwargs)
+        finally:
+            losses.depth -= 1
+        modules.after(self, output, num_dropouts)
+        return output
+
+    torch.nn.Module.__call__ = call
+
+
+def _watch_wrapping(modules: Modules, pretends: bool) -> None:
+    recorder, init = modules.recorder, DistributedDataParallel.__init__
+
+    @functools.wraps(init)
+    def wrap(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any):
+        if pretends:
+            device_ids = output_device = None
+        line = where()
+        is_local = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        with recorder.muted():
+            about = {
+                "num_batch_norms": sum(isinstance(inner, is_local) for inner in module.modules()),
+                "finds_unused": bool(kwargs.get("find_unused_parameters")),
+                "numel": sum(parameter.numel() for parameter in module.parameters()),
+            }
+        recorder.event("wrap", line=line, **about)
+        with recorder.during(f"DistributedDataParallel() at {line}"):
+            init(self, module, device_ids, output_device, *args, **kwargs)
+        modules.wrapped[id(module)] = self
+
+    DistributedDataParallel.__init__ = wrap
+
+
+def _watch_to_empty(modules: Modules) -> None:
+    """What `to_empty` makes has no values: NaN shows which are never given one."""
+    to_empty = torch.nn.Module.to_empty
+
+    @functools.wraps(to_empty)
+    def empty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = to_empty(self, *args, **kwargs)
+        with torch.no_grad(), modules.recorder.muted():
+            for tensor in [*self.parameters(), *self.buffers()]:
+                if local(tensor).is_floating_point():
+                    local(tensor).fill_(float("nan"))
+        modules.emptied = where()
+        return out
+
+    torch.nn.Module.to_empty = empty

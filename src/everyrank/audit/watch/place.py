@@ -1,0 +1,88 @@
+"""Which line of the person's own code is it that runs?"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import functools
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["frames", "is_own_file", "library_calls", "where"]
+
+_WATCH = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+def _library_folders() -> tuple[str, ...]:
+    folders = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
+    real = {os.path.realpath(folder) + os.sep for folder in folders}
+    # "/usr/" and the folder of a virtual environment's scripts may well hold a person's project
+    return tuple(folder for folder in real if f"{os.sep}lib" in folder or "site-packages" in folder)
+
+
+_WRAPPERS = {"wrapper", "handle_torch_function", "inner", "_fn"}  # of torch's, around each collective
+_LIBRARIES = _library_folders()
+
+
+@functools.cache
+def is_own_file(filename: str) -> bool:
+    """Whether the person wrote it: not Python, not an installed package, not everyrank (its recipes are copied)."""
+    if filename.startswith("<"):
+        return False
+    path = os.path.realpath(filename)
+    if path.startswith(_PACKAGE + os.sep):
+        return f"{os.sep}recipes{os.sep}" in path
+    return not path.startswith(_LIBRARIES) and "site-packages" not in path
+
+
+def frames() -> Iterator[FrameType]:
+    """The person's own frames, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_own_file(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType) -> str:
+    return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"  # noqa: PTH100  (called at every forward)
+
+
+def where() -> str:
+    """`/path/train.py:12`, the innermost line of the person's own; "" where none is on the stack."""
+    return next((_place(frame) for frame in frames()), "")
+
+
+def chain() -> list[str]:
+    """Every line of the person's own that is on the stack, the innermost first."""
+    return [_place(frame) for frame in frames()]
+
+
+def library_calls() -> list[str]:
+    """The names of the library functions between the person's innermost line and here, the first called first."""
+    frame: FrameType | None = sys._getframe(1)
+    names: list[str] = []
+    while frame is not None and not is_own_file(frame.f_code.co_filename):
+        name = frame.f_code.co_name
+        if not frame.f_code.co_filename.startswith(_WATCH) and name not in _WRAPPERS and names[-1:] != [name]:
+            names.append(name)
+        frame = frame.f_back
+    return names[::-1][:24]
+
+
+def caller_is_own() -> bool:
+    """Whether a line of the person's own called the function that asks, perhaps through a wrapper of torch or ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_WATCH) or frame.f_code.co_filename.endswith(_TORCH_WRAPPERS)
+    ):
+        frame = frame.f_back
+    return frame is not None and is_own_file(frame.f_code.co_filename)
+
+
+_TORCH_WRAPPERS = ("torch/_tensor.py", "torch/overrides.py", "torch/utils/_device.py")

@@ -1,0 +1,145 @@
+"""A script that says .cuda(), "cuda:0" and nccl runs on CPU and gloo, unchanged, where there is no GPU.
+
+`torch.cuda.is_available()` is true for the person's own lines alone: libraries go on as on a CPU. What is altered is
+said in the report; nothing that has to do with the numbers is: devices, the backend, AVG (gloo has none), autocast's
+and the gradient scaler's device.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from everyrank.audit.watch.place import caller_is_own
+
+__all__ = ["PretendCuda"]
+
+
+def _on_cpu(device: Any, numbers: bool = False) -> Any:
+    """The device in place of a CUDA device; a bare number is one where `numbers`."""
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(device, str) and device.startswith("cuda"):
+        return "cpu"
+    if numbers and type(device) is int:
+        return "cpu"
+    return device
+
+
+class PretendCuda:
+    """`num_devices` CUDA devices that are the CPU."""
+
+    def __init__(self, num_devices: int) -> None:
+        self.num_devices = num_devices
+
+    def rewrite(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """What a torch function returns in place of its own, or None; and what it is given."""
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0], args, kwargs
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"], numbers=True)}
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _on_cpu(args[1], numbers=True), *args[2:])
+        elif func is torch.Tensor.type and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
+        return None, args, kwargs
+
+    def install(self) -> None:
+        """From now on, in this process."""
+        self._devices()
+        self._meshes()
+        self._modules()
+        self._precision()
+
+    def _devices(self) -> None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        cuda, accelerator = torch.cuda, torch.accelerator
+        for place, name, theirs in (
+            (cuda, "is_available", True),
+            (cuda, "device_count", self.num_devices),
+            (cuda, "is_bf16_supported", True),
+            (accelerator, "is_available", True),
+            (accelerator, "device_count", self.num_devices),
+            (accelerator, "current_accelerator", torch.device("cuda")),
+        ):
+            setattr(place, name, _for_own(theirs, getattr(place, name)))
+        nothing = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect", "init")
+        memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        answers = {**dict.fromkeys(nothing), **dict.fromkeys(memory, 0)}
+        for name, value in {**answers, "current_device": local_rank, "get_device_name": "the CPU"}.items():
+            setattr(cuda, name, _constant(value))
+        for name in ("set_device_index", "set_device_idx", "synchronize"):
+            setattr(accelerator, name, _constant(None))
+
+    def _meshes(self) -> None:
+        """A mesh that a script builds, and the one that fully_shard builds by itself."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        init = DeviceMesh.__init__
+
+        @functools.wraps(init)
+        def on_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, _on_cpu(device_type), *args, **kwargs)
+
+        DeviceMesh.__init__ = on_cpu
+
+    def _modules(self) -> None:
+        module_to, load = torch.nn.Module.to, torch.load
+
+        @functools.wraps(module_to)
+        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if args:
+                args = (_on_cpu(args[0], numbers=True), *args[1:])
+            if "device" in kwargs:
+                kwargs["device"] = _on_cpu(kwargs["device"], numbers=True)
+            return module_to(self, *args, **kwargs)
+
+        @functools.wraps(load)
+        def load_on_cpu(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
+            location = "cpu" if isinstance(map_location, dict) else _on_cpu(map_location)
+            return load(file, map_location=location, **kwargs)
+
+        torch.nn.Module.to = to
+        torch.nn.Module.cuda = _stays
+        torch.load = load_on_cpu
+
+    def _precision(self) -> None:
+        autocast, scaler = torch.amp.autocast_mode.autocast, torch.amp.GradScaler
+        autocast_init, scaler_init = autocast.__init__, scaler.__init__
+
+        @functools.wraps(autocast_init)
+        def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            autocast_init(self, _on_cpu(device_type), *args, **kwargs)
+
+        @functools.wraps(scaler_init)
+        def scale(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+            scaler_init(self, _on_cpu(device), *args, **kwargs)
+
+        autocast.__init__, scaler.__init__ = begin, scale
+
+
+def _stays(self: Any, device: Any = None) -> Any:  # noqa: ARG001  (as it is called)
+    return self
+
+
+def _for_own(theirs: Any, function: Any) -> Any:
+    """A function that answers the person's lines as it were a machine with GPUs."""
+
+    @functools.wraps(function)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return theirs if caller_is_own() else function(*args, **kwargs)
+
+    return answer
+
+
+def _constant(value: Any) -> Any:
+    """A new function each time: dynamo's table of rules refuses one function under two names of torch."""
+
+    def answer(*_args: Any, **_kwargs: Any) -> Any:
+        return value
+
+    return answer

@@ -1,0 +1,157 @@
+"""What is written down inside a rank: one line of JSON for each thing that happened, and gradients as small samples.
+
+Nothing is judged here. The files are read when the processes are gone, by `everyrank.audit.rules`.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+import zlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Recorder", "Settings", "checksum", "leaves", "local", "tensors"]
+
+ENVIRONMENT = "EVERYRANK_AUDIT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the watching process is told; it travels as JSON in an environment variable.
+
+    folder         where to write
+    updates        the script is stopped after so many optimizer steps
+    batches        of each epoch of a loader, before its last one
+    epochs         of a training loader
+    devices        pretended CUDA devices; 0: none are pretended
+    modes          whether every torch function and collective is looked at (--watch: no)
+    keep_files     whether what the script writes goes where it says
+    """
+
+    folder: str
+    updates: int = 12
+    batches: int = 4
+    epochs: int = 2
+    devices: int = 0
+    modes: bool = True
+    keep_files: bool = False
+    main: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> Settings:
+        """What `written` gave."""
+        return cls(**json.loads(text))
+
+    def written(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+class Recorder:
+    """Where the training stands, and the files of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.folder = Path(settings.folder)
+        self.rank = int(os.environ.get("RANK", "-1"))
+        self.update = 0  # optimizer steps done
+        self.micro = 0  # backwards since the last of them
+        self.phase = "script"  # whose collectives these are: the script's, or those of a forward, a backward...
+        self.is_done = False
+        self._muted = 0
+        self._count = 0
+        self._pid = 0
+        self._file: Any = None
+
+    @property
+    def is_muted(self) -> bool:
+        """Whether what happens now is our own doing."""
+        return self._muted > 0
+
+    @contextlib.contextmanager
+    def muted(self) -> Generator[None]:
+        """While we compute something ourselves."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Generator[None]:
+        """Collectives in this block belong to `phase`."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Write a line. Loader workers are forked: each process has a file of its own."""
+        if self.is_muted:
+            return
+        if os.getpid() != self._pid:
+            self._pid = os.getpid()
+            self._file = _real_open(self.folder / f"pid{self._pid}.jsonl", "a", buffering=1, encoding="utf-8")
+        self._count += 1
+        about = {"rank": self.rank, "count": self._count, "time": time.time()}
+        row = {"kind": kind, "update": self.update, "micro": self.micro, **about, **values}
+        self._file.write(json.dumps(row) + "\n")
+
+    def arrays(self, name: str, content: dict[str, np.ndarray]) -> None:
+        """Write arrays by name, whole or not at all."""
+        partial = self.folder / f".{name}.{os.getpid()}.npz"
+        with _real_open(partial, "wb") as file:
+            renamed: Any = {key.replace("/", "|"): value for key, value in content.items()}
+            np.savez(file, **renamed)
+        os.replace(partial, self.folder / f"{name}.npz")  # noqa: PTH105
+
+
+_real_open = open  # writes of the script are redirected; ours are not
+
+
+def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Every tensor in lists, tuples, dicts and dataclasses."""
+    import torch
+
+    for leaf in leaves(value, depth):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """What is in lists, tuples, dicts and dataclasses, and in these in turn."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from leaves(inner, depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from leaves(inner, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 3:
+        yield from leaves(vars(value), depth + 1)
+    else:
+        yield value
+
+
+def local(tensor: Any) -> Any:
+    """What this rank holds of it."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def checksum(tensor: Any) -> int:
+    """Of the bytes that this rank holds."""
+    import torch
+
+    held = local(tensor)
+    if not held.numel():
+        return 0
+    return zlib.crc32(held.cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -1,0 +1,205 @@
+"""Backwards, clipping, the gradient scaler, optimizer steps and zero_grad: the events of an update, in order."""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.losses import Losses
+from everyrank.audit.watch.place import where
+from everyrank.audit.watch.recorder import Recorder, tensors
+
+__all__ = ["install_sharding", "install_steps"]
+
+
+def install_steps(
+    recorder: Recorder, losses: Losses, gradients: Gradients, begin: Callable[[], None], stepped: Callable[[], None]
+) -> None:
+    """Look at each update. `begin` is called at each backward, `stepped` after each optimizer step was recorded."""
+    _watch_backward(recorder, losses, gradients, begin)
+    _watch_clipping(recorder, gradients)
+    _watch_scaler(recorder, gradients)
+    _watch_optimizers(recorder, gradients, stepped)
+    _watch_zero_grad(recorder, gradients)
+
+
+def _watch_backward(recorder: Recorder, losses: Losses, gradients: Gradients, begin: Callable[[], None]) -> None:
+    autograd_backward = torch.autograd.backward
+
+    @functools.wraps(autograd_backward)
+    def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_muted:
+            return autograd_backward(roots, *args, **kwargs)
+        begin()
+        line = where()
+        gradients.begin_backward()
+        with recorder.muted():
+            value = float(next(tensors([roots])).detach().double().mean())
+        recorder.event("backward", line=line, value=value)
+        try:
+            with recorder.during(f"backward at {line}"):
+                return autograd_backward(roots, *args, **kwargs)
+        finally:
+            got = sum(micro == recorder.micro for micro, _ in gradients.pieces)
+            recorder.event("backward_end", losses=losses.backward_done(), num_gradients=got)
+            recorder.micro += 1
+
+    torch.autograd.backward = backward
+
+
+def _watch_clipping(recorder: Recorder, gradients: Gradients) -> None:
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name), recorder, gradients))
+        setattr(torch.nn.utils.clip_grad, name, getattr(torch.nn.utils, name))
+
+
+def _clipping(function: Any, recorder: Recorder, gradients: Gradients) -> Any:
+    @functools.wraps(function)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        line = where()
+        is_wanted = gradients.is_wanted
+        with recorder.muted():
+            before = gradients.stepping(chosen) if is_wanted else {}
+        out = function(chosen, *args, **kwargs)
+        with recorder.muted():
+            whole = out.full_tensor() if hasattr(out, "full_tensor") else out
+            norm = float(whole) if whole is not None else None
+        scale = 1.0 if gradients.is_unscaled else gradients.loss_scale
+        recorder.event("clip", line=line, norm=norm, scale=scale, largest=_largest(args, kwargs))
+        gradients.before_clip = {**before, **(gradients.before_clip or {})}
+        return out
+
+    return clip
+
+
+def _largest(args: Any, kwargs: Any) -> float:
+    value = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value", 0.0))
+    return float(value)
+
+
+def _watch_scaler(recorder: Recorder, gradients: Gradients) -> None:
+    scaler: Any = torch.amp.GradScaler
+    scale, unscale, update, step = scaler.scale, scaler.unscale_, scaler.update, scaler.step
+
+    def scaling(self: Any, outputs: Any) -> Any:
+        out = scale(self, outputs)
+        if self.is_enabled():
+            with recorder.muted():
+                gradients.loss_scale = float(self._scale)
+        return out
+
+    def unscaling(self: Any, optimizer: Any) -> Any:
+        gradients.is_unscaled = True
+        with recorder.muted():
+            return unscale(self, optimizer)
+
+    def updating(self: Any, *args: Any) -> Any:
+        with recorder.muted():
+            return update(self, *args)
+
+    def stepping(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = recorder.update
+        out = step(self, optimizer, *args, **kwargs)
+        if recorder.update == before and self.is_enabled():
+            recorder.event("skipped_step", line=where())
+            gradients.forget()
+        return out
+
+    scaler.scale, scaler.unscale_, scaler.update, scaler.step = scaling, unscaling, updating, stepping
+
+
+def _watch_optimizers(recorder: Recorder, gradients: Gradients, stepped: Callable[[], None]) -> None:
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    stack: list[Any] = []  # an optimizer may step another: the outermost one has all parameters
+
+    def record(optimizer: Any) -> None:
+        gradients.step(optimizer)
+        stepped()
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        stack.append(optimizer)
+        if len(stack) > 1 and stack[0] is not optimizer:
+            return None
+        del stack[1:]
+        if recorder.is_muted:
+            return None
+        closure = kwargs.get("closure") or next((one for one in args if callable(one) and one is not optimizer), None)
+        if closure is None or isinstance(closure, Optimizer):
+            record(optimizer)
+            return None
+        watched = _recording(closure, functools.partial(record, optimizer))
+        replaced = tuple(watched if one is closure else one for one in args)
+        return replaced, {name: watched if one is closure else one for name, one in kwargs.items()}
+
+    def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if stack and stack[-1] is optimizer:
+            stack.pop()
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _recording(closure: Any, record: Callable[[], None]) -> Any:
+    """Forward and backward run inside the step: what stands there is recorded when they have run for the first time."""
+    done: list[bool] = []
+
+    @functools.wraps(closure)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        out = closure(*args, **kwargs)
+        if not done:
+            done.append(True)
+            record()
+        return out
+
+    return watched
+
+
+def _watch_zero_grad(recorder: Recorder, gradients: Gradients) -> None:
+    optimizer: Any = torch.optim.Optimizer
+    zero_grad, init = optimizer.zero_grad, optimizer.__init__
+
+    def zeroing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = {gradients.names.get(id(p)) for group in self.param_groups for p in group["params"]}
+        lost = {micro for micro, name in gradients.pieces if name in own}
+        if lost and not recorder.is_muted:
+            recorder.event("thrown_away", line=where(), num=len(lost))
+            gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in own}
+        return zero_grad(self, *args, **kwargs)
+
+    def made(self: Any, params: Any, defaults: Any) -> None:
+        init(self, params, defaults)
+        recorder.event("optimizer", line=where(), name=type(self).__name__)
+
+    optimizer.zero_grad, optimizer.__init__ = zeroing, made
+
+
+def install_sharding(gradients: Gradients) -> bool:
+    """Hook the whole parameters that fully_shard gathers, before it reduces their gradients; whether it can be done.
+
+    There is no public place where these can be seen: without it gradients of fully_shard are not checked.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+        init = FSDPParam.init_unsharded_param
+    except (ImportError, AttributeError):
+        return False
+    hooked: set[int] = set()
+
+    def gathered(self: Any) -> None:
+        init(self)
+        whole = self._unsharded_param
+        if id(whole) not in hooked and whole.requires_grad:
+            hooked.add(id(whole))
+            name = str(gradients.names.get(id(self.sharded_param), self._param_fqn))
+            whole.register_hook(gradients.leaf_hook(whole, name))
+
+    FSDPParam.init_unsharded_param = gathered
+    return True

@@ -1,0 +1,74 @@
+"""everyrank audit"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from everyrank.commands.shared import check_writable, close_output
+from everyrank.errors import CHECK_FAILED, UsageError, printable
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "your own script, unmodified: the distributed mistakes it makes, with file and line"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What stands before the script is ours, what stands after it is the script's."""
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks, as torchrun starts them (default 2)")
+    parser.add_argument("--updates", type=int, default=12, metavar="K", help="updates that are looked at (default 12)")
+    parser.add_argument(
+        "--watch", action="store_true", help="only what costs little, and let the script run to its end"
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds without a sign of life")
+    parser.add_argument("--limit", type=float, default=900.0, metavar="S", help="seconds in all (default 900)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
+    parser.add_argument(
+        "--html", type=Path, metavar="F", help="write a page: the lines, and what was found beside them"
+    )
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit a script, print what was found; 1 where a number of it is wrong."""
+    from everyrank.audit import AuditOptions, audit_script
+    from everyrank.progress import progress
+    from everyrank.report import audit_page, print_audit
+
+    words = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if args.module is not None:
+        words = ["-m", *args.module]
+    options = AuditOptions(args.processes, args.updates, args.watch, args.timeout, args.limit)
+    for path in (args.json, args.html):
+        check_writable(path)
+        if path is not None and words and path.absolute() == Path(words[0]).absolute():
+            raise UsageError(f"{path}: that is the script; give another place")
+    done = -1
+    with progress(options.updates, show=True) as begin:
+
+        def moved(updates: int) -> None:
+            nonlocal done
+            while done < min(updates, options.updates - 1):
+                done += 1
+                begin(f"update {done + 1} of {options.updates}" if updates else "starting the script")
+
+        moved(0)
+        audit = audit_script(words, options, moved)
+    if args.json is not None:
+        args.json.write_text(json.dumps(audit.as_json(), indent=1) + "\n", encoding="utf-8")
+    if args.html is not None:
+        args.html.write_text(audit_page(audit), encoding="utf-8", errors="replace")
+    try:
+        print_audit(audit)
+        for path in (args.json, args.html):
+            if path is not None:
+                print(f"wrote {printable(str(path))}")
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+        close_output()
+    return CHECK_FAILED if audit.has_failed else 0
