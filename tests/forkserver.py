@@ -4,8 +4,8 @@ A start of Python costs four to seven CPU seconds of imports here, a fork some m
 like any other: with an id, a session, standard streams, an environment, a working directory and an exit status of its
 own, and it can be killed. Where it starts the ranks of a job in turn (`python -m everyrank...`), these are forked, too.
 
-Not the same: `/proc/ID/cmdline` is the server's, and modules that the tests have not imported yet are there already.
-A handful of tests therefore starts Python itself, from end to end: `start_python`.
+Not the same: `/proc/ID/cmdline` is the server's, modules that the tests have not imported yet are there already,
+and `gc.unfreeze` does nothing. A handful of tests therefore starts Python itself, from end to end: `start_python`.
 """
 
 from __future__ import annotations
@@ -232,7 +232,8 @@ def _preload() -> None:
     assert all([torch, everyrank, zoo])
     assert threading.active_count() == 1
     gc.collect()
-    gc.freeze()  # the pages of what is there by now stay shared
+    gc.freeze()  # the pages of what is there by now stay shared,
+    gc.unfreeze = lambda: None  # at the end of a world, too: to look through all of it took most of a short run's time
 
 
 def _keep(connection: socket.socket) -> NoReturn:
