@@ -217,18 +217,28 @@ def serve(address: str) -> None:
 
 def _preload() -> None:
     import gc
+    import importlib
+    import pkgutil
 
     import torch.distributed.checkpoint
     import torch.distributed.elastic.multiprocessing
     import torch.distributed.fsdp
     import torch.nn.parallel
 
+    import everyrank.builtin.digits
+    import everyrank.cli
+    import everyrank.commands
+    import everyrank.launch
+    import everyrank.strategies
     import everyrank.tasks.bench
     import everyrank.tasks.predict
     import everyrank.tasks.train
     import everyrank.tasks.verify
     import zoo
 
+    for package in (everyrank.commands, everyrank.launch, everyrank.strategies):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     assert all([torch, everyrank, zoo])
     assert threading.active_count() == 1
     gc.collect()
