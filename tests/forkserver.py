@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import inspect
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -29,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -194,6 +196,7 @@ def serve(address: str) -> None:
     """Import what the tests need, then fork until standard input ends."""
     _preload()
     subprocess.Popen = _ForkingPopen
+    multiprocessing.util.spawnv_passfds = _spawnv_passfds
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address + ".new")
         listening.listen(64)
@@ -432,6 +435,26 @@ def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
         os.environ.update(environment)
     _settle()
     _end_with(run_python, list(map(os.fsdecode, call["args"]))[1:])
+
+
+_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _spawnv_passfds(path: bytes, words: Sequence[str | bytes], kept: Sequence[int]) -> int:
+    """Fork what `multiprocessing` spawns, from a process without threads; start everything else as ever."""
+    code = os.fsdecode(words[-2])
+    if "import spawn_main" not in code or len(list(Path("/proc/self/task").iterdir())) > 1:
+        return _spawn(path, words, kept)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # not twice
+    child = os.fork()
+    if child == 0:
+        sys.stdin, sys.stdout, sys.stderr = _streams()
+        _let_go(list(kept))
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        _settle()
+        _end_with(run_python, ["-c", code, os.fsdecode(words[-1])])
+    return child
 
 
 # --- the mark
