@@ -4,8 +4,8 @@ A start of Python costs four to seven CPU seconds of imports here, a fork some m
 like any other: with an id, a session, standard streams, an environment, a working directory and an exit status of its
 own, and it can be killed. Where it starts the ranks of a job in turn (`python -m everyrank...`), these are forked, too.
 
-Not the same: `/proc/ID/cmdline` is the server's, and modules that the tests have not imported yet are there already.
-A handful of tests therefore starts Python itself, from end to end: `start_python`.
+Not the same: `/proc/ID/cmdline` is the server's, modules that the tests have not imported yet are there already,
+and `gc.unfreeze` does nothing. A handful of tests therefore starts Python itself, from end to end: `start_python`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import inspect
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -29,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -194,6 +196,7 @@ def serve(address: str) -> None:
     """Import what the tests need, then fork until standard input ends."""
     _preload()
     subprocess.Popen = _ForkingPopen
+    multiprocessing.util.spawnv_passfds = _spawnv_passfds
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address + ".new")
         listening.listen(64)
@@ -217,22 +220,33 @@ def serve(address: str) -> None:
 
 def _preload() -> None:
     import gc
+    import importlib
+    import pkgutil
 
     import torch.distributed.checkpoint
     import torch.distributed.elastic.multiprocessing
     import torch.distributed.fsdp
     import torch.nn.parallel
 
+    import everyrank.builtin.digits
+    import everyrank.cli
+    import everyrank.commands
+    import everyrank.launch
+    import everyrank.strategies
     import everyrank.tasks.bench
     import everyrank.tasks.predict
     import everyrank.tasks.train
     import everyrank.tasks.verify
     import zoo
 
+    for package in (everyrank.commands, everyrank.launch, everyrank.strategies):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     assert all([torch, everyrank, zoo])
     assert threading.active_count() == 1
     gc.collect()
-    gc.freeze()  # the pages of what is there by now stay shared
+    gc.freeze()  # the pages of what is there by now stay shared,
+    gc.unfreeze = lambda: None  # at the end of a world, too: to look through all of it took most of a short run's time
 
 
 def _keep(connection: socket.socket) -> NoReturn:
@@ -421,6 +435,26 @@ def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
         os.environ.update(environment)
     _settle()
     _end_with(run_python, list(map(os.fsdecode, call["args"]))[1:])
+
+
+_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _spawnv_passfds(path: bytes, words: Sequence[str | bytes], kept: Sequence[int]) -> int:
+    """Fork what `multiprocessing` spawns, from a process without threads; start everything else as ever."""
+    code = os.fsdecode(words[-2])
+    if "import spawn_main" not in code or len(list(Path("/proc/self/task").iterdir())) > 1:
+        return _spawn(path, words, kept)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # not twice
+    child = os.fork()
+    if child == 0:
+        sys.stdin, sys.stdout, sys.stderr = _streams()
+        _let_go(list(kept))
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        _settle()
+        _end_with(run_python, ["-c", code, os.fsdecode(words[-1])])
+    return child
 
 
 # --- the mark

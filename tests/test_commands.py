@@ -110,13 +110,14 @@ def test_verify_a_persons_file(everyrank: Any, tmp_path: Path) -> None:
         assert "2 epochs of 50 samples, each read once; 50 evaluated, each counted once" in record.parity.checks
 
 
-def test_started_by_torchrun(tmp_path: Path) -> None:
+def test_started_by_torchrun(programs: Path, tmp_path: Path) -> None:
     """`torchrun -m everyrank train ...`: the ranks recognise who started them, and only rank 0 speaks."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        programs / "torchrun", "--standalone", "--nproc-per-node", "2",
         "-m", "everyrank", "train", "digits", "--layout", "fsdp", "--steps", "5", "--out", "out",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHON_EXEC"] = str(programs / "python")  # torchrun starts its ranks by it
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
@@ -138,16 +139,17 @@ def test_run_from_python() -> None:
         optimizer=zoo.OPTIMIZERS["sgd"],
         global_batch=7,
     )
-    (record,) = run(workload, Layout("ddp", precision="float64"), Launch(processes=3), show=False)
+    (record,) = run(workload, Layout("ddp", precision="float64"), Launch(processes=2), show=False)
     (single,) = run(workload, Layout("single", precision="float64"), Launch(), show=False)
     assert record.loss == pytest.approx(single.loss, rel=1e-12)
     assert len(record.loss) == 4
 
 
-def test_text_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_trains(everyrank: Any, tmp_path: Path) -> None:
     """The language model learns: far below the 5.55 nats of a uniform guess after fifteen updates."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on a machine that is busy, a second thread is waited for
-    (record,) = run(find_workload("text"), Layout("single"), Launch(), steps=15, show=False)
+    done = everyrank(tmp_path, "train", "text", "--layout", "single", "--steps", "15", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path / "out" / "record.json")
     assert record.loss[0] == pytest.approx(math.log(256), rel=0.02)
     assert record.loss[-1] < 4.2
     assert record.provenance["data_checksum"].startswith("sha256:")

@@ -27,6 +27,7 @@ from everyrank.record import (
     read_records,
     write_records,
 )
+from everyrank.report import charts
 
 SVG = "{http://www.w3.org/2000/svg}"
 EQUAL = Parity("equal", bitwise=True, max_relative_difference=0.0, tolerance=1e-10)
@@ -80,12 +81,18 @@ class Report:
         return iter(("\n".join(shown), self.markdown, Page(self.html).text))
 
 
+_MADE: dict[str, Report] = {}  # by what is in it: drawing is slow
+
+
 @pytest.fixture
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Report]]:
     """`everyrank report` over one file for each list of Records; what it showed and wrote."""
     before = signal.getsignal(signal.SIGTERM)
 
     def call(*files: list[Record]) -> Report:
+        key = repr((files, charts.CHARTS))
+        if key in _MADE:
+            return _MADE[key]
         paths = [tmp_path / f"{index}.json" for index in range(len(files))]
         for path, records in zip(paths, files, strict=True):
             write_records(records, path)
@@ -94,10 +101,19 @@ def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Calla
         shown = capsys.readouterr()
         assert status == 0, shown.err
         assert shown.err == ""
-        return Report(shown.out, text.read_text(encoding="utf-8"), page.read_text(encoding="utf-8"))
+        _MADE[key] = Report(shown.out, text.read_text(encoding="utf-8"), page.read_text(encoding="utf-8"))
+        return _MADE[key]
 
     yield call
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def undrawn(report: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """The same without its drawings, where only what stands in and below the tables is looked at."""
+    monkeypatch.setattr(charts, "CHARTS", ())
+    monkeypatch.setattr(charts, "beside", lambda _: "")
+    return report
 
 
 class Page(html.parser.HTMLParser):
@@ -263,9 +279,9 @@ def test_no_ratio_to_a_single_that_was_not_verified(report: Callable[..., Report
         assert "1.40" not in text
 
 
-def test_why_a_row_has_no_number_is_said(report: Callable[..., Report]) -> None:
+def test_why_a_row_has_no_number_is_said(undrawn: Callable[..., Report]) -> None:
     """Never a pass and never silence."""
-    shown = report([timed("single", EQUAL, 5), timed("ddp", DIFFERENT, 7), timed("dataparallel", NOT_VERIFIED, 3)])
+    shown = undrawn([timed("single", EQUAL, 5), timed("ddp", DIFFERENT, 7), timed("dataparallel", NOT_VERIFIED, 3)])
     for text in (re.sub(r"\\", "", shown.markdown), shown.html, re.sub(r"\s+", " ", shown.terminal)):
         assert "DIFFERENT" in text
         assert "not verified here: needs 2 CUDA devices" in text
@@ -360,10 +376,10 @@ def test_the_terminal_shows_markup_as_text(hostile: Report) -> None:
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "two\r\nlines", "two\n\n# lines", "a\n| b | c |"])
-def test_line_breaks_stay_in_their_cell(report: Callable[..., Report], text: str) -> None:
+def test_line_breaks_stay_in_their_cell(undrawn: Callable[..., Report], text: str) -> None:
     """A name of several lines ends a Markdown table, and what follows is read as markup; so does a reason below it."""
     refused = dataclasses.replace(NOT_VERIFIED, reason=text)
-    shown = report([timed("single", EQUAL, 5), timed(text, EQUAL, 3), timed("ddp", refused, 7)])
+    shown = undrawn([timed("single", EQUAL, 5), timed(text, EQUAL, 3), timed("ddp", refused, 7)])
     rows = table_rows(shown.markdown)
     assert len(rows) == 5
     assert {len(row) for row in rows} == {len(rows[0])}
@@ -372,12 +388,12 @@ def test_line_breaks_stay_in_their_cell(report: Callable[..., Report], text: str
     assert "lines" in footnote or "c" in footnote
 
 
-def test_why_a_row_did_not_run_stands_below_the_table(report: Callable[..., Report]) -> None:
+def test_why_a_row_did_not_run_stands_below_the_table(undrawn: Callable[..., Report]) -> None:
     """In its cell a long reason made every column of the page narrow; rows with one reason share a footnote."""
     reason = "workload mine has no tensor_plan, which says how matrices are split, and so on for two lines more"
     refused = dataclasses.replace(NOT_VERIFIED, reason=reason)
     for timings in ({}, {"throughput_samples_per_second": None, "step_seconds": None}):
-        shown = report(
+        shown = undrawn(
             [
                 timed("single", EQUAL, 5, **timings),
                 timed("tensor", refused, 7, **timings),
@@ -408,14 +424,14 @@ def test_why_a_row_did_not_run_stands_below_the_table(report: Callable[..., Repo
     ],
 )
 def test_a_speed_up_that_cannot_be_is_marked_with_its_likely_reason(
-    report: Callable[..., Report], values: dict[str, Any], why: str
+    undrawn: Callable[..., Report], values: dict[str, Any], why: str
 ) -> None:
     """Somebody's single ran at 8 samples/s on a busy machine, and ddp at 55: 7.12 (4.49 to 11.24) on two ranks."""
     source = {**timed("single", EQUAL).provenance, "threads_per_rank": 2}
     single = timed("single", EQUAL, 5, provenance=source, **values)
     device = {"device": single.device, "provenance": source}
     impossible = timed("ddp", EQUAL, 7, ratio_to_single=Interval(7.12, 4.49, 11.24, trials=5), **device)
-    for text in report([single, impossible]):
+    for text in undrawn([single, impossible]):
         flat = re.sub(r"\s+", " ", text)
         assert "7.12 (4.49 to 11.24) ¹" in flat
         assert re.search(f"¹ more than 2 ranks allow: single was slower than it should be.* {why}", flat)
@@ -424,31 +440,31 @@ def test_a_speed_up_that_cannot_be_is_marked_with_its_likely_reason(
         ("ddp:precision=bf16", Interval(4, 3, 5, trials=5)),
     ):
         possible = timed(layout, EQUAL, 7, ratio_to_single=ratio, **device)
-        assert all("ranks allow" not in text for text in report([single, possible]))
+        assert all("ranks allow" not in text for text in undrawn([single, possible]))
 
 
-def test_an_efficiency_that_cannot_be_is_marked(report: Callable[..., Report]) -> None:
+def test_an_efficiency_that_cannot_be_is_marked(undrawn: Callable[..., Report]) -> None:
     base = timed("ddp", EQUAL, 5, world_size=1)
-    for text in report([base, scaled("ddp", 2, "strong", 2.5)]):
+    for text in undrawn([base, scaled("ddp", 2, "strong", 2.5)]):
         assert "2.50 (1.25 to 5.00) ¹" in re.sub(r"\s+", " ", text)
         assert "more than 2 ranks allow: the one rank was slower" in re.sub(r"\s+", " ", text)
-    assert all("ranks allow" not in text for text in report([base, scaled("ddp", 2, "strong", 1.5)]))
+    assert all("ranks allow" not in text for text in undrawn([base, scaled("ddp", 2, "strong", 1.5)]))
 
 
-def test_what_others_did_on_the_machine_is_said_where_it_matters(report: Callable[..., Report]) -> None:
+def test_what_others_did_on_the_machine_is_said_where_it_matters(undrawn: Callable[..., Report]) -> None:
     def during(cores: object) -> list[Record]:
         load = {"before": 3.14, "others_cores": cores}
         return [timed("single", EQUAL, 5, resources=None, provenance={**timed("a", EQUAL).provenance, "load": load})]
 
-    for text in report(during(1.3)):
+    for text in undrawn(during(1.3)):
         assert "Other programs used 1.3 of 2 cores while single ran (load average before: 3.1)" in re.sub(
             r"\s+", " ", text
         )
     for cores in (0.1, None, "many"):
-        assert all("Other programs" not in text for text in report(during(cores)))
+        assert all("Other programs" not in text for text in undrawn(during(cores)))
 
 
-def test_a_bench_that_was_stopped_says_which_trials_are_missing(report: Callable[..., Report]) -> None:
+def test_a_bench_that_was_stopped_says_which_trials_are_missing(undrawn: Callable[..., Report]) -> None:
     source = {**timed("single", EQUAL).provenance, "trials_asked": 5}
     two = Interval(5.0, 4.0, 6.0, trials=2)
     nothing = {"throughput_samples_per_second": None, "step_seconds": None}
@@ -458,9 +474,9 @@ def test_a_bench_that_was_stopped_says_which_trials_are_missing(report: Callable
         timed("fsdp", EQUAL, 5, provenance=source, **nothing),
         timed("tensor", NOT_VERIFIED, 5, provenance=source, **nothing),
     ]
-    for text in report(records):
+    for text in undrawn(records):
         assert "Stopped before the end: ddp has 2 of 5 trials, fsdp has 0 of 5 trials." in re.sub(r"\s+", " ", text)
-    assert all("Stopped" not in text for text in report(records[:1]))
+    assert all("Stopped" not in text for text in undrawn(records[:1]))
 
 
 def test_the_answer_stands_first_on_the_page(report: Callable[..., Report]) -> None:
@@ -629,14 +645,14 @@ def test_odd_records_can_be_shown(report: Callable[..., Report], values: dict[st
         svgs(shown.html)
 
 
-def test_a_loss_that_was_nan_is_not_called_close(report: Callable[..., Report]) -> None:
+def test_a_loss_that_was_nan_is_not_called_close(undrawn: Callable[..., Report]) -> None:
     """The largest of some numbers and a NaN is whichever stands first."""
     one, other = timed("ddp", EQUAL, 7, loss=[1.0, 2.0]), timed("ddp", EQUAL, 7, loss=[1.0, math.nan])
-    assert table_rows(report([one], [other]).markdown)[2][5] == "?"
+    assert table_rows(undrawn([one], [other]).markdown)[2][5] == "?"
 
 
-def test_other_settings_are_not_the_same_thing(report: Callable[..., Report]) -> None:
+def test_other_settings_are_not_the_same_thing(undrawn: Callable[..., Report]) -> None:
     """Twice the width is no slower layout."""
     wide = {**timed("ddp", EQUAL).provenance, "settings": {"width": 32}}
-    shown = report([timed("ddp", EQUAL, 7)], [timed("ddp", EQUAL, 5, provenance=wide)])
+    shown = undrawn([timed("ddp", EQUAL, 7)], [timed("ddp", EQUAL, 5, provenance=wide)])
     assert " beside " not in shown.markdown

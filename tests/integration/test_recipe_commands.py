@@ -15,12 +15,14 @@ import pytest
 from everyrank.cli import main
 from processes import Forge
 from recipes.test_recipes import (
+    DIGITS,
     LAYOUTS,
     MUTATIONS,
     NAMES,
     RECIPES,
     Printed,
     beside,
+    by_the_library,
     distance,
     in_float64,
     library,
@@ -44,7 +46,7 @@ def by_its_command(folder: Path, name: str, more: str = "", **variables: str) ->
 def test_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
     """Every loss to 1e-12, and the held-out images that are read right, exactly."""
     done = by_its_command(tmp_path, name)
-    assert distance(read(done.stdout), library(forge, LAYOUTS[name])) <= 1e-12
+    assert distance(read(done.stdout), library(forge, name)) <= 1e-12
     if name == "elastic_torchrun":
         assert done.stderr.count("of 2 goes on from update 20") == 2  # once by each rank: there was one restart
     if name == "multi_node":
@@ -65,8 +67,8 @@ def mutated(folder: Path, name: str) -> None:
 
 def check(forge: Forge, name: str, right: Printed, wrong: Printed) -> None:
     """Equal to 1e-12 as it is, and not with the mistake."""
-    assert distance(right, library(forge, LAYOUTS[name])) <= 1e-12
-    assert distance(wrong, library(forge, LAYOUTS[name])) > 1e-9
+    assert distance(right, library(forge, name)) <= 1e-12
+    assert distance(wrong, library(forge, name)) > 1e-9
 
 
 def test_slurm(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
@@ -76,7 +78,7 @@ def test_slurm(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
     on_two = read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout)
     mutated(tmp_path, "slurm")
     check(forge, "slurm", right, read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout))
-    assert distance(on_two, library(forge, LAYOUTS["slurm"])) <= 1e-12
+    assert distance(on_two, library(forge, "slurm")) <= 1e-12
 
 
 def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
@@ -92,7 +94,8 @@ def test_slurm_batch_script(forge: Forge, tmp_path: Path, slurm: dict[str, str])
     """What `everyrank new slurm` writes, submitted as it is, but for where the first node is."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
     typed(tmp_path, "sbatch --wait --output=out train.sbatch --float64", **slurm, MASTER_ADDR="127.0.0.1")
-    assert distance(read((tmp_path / "out").read_text()), library(forge, LAYOUTS["slurm"])) <= 1e-12
+    whole = by_the_library(forge, LAYOUTS["slurm"], len(DIGITS))  # the data that it has put beside the script
+    assert distance(read((tmp_path / "out").read_text()), whole) <= 1e-12
 
 
 @pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
@@ -114,7 +117,7 @@ def test_mpi(forge: Forge, tmp_path: Path, program: str) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
     words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
     by_address = read(by_its_command(tmp_path, "mpi", words, **variables, **meeting).stdout)
-    assert distance(by_address, library(forge, LAYOUTS["mpi"])) <= 1e-12
+    assert distance(by_address, library(forge, "mpi")) <= 1e-12
     mutated(tmp_path, "mpi")
     check(forge, "mpi", right, read(typed(tmp_path, "mpirun -n 2 python mpi.py --float64", **variables).stdout))
 
