@@ -41,6 +41,7 @@ ORDER = [
     "report",
     "recipes",
     "api",
+    "testing",
     "commands",
     "cli",
 ]
@@ -153,6 +154,7 @@ TORCH_FREE = {
     "launch",
     "report",
     "api",
+    "testing",
     "commands",
     "cli",
     "__init__",

@@ -77,7 +77,7 @@ def _limited(code: OwnCode, seconds: float, timeout: float) -> Generator[None]:
     """Raise `WorkloadError`, with the line, in what takes longer; collectives have the timeout of their group."""
 
     def stop(_: int, frame: Any) -> None:
-        own = [one for one in traceback.extract_stack(frame) if one.filename == code.function.__code__.co_filename]
+        own = [one for one in traceback.extract_stack(frame) if is_own(one.filename)]
         line = f" at line {own[-1].lineno}" if own else ""
         raise WorkloadError(f"{code.place} has not returned after {seconds:g} s (--timeout {timeout:g}){line}")
 
