@@ -41,13 +41,14 @@ ORDER = [
     "report",
     "recipes",
     "api",
+    "testing",
     "commands",
     "cli",
 ]
 INSIDE = {
     "api": ["calls", "scaling"],
     "workload": ["workload", "batch", "find"],
-    "layout": ["table", "layout"],
+    "layout": ["table", "layout", "contract"],
     "runs": ["about", "folder", "lock"],
     "launch": [
         "hosts",
@@ -95,6 +96,7 @@ INSIDE = {
         "tensor.apply",
         "context.attention",
         "context.apply",
+        "context.parts",
         "parallelize",
         "ddp",
         "zero1",
@@ -106,6 +108,7 @@ INSIDE = {
         "pipeline.stage",
         "pipeline.run",
         "full_state",
+        "own",
         "check_equal",
     ],
     "parity": [
@@ -118,6 +121,7 @@ INSIDE = {
         "reference",
         "compare",
         "probes",
+        "own_code",
         "diagnose",
         "check",
     ],
@@ -150,6 +154,7 @@ TORCH_FREE = {
     "launch",
     "report",
     "api",
+    "testing",
     "commands",
     "cli",
     "__init__",
@@ -297,7 +302,7 @@ def test_strategies_are_a_file_and_a_line() -> None:
     from everyrank.layout import STRATEGIES
 
     files = {path.stem for path in (PACKAGE / "strategies").glob("*.py") if not path.stem.startswith("_")}
-    assert files == set(STRATEGIES)
+    assert files == {*STRATEGIES, "own"}  # the file of all own parallel code, whose names are paths
     recipes = {path.stem for path in (PACKAGE / "recipes").glob("*.py")}
     assert {name for name in STRATEGIES if name != "ddp"} <= recipes
     assert "ddp_torchrun" in recipes
@@ -342,6 +347,7 @@ def test_no_name_for_two_things() -> None:
 # Longer than 40 lines, and why.
 LONG = {
     "strategies.fsdp.prepare": "step and predict are read beside what they close over: the file is a tutorial",
+    "strategies.own.prepare": "the same",
     "strategies.pipeline.prepare": "the same",
     "strategies.zero1.prepare": "the same",
     "builtin.imagenet.workload": "one argument a line, and the datasets that it describes",

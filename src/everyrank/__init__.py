@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from everyrank._version import __version__ as __version__
 from everyrank.errors import EveryrankError
 from everyrank.launch import Launch
-from everyrank.layout import Layout, parse_layout
+from everyrank.layout import Layout, ParallelContract, parse_layout
 from everyrank.options import BenchOptions, TrainOptions, VerifyOptions
 from everyrank.record import Record, read_records, write_records
 from everyrank.workload import Workload, find_workload
@@ -29,6 +29,7 @@ __all__ = [
     "EveryrankError",
     "Launch",
     "Layout",
+    "ParallelContract",
     "Record",
     "TrainOptions",
     "VerifyOptions",

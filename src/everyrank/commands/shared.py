@@ -66,7 +66,7 @@ def add_layouts(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="L",
-        help=f"one or more; default: {' '.join(STRATEGIES)}",
+        help=f"one or more, or own code: FILE.py[:function][:axis=N]; default: {' '.join(STRATEGIES)}",
     )
 
 

@@ -130,7 +130,8 @@ def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Pat
         if args.out is None or args.out.resolve() == run.resolve():
             return run
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = f"{Path(args.workload.partition(':')[0]).stem}-{strategy}-{stamp}-{os.getpid()}"
+    kinds = "-".join(Path(one.partition(":")[0]).stem for one in (args.workload, strategy))
+    name = f"{kinds}-{stamp}-{os.getpid()}"
     out = args.out or Path("runs") / name
     # a run that died before its first checkpoint begins again; one that came to its end is not overwritten
     begins_again = args.resume is _NEWEST and not checkpoints_of(out) and not (out / "record.json").exists()

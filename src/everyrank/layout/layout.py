@@ -1,6 +1,7 @@
 """A layout, and how it is written.
 
-A layout is written `name[:key=value,...]`: `single`, `ddp`, `ddp:accumulate=4,precision=bf16`, `fsdp:shard=2`.
+A layout is written `name[:key=value,...]`: `single`, `ddp`, `ddp:accumulate=4,precision=bf16`, `fsdp:shard=2`; one of
+a person's own as `path/file.py[:function][:axis=size,...]`.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from everyrank.errors import LayoutError
-from everyrank.layout.table import AXES, STRATEGIES, Kind, problem_with
+from everyrank.layout.table import AXES, STRATEGIES, Kind, Strategy, find_strategy, problem_with
 
 __all__ = ["PRECISIONS", "Layout", "parse_layout"]
 
+_OWN_CODE = re.compile(r"(?P<path>.*?\.py)(?P<name>:[A-Za-z_]\w*)?(?::(?P<rest>.*))?", re.DOTALL)
 PRECISIONS = ("float64", "float32", "bf16", "fp16")
 
 T = TypeVar("T")
@@ -26,7 +30,7 @@ T = TypeVar("T")
 class Layout:
     """Where the mathematics runs.
 
-    strategy    a key of `STRATEGIES`
+    strategy    a key of `STRATEGIES`, or the `path/file.py[:function]` of own parallel code
     degrees     ranks along a mesh axis, where they are fixed; the strategy's own axis takes what is left
     accumulate  micro-batches that each update is cut into, before it is cut over ranks
     precision   float64, float32, bf16 or fp16 (the last with loss scaling)
@@ -46,15 +50,15 @@ class Layout:
     options: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
+        strategy = find_strategy(self.strategy)
+        if strategy is None:
             raise LayoutError(f"layout {self.strategy!r}: {_known(self.strategy, STRATEGIES)}")
-        strategy = STRATEGIES[self.strategy]
         if self.accumulate < 1:
             raise LayoutError(f"layout {self}: accumulate={self.accumulate}: give at least 1 micro-batch")
         if self.precision not in PRECISIONS:
             raise LayoutError(f"layout {self}: precision={self.precision}: give one of {', '.join(PRECISIONS)}")
         for axis, degree in self.degrees.items():
-            if axis != strategy.axis and axis not in strategy.also_axes:
+            if axis != strategy.axis and axis not in strategy.also_axes and not strategy.any_axes:
                 raise LayoutError(f"layout {self}: {self.strategy} has no mesh axis {axis}; {_keys_of(self.strategy)}")
             if degree < 1:
                 raise LayoutError(f"layout {self}: {axis}={degree}: give at least 1 rank")
@@ -87,18 +91,28 @@ class Layout:
         return self.strategy + (":" + ",".join(parts) if parts else "")
 
     @property
+    def row(self) -> Strategy:
+        """The row of its strategy."""
+        row = find_strategy(self.strategy)
+        assert row is not None, "no layout is made without one"
+        return row
+
+    @property
     def axis(self) -> str | None:
         """The strategy's own mesh axis; None for a strategy of one process."""
-        return STRATEGIES[self.strategy].axis
+        return self.row.axis
 
     def mesh(self, world_size: int) -> dict[str, int]:
         """Ranks along each mesh axis, outermost first, for a world of this size; {} for one process.
 
-        Raises `LayoutError`, with the product, when the degrees do not multiply to the world size.
+        Of own parallel code those that are fixed; which others it has is known where it runs. Raises `LayoutError`,
+        with the product, when the degrees do not multiply to the world size.
         """
         axis = self.axis
         if axis is None:
             return {}
+        if self.row.any_axes:
+            return self._fixed(world_size)
         degrees = dict(self.degrees)
         fixed = math.prod(degree for key, degree in degrees.items() if key != axis)
         degrees.setdefault(axis, max(1, world_size // fixed))
@@ -111,11 +125,22 @@ class Layout:
             )
         return {key: degrees[key] for key in AXES if key in degrees}
 
+    def _fixed(self, world_size: int) -> dict[str, int]:
+        product = math.prod(self.degrees.values())
+        if world_size % product:
+            shown = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
+            raise LayoutError(
+                f"layout {self}: {shown} = {product}, but there are {world_size} processes; "
+                f"give --processes {product}, or a multiple of it"
+            )
+        return dict(self.degrees)
+
 
 def parse_layout(text: str) -> Layout:
     """Read `name[:key=value,...]`; a key without a value means true. Raises `LayoutError`."""
-    strategy, colon, rest = text.partition(":")
-    if strategy not in STRATEGIES:
+    strategy, colon, rest = _name_and_keys(text)
+    row = find_strategy(strategy)
+    if row is None:
         raise LayoutError(f"layout {text!r}: {_known(strategy, STRATEGIES)}")
     words = rest.split(",") if colon else []
     pairs: dict[str, str] = {}
@@ -126,11 +151,11 @@ def parse_layout(text: str) -> Layout:
         if key in pairs:
             raise LayoutError(f"layout {text!r}: {key} is given twice")
         pairs[key] = value if equals else "true"
-    options = STRATEGIES[strategy].kinds()
+    options = row.kinds()
     common: dict[str, type] = {"accumulate": int, "precision": str, "recompute": bool, "compile": bool}
     found: dict[str, dict[str, object]] = {"degrees": {}, "common": {}, "options": {}}
     for key, value in pairs.items():
-        if key in AXES:
+        if key in AXES or (row.any_axes and key not in common and key.isidentifier()):
             found["degrees"][key] = _read(text, key, value, int)
         elif key in common:
             found["common"][key] = _read(text, key, value, common[key])
@@ -147,6 +172,17 @@ def parse_layout(text: str) -> Layout:
         options=found["options"],
         **found["common"],  # type: ignore[arg-type]
     )
+
+
+def _name_and_keys(text: str) -> tuple[str, str, str]:
+    """(strategy, ":" or "", what stands behind it). Raises `LayoutError` for own code in a file that is not there."""
+    found = _OWN_CODE.fullmatch(text)
+    if found is None:
+        return text.partition(":")
+    if not Path(found["path"]).is_file():
+        raise LayoutError(f"layout {text!r}: there is no file {Path(found['path']).absolute()}")
+    rest = found["rest"]
+    return found["path"] + (found["name"] or ""), ":" if rest is not None else "", rest or ""
 
 
 def _read(text: str, key: str, value: str, kind: Kind) -> object:
@@ -171,7 +207,8 @@ def _text(value: object) -> str:
 
 
 def _keys_of(strategy: str) -> str:
-    entry = STRATEGIES[strategy]
+    entry = find_strategy(strategy)
+    assert entry is not None
     own = [*([entry.axis] if entry.axis else []), *entry.also_axes, *entry.kinds()]
     return f"{strategy} takes accumulate, precision, recompute, compile{''.join(', ' + key for key in own)}"
 

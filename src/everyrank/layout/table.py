@@ -28,10 +28,12 @@ __all__ = [
     "DataParallelOptions",
     "DeviceOptions",
     "FSDPOptions",
+    "OwnCodeOptions",
     "PipelineOptions",
     "Strategy",
     "StrategyOptions",
     "TensorOptions",
+    "find_strategy",
     "problem_with",
 ]
 
@@ -157,6 +159,20 @@ class DataParallelOptions(StrategyOptions):
         return ""
 
 
+@dataclass(frozen=True)
+class OwnCodeOptions(StrategyOptions):
+    """A person's `parallelize` has no options here; what it does itself cannot be asked for a second time."""
+
+    def conflict(self, layout: Layout) -> str:
+        """What belongs into the function."""
+        for key in ("recompute", "compile"):
+            if getattr(layout, key):
+                return f"own parallel code does that itself; leave out {key}, and do it in the function"
+        if layout.precision not in ("float32", "float64"):
+            return f"own parallel code chooses its mixed precision itself; leave out precision={layout.precision}"
+        return ""
+
+
 def _needs_axis(layout: Layout, key: str, axis: str) -> str:
     if key in layout.options and layout.axis != axis and layout.degrees.get(axis, 1) == 1:
         return f"{key} is for an axis that this layout has not; give {axis}=2, say"
@@ -175,12 +191,14 @@ class Strategy:
     axis        the mesh axis that takes the ranks; None: it runs in one process, whatever the world
     options     those of the mechanisms that it composes
     also_axes   further mesh axes that it goes with
+    any_axes    its mesh axes have names of a person's own
     """
 
     module: str
     axis: str | None
     options: tuple[type[Any], ...] = ()
     also_axes: tuple[str, ...] = ()
+    any_axes: bool = False
 
     def kinds(self) -> Mapping[str, Kind]:
         """Key -> what its value may be, for all options of the strategy."""
@@ -235,3 +253,11 @@ STRATEGIES: dict[str, Strategy] = {
     ),
 }
 """Deleting a strategy is removing its file and its row here (and options that no other row has)."""
+
+_OWN_CODE = Strategy("everyrank.strategies.own", "data", (OwnCodeOptions,), any_axes=True)
+"""The row of every `path/file.py[:name]`: the function there lays out the model (layout/contract.py)."""
+
+
+def find_strategy(name: str) -> Strategy | None:
+    """The row of a strategy: one of the table, or that of own parallel code for `path/file.py[:name]`."""
+    return _OWN_CODE if ".py" in name else STRATEGIES.get(name)

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from everyrank.data import Slice
-from everyrank.layout import AXES, Layout
+from everyrank.layout import AXES, Layout, find_own_code
 from everyrank.world import World
 
 __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "open_mesh"]
@@ -129,7 +129,7 @@ class Mesh:
 
     def _axes_text(self, axes: Iterable[str]) -> str:
         """`replicate x context`: of these axes those that are longer than one rank."""
-        return " x ".join(axis for axis in axes if self.sizes[axis] > 1)
+        return " x ".join(axis for axis in axes if self.sizes.get(axis, 1) > 1)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -150,6 +150,8 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 def open_mesh(layout: Layout, world: World) -> Mesh:
     """The mesh of a layout in this world. Raises `LayoutError` for degrees that do not multiply to its size."""
     degrees = layout.mesh(world.size) if layout.axis is not None else {}
+    if layout.row.any_axes:
+        degrees = find_own_code(layout, world.size).sizes()
     sizes = {axis: degrees.get(axis, 1) for axis in AXES}
     coordinate: dict[str, int] = {}
     left = world.rank

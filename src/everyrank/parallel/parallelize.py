@@ -22,6 +22,7 @@ from everyrank.layout import Layout
 from everyrank.layout.table import FSDPOptions
 from everyrank.parallel.batch_norm import apply_batch_norm
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
+from everyrank.parallel.context.parts import SequenceParts
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.parallel.micro_batch import ContextFactory, MicroBatchState
@@ -50,7 +51,7 @@ class ParallelModel:
     rank_0_model: nn.Module | None
     micro_batch_state: MicroBatchState
     tensor: TensorParallel | None
-    context: ContextParallel | None
+    context: ContextParallel | SequenceParts | None
     is_checked: bool = False
 
     @contextlib.contextmanager
@@ -172,17 +173,19 @@ def _apply_compile(model: nn.Module, workload: Workload) -> None:
         module.compile()
 
 
-def call_model(model: nn.Module, value: Any) -> Any:
+def call_model(model: nn.Module, value: Any, kind: type[nn.Module] | None = None) -> Any:
     """`model` applied to an input as the data set made it.
+
+    `kind` is whose `forward` says what it takes, where a wrapper stands around the model.
 
     A tensor is the only argument. A dict is passed by keyword when `forward` has those names, a tuple in order when
     `forward` takes that many; else each is the only argument.
     """
     if isinstance(value, dict):
-        names, takes_any = _keywords(type(model).forward)
+        names, takes_any = _keywords((kind or type(model)).forward)
         if takes_any or names.issuperset(value):
             return model(**value)
-    elif isinstance(value, tuple | list) and _positions(type(model).forward) >= len(value):
+    elif isinstance(value, tuple | list) and _positions((kind or type(model)).forward) >= len(value):
         return model(*value)
     return model(value)
 

@@ -43,6 +43,7 @@ class Trainable:
     scaler            of the loss, in fp16
     ema               averages of the weights, where the workload has an ema_decay; what evaluation takes
     global_batch, clip_norm   the workload's
+    clip              (max_norm) -> None: clips the normalised gradients, in place of what is done here
     phase_observers   called with forward, backward or optimizer when a step enters that phase
     """
 
@@ -54,6 +55,7 @@ class Trainable:
     ema: WeightEMA | None
     global_batch: int
     clip_norm: float | None
+    clip: Callable[[float], object] | None = None
     phase_observers: list[Callable[[str], None]] = field(default_factory=list[Callable[[str], None]])
 
     def enter_phase(self, phase: str) -> None:
@@ -97,7 +99,8 @@ class Trainable:
         loop checks it later, and with a count of zero the gradients are multiplied by 0.
         """
         factor = self._factor(total, num_averaged)
-        needs_norm = self.clip_norm is not None or self.scaler is not None
+        clip_norm = self.clip_norm if self.clip is None else None
+        needs_norm = clip_norm is not None or self.scaler is not None
         is_one = isinstance(factor, float) and factor == 1.0 and not needs_norm
         gradients = [] if is_one else local_tensors([p.grad for p in self.parameters if p.grad is not None])
         if needs_norm:
@@ -108,11 +111,13 @@ class Trainable:
                 if not is_finite:
                     self._skip()
                     return
-            if self.clip_norm is not None:
+            if clip_norm is not None:
                 # the formula of torch.nn.utils.clip_grad_norm_
-                factor = factor * torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+                factor = factor * torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
         if gradients:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
+        if self.clip_norm is not None and self.clip is not None:
+            self.clip(self.clip_norm)
         self.optimizer.step()
         self._advance_schedule()
 

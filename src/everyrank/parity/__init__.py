@@ -19,12 +19,14 @@ The rules (docs/parity.md):
     reference.py   `single`, and how far rounding alone moves it
     compare.py     the rules: pure arithmetic
     probes.py      why a workload is not the same in parts as it is as a whole
+    own_code.py    own parallel code: its gradients first, and which axis or norm is wrong
     diagnose.py    the first tensor that differs, and the likely cause
     check.py       all of it for one layout
 """
 
 from everyrank.parity.case import ParityCase, parity_case
 from everyrank.parity.check import check_layout
+from everyrank.parity.own_code import gradients_of
 from everyrank.parity.trace import Trace, trace
 
-__all__ = ["ParityCase", "Trace", "check_layout", "parity_case", "trace"]
+__all__ = ["ParityCase", "Trace", "check_layout", "gradients_of", "parity_case", "trace"]

@@ -18,7 +18,7 @@ from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.init_model import on_cpu
 from everyrank.workload import Workload
 
-__all__ = ["QUICK_STEPS", "ParityCase", "Segments", "chosen_updates", "parity_case", "single_like"]
+__all__ = ["QUICK_STEPS", "ParityCase", "Segments", "by_gradient", "chosen_updates", "parity_case", "single_like"]
 
 Segments = list[list[Update]]
 """Updates to run; each segment begins from the initial state."""
@@ -40,6 +40,7 @@ class ParityCase:
     references   of each kind of `single`: its `Reference`; rank 0 alone has them
     precisions   beside float64, those of the layouts themselves are compared
     by_gradient  nothing moved (a learning rate of 0): the optimizer is replaced by one whose update is the gradient
+    of_gradients the same with such an optimizer, for own parallel code; made when it is first asked for
     """
 
     workload: Workload
@@ -56,6 +57,7 @@ class ParityCase:
     from_disk: set[str] = field(default_factory=set[str])
     names: dict[str, str | None] = field(default_factory=dict[str, Any])
     references: dict[str, Any] = field(default_factory=dict[str, Any])
+    of_gradients: ParityCase | None = None
 
     def precisions(self, layout: Layout) -> list[str]:
         """In which precisions a layout is compared: float64, and its own."""

@@ -11,6 +11,7 @@ from everyrank.layout import Layout
 from everyrank.parity.case import ParityCase, single_like
 from everyrank.parity.compare import Comparison, compare
 from everyrank.parity.diagnose import locate
+from everyrank.parity.own_code import cause_after_gradients, gradients_of
 from everyrank.parity.reference import ensure_references
 from everyrank.parity.trace import Trace, trace_in_place
 from everyrank.record import Parity
@@ -28,6 +29,10 @@ def check_layout(
     here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
     `by_name`, else `not_verified`. A collective.
     """
+    if layout.row.any_axes and not case.by_gradient:
+        of_gradients, _ = check_layout(gradients_of(case), layout, world, f"{key}/gradients", by_name)
+        if of_gradients.status != "equal":
+            return of_gradients, []
     try:
         ensure_references(case, layout, world, key)
     except (CannotRunError, UnsupportedLayoutError) as error:
@@ -51,6 +56,8 @@ def check_layout(
             return check_layout(case, layout, world, f"{key}/anew", by_name)
         if not own.is_equal:
             first, cause = locate(case, variant, world, here, own)
+            if layout.row.any_axes and not case.by_gradient and own.kind in ("loss", "tensor"):
+                cause = cause_after_gradients(case, variant, world)
             return _different(own, f"{first} ({precision})", cause, checks), losses
         checks.append(f"{precision}, {own.scope}: {own.text}")
         finding = finding or own  # float64 decides; the layout's own precision can only refuse

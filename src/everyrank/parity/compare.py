@@ -69,7 +69,7 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
         or _first_tensor(reference, run, precision)
         or _evaluation(reference, run, precision)
     )
-    worst, scope = max(differences), _scope(reference)
+    worst, scope = max(differences), _scope(reference, run)
     if place is not None:
         return Comparison(
             False,
@@ -88,13 +88,14 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     return Comparison(True, difference, tolerance, worst, scope, text)
 
 
-def _scope(reference: Reference) -> str:
-    """`20 updates`, or `to update 5, rounding grows beyond`."""
+def _scope(reference: Reference, run: Trace) -> str:
+    """`20 updates`, or `to update 5, rounding grows beyond`; and which tensors were not compared."""
     lengths = [len(segment) for segment in reference.segments]
+    left_out = f"; not compared: {', '.join(run.not_compared)}" if run.not_compared else ""
     if not reference.is_cut:
-        return f"{sum(lengths)} update{'s' * (sum(lengths) != 1)}"
+        return f"{sum(lengths)} update{'s' * (sum(lengths) != 1)}{left_out}"
     again = f", {lengths[1]} more at the epoch's end" if len(lengths) > 1 else ""
-    return f"to update {lengths[0]}{again}; rounding grows beyond"
+    return f"to update {lengths[0]}{again}; rounding grows beyond{left_out}"
 
 
 def _first_count(reference: Reference, run: Trace) -> _Place | None:
@@ -147,6 +148,8 @@ def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Place | 
     for number, final in enumerate(reference.trace.finals):
         last += len(reference.segments[number])
         for name, tensor in final.items():
+            if name in run.not_compared:
+                continue
             tolerance = tensor_tolerance(reference, number, name, tensor, precision)
             if tolerance is None:
                 continue
@@ -180,6 +183,8 @@ def _about_tensors(reference: Reference, run: Trace, precision: str) -> str:
     worst, left_out = 0.0, set(reference.nulls)
     for number, final in enumerate(reference.trace.finals):
         for name, tensor in final.items():
+            if name in run.not_compared:
+                continue
             if tensor_tolerance(reference, number, name, tensor, precision) is None:
                 left_out.add(name)
             else:

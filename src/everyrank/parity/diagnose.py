@@ -13,6 +13,7 @@ from everyrank.layout import Layout
 from everyrank.parallel.init_model import on_cpu
 from everyrank.parity.case import ParityCase, Segments, single_like
 from everyrank.parity.compare import Comparison, largest
+from everyrank.parity.own_code import cause_in_gradients
 from everyrank.parity.probes import probe_evaluation, probe_update
 from everyrank.parity.reference import BY_NOISE, Reference, relative, tensor_distance
 from everyrank.parity.rows import missing_rows
@@ -32,6 +33,7 @@ class _Evidence:
     """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on."""
 
     case: ParityCase
+    layout: Layout
     world: World
     updates: Sequence[Update]
     reference: Trace
@@ -56,17 +58,18 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Co
     def look() -> tuple[str, str | None]:
         assert run is not None
         reference = trace(case, single, single_process_world(world), segments, keep=True)
-        evidence = _Evidence(case, world, segments[0], reference, run, rows or [_counted(run.rows)])
+        evidence = _Evidence(case, layout, world, segments[0], reference, run, rows or [_counted(run.rows)])
         if finding.kind == "evaluation":
             cause = probe_evaluation(case, single_process_world(world))
             return finding.what, cause or _about_rows(evidence, len(segments[0]), "evaluation") or _EVALUATION
         known = case.references.get(str(single))
-        first = _first_difference(reference.states, run.states, known, number)
+        first = _first_difference(reference.states, run.states, known, number, run.not_compared)
         if finding.kind == "count" or first is None or first[0] > done:
             return finding.what, _cause_in_loss(evidence, done - 1)
         moved, name = first
         where = f"update {segments[0][moved - 1].step}" if moved else "before any update"
-        return f"{where}, tensor {name}", _cause(evidence, moved, name)
+        kind = "gradient of" if layout.row.any_axes and case.by_gradient else "tensor"
+        return f"{where}, {kind} {name}", _cause(evidence, moved, name)
 
     first, cause = from_rank_0(world, f"{key}/look", look)
     return first, cause
@@ -124,11 +127,13 @@ def _about_rows(evidence: _Evidence, place: int, what: str) -> str | None:
 
 
 def _first_difference(
-    reference: list[_State], run: list[_State], known: Reference | None, number: int
+    reference: list[_State], run: list[_State], known: Reference | None, number: int, left_out: Sequence[str]
 ) -> tuple[int, str] | None:
     """(number of updates done, name) of the first tensor that differs by more than rounding."""
     for done, (here, there) in enumerate(zip(reference, run, strict=True)):
         for name, tensor in here.items():
+            if name in left_out:
+                continue
             nulls = known.nulls.get(name) if known is not None else None
             moved = distance(reference[0][name], tensor)
             floor = known.floors[number].get(name, 0.0) if known is not None else 0.0
@@ -151,6 +156,9 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
         return "ranks hold different weights: gradients are not added up over the ranks"
     if "running_" in name or "num_batches_tracked" in name:
         return "only batch norm differs: its statistics are not those of all ranks"
+    if evidence.layout.row.any_axes and evidence.case.by_gradient:
+        before, after = ((reference.states[place], run.states[place]) for place in (index, done))
+        return cause_in_gradients(before, after, evidence.layout, size)
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
         return f"the update is {ratio:.3g} times that of one device, as many as there are ranks: sum for mean"

@@ -39,6 +39,7 @@ class Trace:
     states      the tensors before the first update and after each one, where they were to be kept; on rank 0
     rows        for each update, and then for each batch of the evaluation: a value for each sample that this rank
                 computed on, where they were to be watched (see rows.py)
+    not_compared   tensors that cannot be put together, and are not in `finals` (own parallel code)
     """
 
     losses: list[float]
@@ -50,6 +51,7 @@ class Trace:
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     states: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     rows: list[Tensor] = field(default_factory=list[Tensor])
+    not_compared: tuple[str, ...] = ()
 
 
 def trace(
@@ -75,7 +77,8 @@ def trace(
     watched = _watched(prepared, rows) if keep else prepared
     initial = prepared.state() if measure or keep else {}
     saved = prepared.trainable.snapshot() if len(segments) > 1 else {}
-    found = Trace([], [], {}, [], True, states=[initial] if keep else [], rows=rows)
+    states = [initial] if keep else []
+    found = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
     shares: list[Tensor] = []
     replicas_equal = True
     for number, updates in enumerate(segments):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from everyrank.data import Batch, Slice
-from everyrank.layout import STRATEGIES, Layout
+from everyrank.layout import Layout
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.run import PipelineIdle
@@ -44,6 +44,7 @@ class Prepared:
     replicated_tensors  those that every rank holds in full, which must be equal to the last bit
     num_micro_batches   parts that each update is cut into before it is cut over ranks
     idle                of a pipeline: how long its newest step took, and how long this rank waited in it
+    not_compared        tensors that `state` leaves out, because how they lie on the ranks is not known
     """
 
     parallel: ParallelModel
@@ -54,6 +55,7 @@ class Prepared:
     replicated_tensors: Sequence[Tensor]
     num_micro_batches: int
     idle: Callable[[], PipelineIdle] | None = None
+    not_compared: Sequence[str] = ()
 
     @property
     def workload(self) -> Workload:
@@ -105,5 +107,5 @@ class Prepared:
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises."""
     layout.mesh(world.size)  # refuses degrees that do not fit
-    module = importlib.import_module(STRATEGIES[layout.strategy].module)
+    module = importlib.import_module(layout.row.module)
     return module.prepare(workload, layout, world)

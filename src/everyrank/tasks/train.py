@@ -74,8 +74,7 @@ def train_rank(
         train_data, eval_data = open_data(workload, world)
         if options.evaluate and eval_data is None:
             raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
-        with wrap_user_errors():
-            prepared = prepare(workload, layout, world)
+        prepared = _prepared(workload, layout, world)
         job = TrainingJob(prepared, train_data, eval_data)
         about = _about(job, options)
         begin = _go_on(job, options, about) if options.resume is not None else 0
@@ -119,6 +118,18 @@ def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:
     if options.pretrained is not None:
         workload = with_pretrained(workload, options.pretrained)
     return workload
+
+
+def _prepared(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """The workload under a layout that a checkpoint can hold."""
+    with wrap_user_errors():
+        prepared = prepare(workload, layout, world)
+    if prepared.not_compared:
+        raise WorkloadError(
+            f"layout {layout}: {prepared.not_compared[0]} lies on the ranks in a way that no DTensor tells: no "
+            "checkpoint could hold it; verify and bench alone take such a layout"
+        )
+    return prepared
 
 
 def _agreed(options: TrainOptions, world: World, restart_count: int) -> TrainOptions:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from everyrank.launch import Launch, RankInfo
-from everyrank.layout import Layout
+from everyrank.layout import Layout, ParallelContract, give_own_code
 from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity import ParityCase, check_layout, parity_case
+from everyrank.parity import ParityCase, check_layout, gradients_of, parity_case
 from everyrank.parity.samples import audit
 from everyrank.progress import progress, row_known, said_once
 from everyrank.record import Parity, Record
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world
 
-__all__ = ["verify_rank"]
+__all__ = ["verify_gradients_rank", "verify_rank"]
 
 
 _BY_RANK = "with order=shard the ranks decide which update has which samples; --samples audits that each is read once"
@@ -95,3 +96,18 @@ def _audited(parity: Parity, case: ParityCase, layout: Layout, world: World, key
         cause=parity.cause or "the samples are not read as they should be",
         checks=[*parity.checks, *problems],
     )
+
+
+def verify_gradients_rank(
+    info: RankInfo,
+    workload: Workload,
+    layout: Layout,
+    function: Callable[..., Any],
+    contract: ParallelContract | None,
+    launch: Launch,
+) -> Parity:
+    """Compare the gradients of one update under a `parallelize` function with those of one device."""
+    give_own_code(layout.strategy, function, contract)
+    with open_world(info, launch) as world:
+        case = parity_case(workload, *open_data(workload, world), 1, is_quick=True)
+        return check_layout(gradients_of(case), layout, world, "gradients")[0]

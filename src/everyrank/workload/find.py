@@ -18,7 +18,7 @@ from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.workload.batch import with_batch
 from everyrank.workload.workload import Source, Workload
 
-__all__ = ["BUILT_IN", "check_place", "find_workload", "load", "parse_settings"]
+__all__ = ["BUILT_IN", "check_place", "find_workload", "import_file", "load", "parse_settings"]
 
 BUILT_IN: dict[str, str] = {
     "digits": "everyrank.builtin.digits:workload",
@@ -101,7 +101,7 @@ def _find(place: str) -> tuple[object, str]:
         module_name, _, attribute = BUILT_IN[place].partition(":")
         return getattr(importlib.import_module(module_name), attribute), f"workload {place}"
     path, name = _path_and_name(place)
-    module = _import_file(path)
+    module = import_file(path)
     if not hasattr(module, name):
         workloads = [key for key, value in vars(module).items() if isinstance(value, Workload)]
         hint = f"; it has {', '.join(workloads)}: write {path.name}:{workloads[0]}" if workloads else ""
@@ -130,7 +130,7 @@ def _path_and_name(place: str) -> tuple[Path, str]:
     return path, name or "workload"
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     """Import a person's file; its folder goes on sys.path first, because it may import its neighbours."""
     # A file called torch.py would otherwise be found by its own `import torch`.
     for library in ("torch", "numpy"):

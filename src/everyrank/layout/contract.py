@@ -1,0 +1,195 @@
+"""Own parallel code: a person's `parallelize(model, mesh) -> model`, and what has to be known of it.
+
+    # my_parallel.py
+    contract = ParallelContract(axes={"shard": "batch", "tensor": "same"})
+
+    def parallelize(model, mesh):          # mesh: torch's DeviceMesh with these axes, outermost first
+        parallelize_module(model.blocks, mesh["tensor"], {...})
+        fully_shard(model, mesh=mesh["shard"])
+        return model
+
+It is a layout as any other, `--layout my_parallel.py:tensor=2`: an axis without a size takes the ranks that are left.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everyrank.errors import LayoutError
+from everyrank.layout.layout import Layout
+from everyrank.workload.find import import_file
+
+__all__ = ["OwnCode", "ParallelContract", "find_own_code", "give_own_code"]
+
+_READS = ("batch", "sequence", "same")
+_USUAL = {
+    "batch": ("data", "dp", "ddp", "fsdp", "replicate", "shard", "dp_replicate", "dp_shard"),
+    "sequence": ("context", "cp", "sequence"),
+    "same": ("tensor", "tp"),
+}
+_OURS = {"batch": "replicate", "sequence": "context", "same": "tensor"}
+
+
+@dataclass(frozen=True)
+class ParallelContract:
+    """What a `parallelize(model, mesh)` does that its model alone does not tell.
+
+    It stands beside the function as `contract`, or on it as `parallelize.contract`. Without one the axes are those that
+    the layout names, and "data", with the gradient a mean, as DistributedDataParallel and `fully_shard` leave it.
+
+    axes            mesh axis -> what its ranks read, outermost first: "batch" (other samples), "sequence" (a part of
+                    the same sequences: contiguous, equal, along `Workload.sequence_dim`) or "same". Those of batch
+                    come first, those of same last. None: the usual names stand for themselves (data, dp, replicate,
+                    shard, dp_replicate, dp_shard; context, cp; tensor, tp)
+    gradients       what `parameter.grad` is after backward, of the gradients that the ranks with other samples or
+                    positions have by themselves: "mean", "sum", or one for each axis, {"context": "sum"}
+    scale_loss      (loss, mesh) -> what backward begins from; the loss is a sum, shape (), of this rank's terms
+    after_backward  (model, mesh) -> None, after the last backward of an update: collectives of one's own
+    clip_grad_norm  (model, max_norm, mesh) -> None, in place of clipping here, where the workload has a clip_norm
+
+    Raises `LayoutError` for words that are none of these.
+    """
+
+    axes: Mapping[str, str] | None = None
+    gradients: str | Mapping[str, str] = "mean"
+    scale_loss: Callable[[Any, Any], Any] | None = None
+    after_backward: Callable[[Any, Any], None] | None = None
+    clip_grad_norm: Callable[[Any, float, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        axes = self.axes or {}
+        for axis, reads in axes.items():
+            if reads not in _READS:
+                raise LayoutError(f"contract: axes={{{axis!r}: {reads!r}}}: give one of {', '.join(_READS)}")
+        order = [_READS.index(reads) for reads in axes.values()]
+        if order != sorted(order):
+            raise LayoutError(
+                f"contract: axes {', '.join(axes)}: give those that read other samples (batch) first, then sequence, "
+                "those that read the same last"
+            )
+        said = self.gradients if isinstance(self.gradients, Mapping) else {"": self.gradients}
+        for axis, what in said.items():
+            if what not in ("mean", "sum"):
+                raise LayoutError(f"contract: gradients={what!r}: give mean or sum")
+            if axis and self.axes is not None and axis not in axes:
+                raise LayoutError(f"contract: gradients of {axis}: no such axis; it has {', '.join(axes)}")
+
+    def gradient_over(self, axis: str) -> str:
+        """Whether `parameter.grad` is the mean or the sum over this axis."""
+        return self.gradients if isinstance(self.gradients, str) else self.gradients.get(axis, "mean")
+
+    def reads(self, axis: str) -> str:
+        """What the ranks along an axis read: batch, sequence or same; "" for an axis that is not known."""
+        if self.axes is not None:
+            return self.axes.get(axis, "")
+        return next((reads for reads, names in _USUAL.items() if axis in names), "")
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A `parallelize` function with its contract, and the mesh it gets.
+
+    place   how messages call it: `my_parallel.py:parallelize`
+    axes    axis -> ranks along it, outermost first
+    """
+
+    place: str
+    function: Callable[[Any, Any], Any]
+    contract: ParallelContract
+    axes: Mapping[str, int]
+
+    def sizes(self) -> dict[str, int]:
+        """In everyrank's own axes: the ranks of all axes that read other samples, other positions, or the same."""
+        return {
+            ours: math.prod(size for axis, size in self.axes.items() if self.contract.reads(axis) == reads)
+            for reads, ours in _OURS.items()
+        }
+
+    def num_averaged(self) -> int:
+        """Over how many ranks the contract says that the gradient is a mean."""
+        parts = {axis: size for axis, size in self.axes.items() if self.contract.reads(axis) != "same"}
+        return math.prod(size for axis, size in parts.items() if self.contract.gradient_over(axis) == "mean")
+
+
+_given: dict[str, tuple[Callable[..., Any], ParallelContract | None]] = {}
+
+
+def give_own_code(place: str, function: Callable[..., Any], contract: ParallelContract | None) -> None:
+    """Say which function stands for `place` in this process, in place of what is in a file."""
+    _given[place] = function, contract
+
+
+def find_own_code(layout: Layout, world_size: int) -> OwnCode:
+    """The function of a layout, imported in this process, with its mesh.
+
+    Raises `LayoutError` for a function that is not there, axes that it has not, and sizes that do not multiply to
+    `world_size`; `WorkloadError` for a file that raises.
+    """
+    if layout.strategy in _given:
+        function, contract = _given[layout.strategy]
+        place = layout.strategy
+    else:
+        path, _, name = layout.strategy.rpartition(":") if ".py:" in layout.strategy else (layout.strategy, "", "")
+        name = name or "parallelize"
+        place = f"{Path(path).name}:{name}"
+        module = import_file(Path(path).absolute())
+        function, contract = getattr(module, name, None), getattr(module, "contract", None)
+        if not callable(function):
+            raise LayoutError(f"layout {layout.strategy}: {Path(path).name} has no function {name}{_offered(module)}")
+    contract = getattr(function, "contract", contract)
+    if contract is not None and not isinstance(contract, ParallelContract):
+        raise LayoutError(f"{place}: its contract is {type(contract).__name__}; give an everyrank.ParallelContract")
+    contract = contract or ParallelContract()
+    return OwnCode(place, function, contract, _axes(layout, contract, world_size))
+
+
+def _offered(module: Any) -> str:
+    """Functions of a file that could have been meant."""
+    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and _takes_two(value)]
+    return f"; it has {', '.join(names)}: write {Path(module.__file__).name}:{names[0]}" if names else ""
+
+
+def _takes_two(function: Any) -> bool:
+    needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+    return len(needed) == 2
+
+
+def _axes(layout: Layout, contract: ParallelContract, world_size: int) -> dict[str, int]:
+    """Ranks along each axis, outermost first; the one axis without a size takes those that are left."""
+    known: Sequence[str] = list(contract.axes) if contract.axes is not None else _usual_axes(layout)
+    for axis in layout.degrees:
+        if not contract.reads(axis):
+            if contract.axes is None:
+                fix = f"say what its ranks read: contract = ParallelContract(axes={{{axis!r}: 'batch'}})"
+            else:
+                fix = f"it has {', '.join(known)}"
+            raise LayoutError(f"layout {layout.strategy}: the contract knows no mesh axis {axis}; {fix}")
+    open_axes = [axis for axis in known if axis not in layout.degrees]
+    if len(open_axes) > 1:
+        example = ",".join(f"{axis}=1" for axis in open_axes[1:])
+        raise LayoutError(
+            f"layout {layout.strategy}: {' and '.join(open_axes)} have no size; give all but one, say {example}"
+        )
+    fixed = math.prod(layout.degrees.values())
+    sizes = {axis: layout.degrees.get(axis, max(1, world_size // fixed)) for axis in known}
+    if math.prod(sizes.values()) != world_size:
+        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        product = math.prod(sizes.values())
+        raise LayoutError(
+            f"layout {layout.strategy}: {shown} = {product}, but there are {world_size} processes; "
+            f"give --processes {product}"
+        )
+    return sizes
+
+
+def _usual_axes(layout: Layout) -> list[str]:
+    """Of a layout without a contract: the axes that it names, in the order of batch, sequence, same; and data."""
+    contract = ParallelContract()
+    named = [axis for reads in _READS for axis in layout.degrees if contract.reads(axis) == reads]
+    has_data = any(contract.reads(axis) == "batch" for axis in named)
+    return named if has_data else ["data", *named]

@@ -1,0 +1,115 @@
+"""Own parallel code: a person's `parallelize(model, mesh) -> model`, trained like any other strategy.
+
+Holds     what the person's function leaves on each rank
+Travels   what the person's code sends, and per update one all-reduce of loss and count of terms (two elements); with
+          clip_norm, unless the contract has a clip_grad_norm, the sum of squares over the axes that split parameters
+Use when  you have parallel code already, and want to know whether it is the training of one device
+Exact     as the person's code is: `everyrank verify` says so
+Source    the shape of torchtitan's `parallelize` functions: Liang et al. 2024
+
+A layout is written `path/file.py[:function][:axis=size,...]`; `parallelize` is the function where none is named. What
+cannot be told from the model it returns is in its `ParallelContract` (layout/contract.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from everyrank.data import Batch
+from everyrank.errors import EveryrankError
+from everyrank.layout import Layout, find_own_code
+from everyrank.parallel.context.parts import sequence_parts
+from everyrank.parallel.fsdp import reshard
+from everyrank.parallel.init_model import init_model
+from everyrank.parallel.loss import compute_loss
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.micro_batch import MicroBatchState
+from everyrank.parallel.own import (
+    apply_own_code,
+    forward_error,
+    lying,
+    own_device_mesh,
+    require_known,
+    sum_squares_of_parts,
+    unwrapped,
+    whole_state,
+    without_frames,
+)
+from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model
+from everyrank.parallel.trainable import make_trainable
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """Hand the model, built alike on every rank, to the person's function."""
+    code = find_own_code(layout, world.size)
+    contract, device_mesh, mesh = code.contract, own_device_mesh(code, world), open_mesh(layout, world)
+    built, _ = init_model(workload, layout, world)
+    broadcast_from_rank_0(built, world)
+    shapes, kind = {name: tensor.shape for name, tensor in built.state_dict().items()}, type(built)
+    wrapped = apply_own_code(code, built, device_mesh, world)
+    model = unwrapped(wrapped)
+    known = lying(model, shapes)
+    unknown = [name for name in shapes if name not in known]
+    if workload.clip_norm is not None and contract.clip_grad_norm is None:
+        require_known(unknown, code)
+    parts = sequence_parts(workload, mesh)
+    parallel = ParallelModel(workload, layout, mesh, model, None, MicroBatchState(), None, parts)
+    trainable = make_trainable(workload, layout, model)
+    clip = contract.clip_grad_norm
+    if clip is not None:
+        trainable.clip = lambda max_norm: clip(wrapped, max_norm, device_mesh)
+
+    def forward(batch: Batch) -> Any:
+        try:
+            with without_frames():
+                return call_model(wrapped, batch.input, kind)
+        except (EveryrankError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise forward_error(error, model, code) from error
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        trainable.zero_grad()
+        own = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for _, batch in trainable.iter_micro_batches(batches):
+            with parallel.micro_batch(batch) as part:
+                loss, share = compute_loss(workload, forward(part), part, mesh)
+                own += parallel.count_once(share)
+                if contract.scale_loss is not None:
+                    loss = contract.scale_loss(loss, device_mesh)
+                trainable.backward(loss)
+        if contract.after_backward is not None:
+            contract.after_backward(wrapped, device_mesh)
+        total = own.clone()
+        if world.group is not None:
+            dist.all_reduce(total, group=world.group)
+        trainable.optimizer_step(total, code.num_averaged(), lambda: sum_squares_of_parts(trainable.parameters))
+        return own
+
+    def predict(batch: Batch) -> Any:
+        with parallel.micro_batch(batch) as part:
+            output = forward(part)
+        reshard(model)
+        return parallel.gather_output(output)
+
+    return Prepared(
+        parallel,
+        trainable,
+        step,
+        predict,
+        state=lambda: whole_state(model, shapes, world.rank),
+        replicated_tensors=[tensor for tensor in known.values() if not isinstance(tensor, DTensor)],
+        num_micro_batches=layout.accumulate,
+        not_compared=unknown,
+    )

@@ -1,0 +1,210 @@
+"""In a test-suite: a training, or the gradients of own parallel code, asserted to be those of one device.
+
+    from everyrank.testing import assert_same_gradients, assert_same_training
+
+    def test_layouts():
+        assert_same_training(my_workload(), ["ddp", "fsdp", "my_parallel.py:tensor=2"])
+
+Ranks are processes of their own, started and ended within each call; on CPU, with gloo, unless `device` says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.machinery
+import math
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from everyrank import api
+from everyrank.errors import UnsupportedLayoutError, UsageError, is_own
+from everyrank.launch import Launch, run_ranks
+from everyrank.layout import Layout, ParallelContract, parse_layout
+from everyrank.options import VerifyOptions
+from everyrank.record import Parity
+from everyrank.workload import Source, Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["assert_same_gradients", "assert_same_training"]
+
+
+def assert_same_training(
+    workload: Workload | Source,
+    layouts: Sequence[Layout | str] | Layout | str,
+    processes: int = 2,
+    *,
+    steps: int = 6,
+    quick: bool = True,
+    device: str | None = "cpu",
+    timeout_seconds: float = 120.0,
+) -> None:
+    """Assert that each layout is the training of one device: `everyrank verify`, without the command line.
+
+    workload    a `Workload`, which may be made of closures and lambdas, or what `find_workload` gives
+    layouts     as one types them (`"fsdp:tensor=2"`, `"my_parallel.py:tensor=2"`), or `Layout`s
+    processes   ranks of each layout
+    steps       updates that are compared; the last of the first epoch and the first of the second are among them
+    quick       compare in float64 alone; False: in the layout's own precision, too
+
+    Raises `AssertionError` for a layout that is another training, that this workload cannot have or that cannot run
+    here: a line for each, with what differs first, by how much, and the likely cause. `EveryrankError` for a wrong
+    call, and for code of the workload's that raises.
+    """
+    __tracebackhide__ = True  # pytest shows the person's line
+    named = [layouts] if isinstance(layouts, Layout | str) else layouts
+    parsed = [parse_layout(layout) if isinstance(layout, str) else layout for layout in named]
+    launch = Launch(processes=processes, device=device, timeout_seconds=timeout_seconds)
+    options = VerifyOptions(steps=steps, quick=quick, show=False)
+    try:
+        with _sent_by_value(*_callables(workload)):
+            records = api.verify(workload, parsed, launch, options=options)
+    except UnsupportedLayoutError as error:
+        raise AssertionError(f"{', '.join(map(str, parsed))}: refused: {error}") from None
+    found = [_finding(record.layout, record.parity) for record in records if record.parity.status != "equal"]
+    if found:
+        raise AssertionError("\n".join(found))
+
+
+def assert_same_gradients(
+    model: nn.Module | Callable[[], nn.Module],
+    parallelize: Callable[[Any, Any], Any],
+    inputs: tuple[Any, Any],
+    loss: Callable[[Any, Any], tuple[Any, Any]],
+    mesh: Mapping[str, int],
+    *,
+    contract: ParallelContract | None = None,
+    sequence_dim: int | None = None,
+    device: str | None = "cpu",
+    timeout_seconds: float = 120.0,
+) -> None:
+    """Assert that the gradients of `parallelize(model, mesh)` on all ranks are those of `model` on one device.
+
+    model          a module, of which each rank gets a copy, or () -> one, called after seeding
+    parallelize    (model, mesh) -> model, with torch's DeviceMesh of these axes; a closure or a lambda is fine
+    inputs         one batch: (input, target), each a tensor (N, ...), or a tuple or dict of them; ranks along an axis
+                   of "batch" get parts of it, so N is at least as many as they are
+    loss           (output, target) -> (sum, count): the loss summed over its terms, and how many terms
+    mesh           axis -> ranks along it, outermost first; their product is the number of processes
+    contract       what the ranks of an axis read, and what the gradient is; None: `parallelize.contract`, or the
+                   `contract` of its module, or the usual names (`ParallelContract`)
+    sequence_dim   which dimension of the input is the sequence, for an axis that splits it
+
+    In float64. Raises `AssertionError` with the first gradient that differs, by how much, and the likely cause;
+    `EveryrankError` for a wrong call, and for code that raises.
+    """
+    from torch import nn
+
+    __tracebackhide__ = True
+    if contract is None:
+        contract = getattr(parallelize, "contract", getattr(parallelize, "__globals__", {}).get("contract"))
+    build: Any = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model
+    size = _size(inputs)
+    workload = Workload(
+        name="gradients",
+        model=build,
+        train_data=lambda: [_row(inputs, index) for index in range(size)],
+        loss=loss,
+        optimizer=_sgd,
+        global_batch=size,
+        steps=1,
+        sequence_dim=sequence_dim,
+    )
+    launch = Launch(processes=math.prod(mesh.values()), device=device, timeout_seconds=timeout_seconds)
+    layout = Layout(_place(parallelize), degrees=dict(mesh))
+    with _sent_by_value(parallelize, loss, model, *(model.modules() if isinstance(model, nn.Module) else ())):
+        arguments = (workload, layout, parallelize, contract, launch)
+        found: Parity = run_ranks(launch, "everyrank.tasks.verify:verify_gradients_rank", *arguments)[0]
+    if found.status != "equal":
+        raise AssertionError(_finding(str(layout), found))
+
+
+def _finding(layout: str, parity: Parity) -> str:
+    """One line: the layout, what differs first, by how much, and the likely cause."""
+    text = f"{layout}: {parity.outcome}"
+    if parity.max_relative_difference is not None:
+        text += f": off by {parity.max_relative_difference:.1e} (tolerance {parity.tolerance:.0e})"
+    return text + (f"; likely cause: {parity.cause}" if parity.cause else "")
+
+
+def _place(function: Any) -> str:
+    """How a function is called as a layout: `test_model.py:parallelize`."""
+    code = getattr(function, "__code__", None)
+    file = Path(code.co_filename).name if code is not None else ""
+    return f"{file if file.endswith('.py') else 'given.py'}:{getattr(function, '__name__', type(function).__name__)}"
+
+
+def _size(inputs: tuple[Any, Any]) -> int:
+    """How many samples a batch has. Raises `UsageError` for what is no (input, target) of tensors."""
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in _leaves(inputs)}
+    if not isinstance(inputs, tuple) or len(inputs) != 2 or len(sizes) != 1 or 0 in sizes:
+        raise UsageError(
+            "inputs: give (input, target), tensors of one batch, whose first dimension is as long in all of them"
+        )
+    return sizes.pop()
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for one in value.values() for leaf in _leaves(one)]
+    if isinstance(value, tuple | list):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [value] if hasattr(value, "dim") else []
+
+
+def _row(value: Any, index: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _row(one, index) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_row(one, index) for one in value)
+    return value[index] if hasattr(value, "dim") else value
+
+
+def _sgd(model: Any) -> Any:
+    from torch.optim import SGD
+
+    return SGD(model.parameters(), lr=1.0)
+
+
+def _callables(workload: Workload | Source) -> list[Any]:
+    return list(vars(workload).values()) if isinstance(workload, Workload) else []
+
+
+@contextlib.contextmanager
+def _sent_by_value(*values: Any) -> Generator[None]:
+    """Send what a person's own modules define by value, where a rank could not import them under their name.
+
+    That is how pytest loads test files with `--import-mode=importlib`.
+    """
+    modules = {getattr(value, "__module__", None) or type(value).__module__ for value in values}
+    hidden = [module for name in modules if (module := sys.modules.get(name)) is not None and _is_hidden(module)]
+    for module in hidden:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in hidden:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_hidden(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None or not is_own(file) or module.__name__ == "__main__":
+        return False
+    try:  # on the path, not in `sys.modules`, which a rank has not
+        found = importlib.machinery.PathFinder.find_spec(module.__name__.rpartition(".")[2], _folders(module))
+    except (ImportError, ValueError):
+        return True
+    return found is None or found.origin != file
+
+
+def _folders(module: ModuleType) -> list[str] | None:
+    parent = sys.modules.get(module.__name__.rpartition(".")[0])
+    return list(parent.__path__) if parent is not None else None

@@ -1,0 +1,321 @@
+"""Own parallel code: right ones are equal to one device, and each mistake in one is red with its cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from everyrank import parse_layout
+from everyrank.errors import EveryrankError
+from everyrank.parallel.own import clean_name
+from everyrank.parity import check_layout
+from everyrank.record import Parity
+from everyrank.world import World
+
+_COUNTER = iter(range(10**9))
+
+FILE = '''\
+"""As a person keeps it: outside of everyrank, in the shape of torchtitan's."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from everyrank import ParallelContract
+from everyrank.builtin.decoder import rotate
+
+contract = ParallelContract(axes={"shard": "batch", "tensor": "same"})
+
+
+def split(model, mesh, down=RowwiseParallel):
+    plan = {
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(),
+        "feed.gate": ColwiseParallel(),
+        "feed.up": ColwiseParallel(),
+        "feed.down": down(),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+
+
+def parallelize(model, mesh):
+    split(model, mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
+def wrong_plan(model, mesh):
+    split(model, mesh, ColwiseParallel)
+    return model
+
+
+def clip_by(model, max_norm, squares):
+    factor = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        parameter.grad.mul_(factor)
+
+
+def counted_twice(model, max_norm, mesh):
+    squares = sum(parameter.grad.to_local().square().sum() for parameter in model.parameters())
+    dist.all_reduce(squares)
+    clip_by(model, max_norm, squares)
+
+
+def counted_once(model, max_norm, mesh):
+    squares = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        squares += parameter.grad.full_tensor().square().sum()
+    clip_by(model, max_norm, squares)
+
+
+def counted_here(model, max_norm, mesh):
+    clip_by(model, max_norm, sum(parameter.grad.to_local().square().sum() for parameter in model.parameters()))
+
+
+def clipped(clip):
+    def parallelized(model, mesh):
+        return parallelize(model, mesh)
+
+    parallelized.contract = ParallelContract(axes={"shard": "batch", "tensor": "same"}, clip_grad_norm=clip)
+    return parallelized
+
+
+norm_once, norm_twice, norm_here = clipped(counted_once), clipped(counted_twice), clipped(counted_here)
+
+
+def ddp(model, mesh):
+    return DistributedDataParallel(model, process_group=mesh["data"].get_group())
+
+
+def reduce(model, mesh):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def by_hand(model, mesh):
+    return model
+
+
+def not_reduced(model, mesh):
+    return model
+
+
+def summed(model, mesh):
+    return model
+
+
+one_axis = {"data": "batch"}
+ddp.contract = not_reduced.contract = ParallelContract()
+by_hand.contract = ParallelContract(one_axis, gradients="sum", after_backward=reduce)
+summed.contract = ParallelContract(one_axis, after_backward=reduce)
+
+
+def attend(attention, group, stream, positions):
+    """Queries of this rank's positions; keys and values of all."""
+    heads = [
+        layer(stream).unflatten(-1, (-1, attention.head_width)).transpose(1, 2)
+        for layer in (attention.query, attention.key, attention.value)
+    ]
+    query, key, value = rotate(heads[0], positions), rotate(heads[1], positions), heads[2]
+    key, value = (all_gather_tensor_autograd(one.contiguous(), 2, group) for one in (key, value))
+    places = torch.arange(key.shape[2])
+    mask = positions[0][:, None] >= places[None, :]
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return attention.output(mixed.transpose(1, 2).flatten(-2))
+
+
+def context(model, mesh):
+    for block in model.blocks:
+        block.attention.forward = functools.partial(attend, block.attention, mesh["context"].get_group())
+    return model
+
+
+def context_loss(model, mesh):
+    return context(model, mesh)
+
+
+def divided(loss, mesh):
+    return loss / mesh["context"].size()
+
+
+by_context = {"data": "batch", "context": "sequence"}
+context.contract = ParallelContract(by_context, scale_loss=divided, after_backward=reduce)
+context_loss.contract = ParallelContract(by_context, after_backward=reduce)
+
+
+class Copied(torch.autograd.Function):
+    """The same on every rank; backward adds up what each rank has of the gradient."""
+
+    @staticmethod
+    def forward(context, value, group):
+        context.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=context.group)
+        return gradient, None
+
+
+class Gathered(torch.autograd.Function):
+    """The features of all ranks; backward takes this rank's."""
+
+    @staticmethod
+    def forward(context, value, group):
+        context.rank, context.size = dist.get_rank(group), dist.get_world_size(group)
+        rows = [torch.empty_like(value) for _ in range(context.size)]
+        dist.all_gather(rows, value.contiguous(), group=group)
+        return torch.cat(rows, dim=-1)
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient.chunk(context.size, dim=-1)[context.rank], None
+
+
+class Part(nn.Module):
+    """A part of a matrix that no DTensor tells of: this rank's rows."""
+
+    def __init__(self, linear, group):
+        super().__init__()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.weight = nn.Parameter(linear.weight.detach().chunk(size, dim=0)[rank].clone())
+        self.group = group
+
+    def forward(self, value):
+        return Gathered.apply(F.linear(Copied.apply(value, self.group), self.weight), self.group)
+
+
+def parts(model, mesh):
+    model.blocks[0].feed.down = Part(model.blocks[0].feed.down, mesh["tensor"].get_group())
+    return model
+
+
+parts.contract = ParallelContract(axes={"tensor": "same"})
+'''
+
+
+def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any]) -> list[Parity | str]:
+    """Parity of each layout, in the ranks; the message of one that is refused before."""
+    subject = zoo.subject(world, "decoder", "adamw", **changes)
+    found: list[Parity | str] = []
+    for text in layouts:
+        try:
+            found.append(check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0])
+        except EveryrankError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.fixture
+def check(ranks: Any, tmp_path: Path) -> Any:
+    """`check(ranks, "ddp:data=2")`: the parity, or the message, of functions in a file outside of the repository."""
+    path = tmp_path / "my_parallel.py"
+    path.write_text(FILE)
+
+    def call(count: int, *layouts: str, **changes: Any) -> list[Any]:
+        places = [f"{path}:{layout}" for layout in layouts]
+        return ranks(count, check_all, f"own/{next(_COUNTER)}", places, {"steps": 6, **changes})[0]
+
+    return call
+
+
+def test_right_ones_are_equal(check: Any) -> None:
+    """DistributedDataParallel, fully_shard, a DTensor plan, collectives of one's own: on two ranks."""
+    layouts = ["ddp", "parallelize:tensor=1", "parallelize:shard=1", "by_hand", "norm_once:tensor=1", "context:data=1"]
+    found = check(2, *layouts)
+    assert [getattr(parity, "status", parity) for parity in found] == ["equal"] * len(layouts), found
+    assert check(2, "ddp:accumulate=3", "by_hand:accumulate=3")[1].status == "equal"
+
+
+def test_tensor_then_fully_shard(check: Any) -> None:
+    """The shape of torchtitan's on four ranks, each rank with a part of each matrix: also clipped by its own norm."""
+    found = check(4, "parallelize:tensor=2", "norm_once:tensor=2")
+    assert [getattr(parity, "status", parity) for parity in found] == ["equal", "equal"], found
+
+
+def test_norm_counted_twice(check: Any) -> None:
+    """What all tensor ranks hold alike counts twice in the norm; clipped by each rank's own norm."""
+    twice, here = check(4, "norm_twice:tensor=2", "norm_here:tensor=2")
+    assert twice.status == here.status == "different"
+    assert "the squares are added up over shard and tensor" in twice.cause
+    assert "(embedding.weight first), which all ranks along tensor hold alike, are counted 2 times" in twice.cause
+    assert "each rank clips by the norm of its own parts" in here.cause
+
+
+def test_rowwise_taken_for_colwise(check: Any) -> None:
+    """The layer is named, and what it has to be."""
+    [message] = check(2, "wrong_plan:shard=1")
+    assert "my_parallel.py:wrong_plan: blocks.0.feed.down (Linear) raised in forward: RuntimeError: " in message
+    assert "split colwise, which takes all 24 features, and it gets 12" in message
+    assert message.endswith("it has to be rowwise")
+    assert "\n" not in message
+
+
+def test_loss_not_divided_by_the_context_ranks(check: Any) -> None:
+    """A gradient of the wrong scale, under AdamW and clipping, which hide it from the weights."""
+    [parity] = check(2, "context_loss:data=1")
+    assert parity.status == "different"
+    assert parity.first_divergence == "update 0, gradient of embedding.weight (float64)"
+    assert "the gradient is 2 times that of one device, as many as there are ranks along context" in parity.cause
+    assert "divide the loss by mesh['context'].size()" in parity.cause
+
+
+def test_gradients_that_are_not_what_the_contract_says(check: Any) -> None:
+    """A sum where it says mean, a mean where it says sum, and nothing reduced at all."""
+    summed, not_reduced = check(2, "summed", "not_reduced")
+    assert summed.status == not_reduced.status == "different"
+    assert "2 times that of one device, as many as there are ranks along data: it is a sum over them" in summed.cause
+    assert not_reduced.cause == "ranks hold different weights: gradients are not added up over the ranks"
+
+
+def test_what_cannot_be_put_together_is_said(check: Any) -> None:
+    """A part that no DTensor tells the place of is not compared, aloud; its norm cannot be known."""
+    [refused] = check(2, "parts")
+    assert refused.status == "refused"
+    assert refused.reason.startswith("my_parallel.py:parts: blocks.0.feed.down.weight lies on the ranks in a way")
+    [parity] = check(2, "parts", clip_norm=None)
+    assert parity.status == "equal"
+    assert parity.scope == "6 updates; not compared: blocks.0.feed.down.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("module.blocks.0.weight", "blocks.0.weight"),
+        ("_orig_mod.module.head.weight", "head.weight"),
+        ("blocks.0._orig_mod.norm.weight", "norm.weight"),
+        ("blocks.1._checkpoint_wrapped_module.weight", "blocks.1.weight"),
+    ],
+)
+def test_wrappers_leave_names(name: str, clean: str) -> None:
+    """Whatever is wrapped around a module, its tensors are found again."""
+    assert clean_name(name).endswith(clean)
+
+
+def test_names_of_wrappers_that_are_the_models_own() -> None:
+    """A model that has a `module` itself is compared, too."""
+    from everyrank.parallel.own import lying
+
+    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert set(lying(nn.ModuleDict({"_orig_mod": model}), shapes)) == {"module.weight", "module.bias"}
+    model["module"].weight = nn.Parameter(torch.zeros(1, 2))
+    assert set(lying(model, shapes)) == {"module.bias"}

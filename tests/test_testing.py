@@ -1,0 +1,167 @@
+"""everyrank.testing, as a person's own tests use it: in a file that pytest runs, without the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkserver import MARK, ForkServer
+from processes import left_of
+
+FILE = """\
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from everyrank import ParallelContract, Workload
+from everyrank.testing import assert_same_gradients, assert_same_training
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width, bias=False), nn.Linear(width, 2, bias=False)
+
+    def forward(self, value):
+        return self.down(torch.tanh(self.up(value)))
+
+
+def squared(output, target):
+    return (output - target).square().sum(), target.numel()
+
+
+def batch(length=6):
+    return torch.randn(length, 4), torch.randn(length, 2)
+
+
+def workload(loss):
+    return Workload(
+        name="mlp",
+        model=lambda: Mlp(),
+        train_data=lambda: TensorDataset(*batch(20)),
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        global_batch=6,
+    )
+
+
+def parallelize(model, mesh):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(model, mesh["tensor"], plan)
+
+
+def test_training():
+    assert_same_training(workload(squared), ["ddp", "fsdp"])
+
+
+def test_wrong_training():
+    assert_same_training(workload(lambda output, target: ((output - target).square().mean(), 1)), ["ddp", "fsdp"])
+
+
+def test_gradients():
+    assert_same_gradients(Mlp(), parallelize, batch(), squared, {"tensor": 2})
+
+
+def test_a_closure():
+    width = 12
+
+    def ddp(model, mesh):
+        assert model.up.weight.shape == (width, 4)
+        return DistributedDataParallel(model, process_group=mesh["data"].get_group())
+
+    loss = lambda output, target: squared(output, target)
+    assert_same_gradients(lambda: Mlp(width), ddp, batch(7), loss, {"data": 2})
+
+
+def test_wrong_gradients():
+    def halved(model, mesh):
+        model = parallelize(model, mesh)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+        return model
+
+    assert_same_gradients(Mlp(), halved, batch(), squared, {"tensor": 2})
+
+
+def test_wrong_call():
+    assert_same_gradients(Mlp(), parallelize, batch()[0], squared, {"tensor": 2})
+"""
+
+
+@pytest.fixture(scope="module")
+def outcome(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`outcome("test_gradients")`: exit status of pytest, what it printed, and the processes that are left."""
+
+    def run(name: str, mode: str = "prepend", content: str = FILE) -> tuple[int, str, dict[int, str]]:
+        folder: Path = tmp_path_factory.mktemp("persons")
+        (folder / "test_mine.py").write_text(content)
+        words = ("-m", "pytest", "-p", "no:cacheprovider", f"--import-mode={mode}", "-q", f"test_mine.py::{name}")
+        mark = uuid.uuid4().hex
+        with (folder / "out").open("w") as out:
+            environment = {**os.environ, MARK: mark}
+            started = forkserver.python(folder, *words, streams=(None, out, out), environment=environment)
+            status = started.wait(200)
+        return status, (folder / "out").read_text(), left_of(mark)
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+@pytest.mark.parametrize("name", ["test_training", "test_gradients", "test_a_closure"])
+def test_right_ones_pass(outcome: Any, name: str, mode: str) -> None:
+    """Modules, closures and lambdas of a test file, whichever way pytest has imported it."""
+    status, text, left = outcome(name, mode)
+    assert status == 0, text
+    assert "1 passed" in text
+    assert not left
+
+
+def test_the_finding_is_the_message(outcome: Any) -> None:
+    """A mistake fails the test with the layout, what differs first, the numbers and the cause; nothing is left."""
+    status, text, left = outcome("test_wrong_gradients")
+    assert status == 1, text
+    assert "AssertionError: test_mine.py:halved:tensor=2: DIFFERENT: update 0, gradient of up.weight (float64)" in text
+    assert "off by " in text
+    assert "the gradient is 0.5 times that of one device" in text
+    assert not left
+
+
+def test_every_layout_has_its_line(outcome: Any) -> None:
+    """Of several layouts each one that differs."""
+    status, text, left = outcome("test_wrong_training", "importlib")
+    assert status == 1, text
+    for layout in ("ddp", "fsdp"):
+        assert f"{layout}: DIFFERENT: update 0, count of loss terms (2, and 1 in one process) (float64): off by" in text
+    assert "likely cause: the loss counted 2 terms over all ranks and 1 in one process" in text
+    assert not left
+
+
+def test_a_wrong_call_is_no_finding(outcome: Any) -> None:
+    """Inputs that are no pair are refused here, before any rank is started."""
+    status, text, _ = outcome("test_wrong_call")
+    assert status == 1, text
+    assert "UsageError: inputs: give (input, target), tensors of one batch" in text
+
+
+def test_the_page_is_as_it_says(outcome: Any, repository: Path) -> None:
+    """docs/testing.md: its examples pass, but for the mistake, whose message it shows."""
+    page = (repository / "docs" / "testing.md").read_text()
+    code, shown = re.findall(r"^```(?:python)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
+    status, text, left = outcome("test_a_mistake", content=code)
+    assert status == 1, text
+    said = " ".join(shown.split()).partition("AssertionError: test_parallel.py")[2]
+    numbers = re.compile(r"[0-9.]+e-[0-9]+")
+    assert numbers.sub("N", said) in numbers.sub("N", " ".join(text.split()))
+    assert not left
+    assert outcome("test_gradients", content=code)[0] == 0
+    docs = repository / "docs"
+    for link in re.findall(r"\]\(([^)#]+)\)", page):
+        assert (docs / link).exists(), link
