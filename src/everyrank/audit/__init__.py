@@ -11,6 +11,6 @@ Knows torch (watch/ alone) and the script's processes, nothing of workloads, lay
 """
 
 from everyrank.audit.examine import Audit, AuditOptions, audit_script
-from everyrank.audit.finding import LEVELS, Finding, short
+from everyrank.audit.finding import LEVELS, Finding, short_place
 
-__all__ = ["LEVELS", "Audit", "AuditOptions", "Finding", "audit_script", "short"]
+__all__ = ["LEVELS", "Audit", "AuditOptions", "Finding", "audit_script", "short_place"]

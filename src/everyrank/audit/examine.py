@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.audit.evidence import Evidence, read_evidence
-from everyrank.audit.finding import Finding, Findings, short
+from everyrank.audit.finding import Finding, Findings, short_place
 from everyrank.audit.rules.clipping import check_clipping
 from everyrank.audit.rules.collectives import check_collectives
 from everyrank.audit.rules.data import check_data
@@ -28,7 +28,7 @@ from everyrank.audit.watch.place import is_own_file
 from everyrank.audit.watch.recorder import Settings
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
 
-__all__ = ["Audit", "AuditOptions", "audit_script"]
+__all__ = ["Audit", "AuditOptions", "audit_script", "judge_run"]
 
 _RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
     check_collectives,
@@ -138,7 +138,7 @@ def audit_script(
                 world_size=num_ranks,
                 moved=moved,
             )
-            return _judge(words, run, options, settings)
+            return judge_run(words, run, options, settings)
         except RankFailedError as error:
             first = first or error
         finally:
@@ -209,7 +209,8 @@ def _has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
 
 
-def _judge(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
+def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
+    """What the records of a run come to. Raises as `audit_script` does."""
     evidence = read_evidence(run)
     findings = Findings()
     if run.status == "failed" and not _mismatch(evidence, findings):
@@ -264,7 +265,7 @@ def _raise_own_error(run: ScriptRun) -> None:
     where = ""
     if frames:
         name, line, function = frames[-1]
-        where = f"{short(name)}:{line}{f' in {function}' if function else ''}: "
+        where = f"{short_place(name)}:{line}{f' in {function}' if function else ''}: "
     said = _last_error(lines) or f"it ended with status {run.codes[place]}, and said nothing"
     raise RankFailedError(f"rank {place}: {where}{shortened(said)}")
 

@@ -65,6 +65,6 @@ class Findings(list[Finding]):
         return sorted(self, key=lambda finding: LEVELS.index(finding.level))
 
 
-def short(place: str) -> str:
+def short_place(place: str) -> str:
     """`train.py:12` of a whole path with its line."""
     return Path(place).name if place else "?"

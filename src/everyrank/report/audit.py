@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from everyrank.audit import LEVELS, Audit, Finding, short
+from everyrank.audit import LEVELS, Audit, Finding, short_place
 from everyrank.errors import printable
 from everyrank.report.page import environment
 
@@ -40,7 +40,7 @@ def print_audit(audit: Audit) -> None:
         head = Text.assemble(
             (finding.level, _STYLES[finding.level]),
             "  ",
-            (printable(short(finding.place)), "bold"),
+            (printable(short_place(finding.place)), "bold"),
             f"  {finding.rule}",
         )
         console.print(head)
@@ -48,7 +48,7 @@ def print_audit(audit: Audit) -> None:
         if finding.fix:
             console.print(Padding(Text(f"write: {printable(finding.fix)}", style="green"), (0, 0, 0, 6), expand=False))
         if finding.also:
-            also = ", ".join(short(place) for place in finding.also)
+            also = ", ".join(short_place(place) for place in finding.also)
             console.print(Padding(Text(f"see also {printable(also)}", style="dim"), (0, 0, 0, 6), expand=False))
     for kind, lines in (("altered", audit.altered), ("not checked", audit.unchecked)):
         for line in lines:

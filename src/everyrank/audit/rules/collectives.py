@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from everyrank.audit.evidence import Event, Evidence
-from everyrank.audit.finding import Findings, short
+from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.watch.place import is_own_file
 
 __all__ = ["check_collectives", "stands"]
@@ -45,7 +45,7 @@ def _line(event: Event) -> str:
 def _said(rank: int, event: Event) -> str:
     shape = f" {event['shapes'][0]}" if event["shapes"] else ""
     phase = "" if event["phase"] == "script" else f" ({event['phase'].partition(' at ')[0]})"
-    return f"rank {rank} calls {event['op']}{shape}{phase} at {short(_line(event))}"
+    return f"rank {rank} calls {event['op']}{shape}{phase} at {short_place(_line(event))}"
 
 
 def _are_same(one: Event, other: Event) -> bool:
@@ -88,7 +88,9 @@ def _explain_hang(evidence: Evidence, findings: Findings) -> None:
     if findings.has("collective."):
         return
     standing = {rank: stands(evidence, rank) for rank in evidence.ranks}
-    text = "; ".join(f"rank {rank} stands at {short(place) if place else '?'}" for rank, place in standing.items())
+    text = "; ".join(
+        f"rank {rank} stands at {short_place(place) if place else '?'}" for rank, place in standing.items()
+    )
     line = next((place.partition(" ")[0] for place in standing.values() if place), "")
     findings.add("FAIL", "run.hangs", line, f"nothing moved any more: {text}", "which rank does not come, and why?")
 

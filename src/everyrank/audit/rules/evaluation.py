@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from everyrank.audit.evidence import Event, Evidence
-from everyrank.audit.finding import Findings, short
+from everyrank.audit.finding import Findings, short_place
 
 __all__ = ["check_evaluation"]
 
@@ -96,7 +96,7 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
         findings.not_checked("whether samples that were repeated are counted: the evaluation cuts tensors by hand")
     elif total > num and not any("gather_for_metrics" in event["through"] for event in sent):
         calls = sorted({event["through"][0] for event in sent if event["through"]})
-        what = f", by {', '.join(calls)} at {short(sent[0]['lines'][0])}" if calls and sent[0]["lines"] else ""
+        what = f", by {', '.join(calls)} at {short_place(sent[0]['lines'][0])}" if calls and sent[0]["lines"] else ""
         findings.add(
             "FAIL",
             "eval.padded",

@@ -8,18 +8,17 @@ must hold, with one c for all of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.audit.evidence import Evidence, Samples
 from everyrank.audit.finding import Findings
-from everyrank.audit.rules.loss_terms import check_loss_terms
+from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
 
 __all__ = ["check_gradients"]
 
-Piece = tuple[int, int]  # rank, backward
 _TOLERANCE, _SCALED_TOLERANCE = 1e-4, 2e-3  # relative residual; the second where a loss scale means float16
 
 
@@ -169,53 +168,40 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
 def _explain(ranks: list[int], update: _Update, every: list[Piece], findings: Findings) -> None:
     """The gradient is not one factor times the sum over all ranks and backwards: what is it?"""
     names, tolerance = update.names, update.tolerance
-    own = {rank: [piece for piece in every if piece[0] == rank] for rank in ranks}
-
-    def is_bad(name: str, rank: int, columns: Callable[[int], Sequence[Sequence[Piece]]]) -> bool:
-        has_gradient = float(np.linalg.norm(update.stepping[rank][name])) > 0
-        return has_gradient and update.fit([name], rank, columns(rank)).residual > 10 * tolerance
-
-    if len(ranks) > 1 and all(update.fit(names, rank, [own[rank]]).residual < tolerance for rank in ranks):
-        findings.add(
-            "FAIL",
-            "gradient.local",
-            update.line,
-            f"update {update.number}: each rank steps with its own gradient: nothing is averaged over the ranks",
-            "wrap the model in DistributedDataParallel, and leave no_sync() for the last backward",
-        )
-        return
-    bad = {name for name in names if any(is_bad(name, rank, lambda _: [every]) for rank in ranks)}
-    alone = {name for name in bad if not any(is_bad(name, rank, lambda rank: [own[rank]]) for rank in ranks)}
-    if alone and alone == bad and len(alone) < len(names) and len(ranks) > 1:
-        findings.add(
-            "FAIL",
-            "gradient.unsynced",
-            update.line,
-            f"update {update.number}: {len(alone)} of {len(names)} parameters are not averaged over the ranks: "
-            f"{', '.join(sorted(alone)[:4])}",
-            "wrap the model when it has all its parameters, and ignore none that is trained",
-        )
-        return
+    own = {rank: [[piece for piece in every if piece[0] == rank]] for rank in ranks}
+    bad = {name for name in names if any(_is_off(update, name, rank, [every]) for rank in ranks)}
+    alone = {name for name in bad if not any(_is_off(update, name, rank, own[rank]) for rank in ranks)}
     each = {rank: update.fit(names, rank, [[piece] for piece in every]) for rank in ranks}
-    if all(fit.residual < tolerance for fit in each.values()):
+    residual = max(fit.residual for fit in each.values())
+    if len(ranks) > 1 and all(update.fit(names, rank, own[rank]).residual < tolerance for rank in ranks):
+        rule, text = "local", "each rank steps with its own gradient: nothing is averaged over the ranks"
+        fix = "wrap the model in DistributedDataParallel, and leave no_sync() for the last backward"
+    elif len(ranks) > 1 and alone and alone == bad and len(alone) < len(names):
+        shown = ", ".join(sorted(alone)[:4])
+        rule, text = "unsynced", f"{len(alone)} of {len(names)} parameters are not averaged over the ranks: {shown}"
+        fix = "wrap the model when it has all its parameters, and ignore none that is trained"
+    elif residual < tolerance:
         weights = ", ".join(
             f"{factor:.3g} x (rank {rank}, backward {micro})"
             for factor, (rank, micro) in zip(each[ranks[0]].factors, every, strict=False)
         )
-        findings.add(
-            "FAIL",
-            "gradient.weights",
-            update.line,
-            f"update {update.number} is not the mean of the ranks' gradients: on rank 0 it is {weights}",
-            "all-reduce in the last backward of an update, and only there: no_sync() around the others",
+        rule, text = "weights", f"it is not the mean of the ranks' gradients; on rank 0 it is {weights}"
+        fix = "all-reduce in the last backward of an update, and only there: no_sync() around the others"
+    else:
+        shown = ", ".join(sorted(bad)[:3])
+        rule, text = (
+            "unexplained",
+            (
+                f"the gradient that steps is no combination of what the ranks' backwards gave: changed in between, "
+                f"e.g. {shown} (residual {residual:.2g})"
+            ),
         )
-        return
-    residual = max(fit.residual for fit in each.values())
-    findings.add(
-        "WARN",
-        "gradient.unexplained",
-        update.line,
-        f"update {update.number}: the gradient that steps is no combination of what the ranks' backwards gave "
-        f"(residual {residual:.2g}): changed in between, e.g. {', '.join(sorted(bad)[:3])}",
-        "look at what changes .grad between backward and step",
-    )
+        fix = "look at what changes .grad between backward and step"
+    level = "WARN" if rule == "unexplained" else "FAIL"
+    findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix)
+
+
+def _is_off(update: _Update, name: str, rank: int, columns: Sequence[Sequence[Piece]]) -> bool:
+    """Whether this tensor of a rank has a gradient that is no combination of these sums."""
+    has_gradient = float(np.linalg.norm(update.stepping[rank][name])) > 0
+    return has_gradient and update.fit([name], rank, columns).residual > 10 * update.tolerance

@@ -9,9 +9,10 @@ from typing import Any
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
-__all__ = ["check_loss_terms"]
+__all__ = ["Piece", "check_loss_terms"]
 
-Piece = tuple[int, int]  # rank, backward
+Piece = tuple[int, int]
+"""A backward: its rank, and its number within the update."""
 _UNEVEN, _OFF = 1e-3, 1e-2  # relative
 
 

@@ -37,9 +37,12 @@ def _check_dropout(evidence: Evidence, findings: Findings) -> None:
 
 
 def _drawn_alike(own: Event, other: Event) -> str:
-    """The generators from which both have drawn, beginning with the same state."""
-    pairs = zip(_GENERATORS, own["before"], own["after"], other["before"], strict=True)
-    return ", ".join(name for name, before, after, begins in pairs if before != after and before == begins)
+    """The generators from which both have drawn, and which then stand at one state.
+
+    That before does not say it: a stream may seed its generators when it begins, after we have looked.
+    """
+    states = zip(_GENERATORS, own["before"], own["after"], other["before"], other["after"], strict=True)
+    return ", ".join(name for name, a, after, b, others in states if after == others and after not in (a, b))
 
 
 def _check_augmentation(evidence: Evidence, findings: Findings) -> None:

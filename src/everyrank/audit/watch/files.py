@@ -33,6 +33,9 @@ class Overlay:
     def __init__(self, recorder: Recorder, folder: Path) -> None:
         self.recorder = recorder
         self.folder = str(folder)
+        self.started = os.path.realpath(os.getcwd())  # noqa: PTH109
+        main = os.path.dirname(recorder.settings.main)  # noqa: PTH120
+        self.main = os.path.realpath(main) if main else ""
         self.inside = threading.local()  # what we ask ourselves is not redirected
         left = [tempfile.gettempdir(), "/dev", "/proc", "/sys", os.path.expanduser("~/.cache"), str(recorder.folder)]  # noqa: PTH111
         left += [os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)]
@@ -42,12 +45,15 @@ class Overlay:
         """Whether it is written where the script says."""
         if "__pycache__" in path:
             return True
-        return (os.path.realpath(path) + os.sep).startswith(self.left) and not self.holds_the_script(path)
+        return (os.path.realpath(path) + os.sep).startswith(self.left) and not self.is_of_the_project(path)
 
-    def holds_the_script(self, path: str) -> bool:
-        """A project may itself lie in a temporary folder."""
-        main = os.path.dirname(self.recorder.settings.main)  # noqa: PTH120
-        return bool(main) and os.path.realpath(path).startswith(os.path.realpath(main) + os.sep)
+    def is_of_the_project(self, path: str) -> bool:
+        """A project may itself lie in a temporary folder: where the script is, or where it was started."""
+        real = os.path.realpath(path)
+        if os.path.dirname(real) == self.started:  # noqa: PTH120
+            return True
+        folders = [folder for folder in (self.started, self.main) if folder and folder + os.sep not in self.left]
+        return any(real.startswith(folder + os.sep) for folder in folders)
 
     def exists(self, path: Any) -> bool:
         """Whether there is such a file, as it was before anything was redirected."""

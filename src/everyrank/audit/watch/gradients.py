@@ -74,7 +74,7 @@ class Gradients:
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None and id(parameter) in self.names:
-                found[self.names[id(parameter)]] = spread(grad) if hasattr(grad, "to_local") else sample(grad)
+                found[self.names[id(parameter)]] = whole_sample(grad) if hasattr(grad, "to_local") else sample(grad)
         return found
 
     def begin_backward(self) -> None:
@@ -149,7 +149,7 @@ def sample(tensor: Any) -> np.ndarray:
     return flat.to(torch.float64, copy=True).cpu().numpy()
 
 
-def spread(grad: Any) -> np.ndarray:
+def whole_sample(grad: Any) -> np.ndarray:
     """The sample of a whole tensor of which this rank has a shard of dimension 0: NaN where another rank has it."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -23,7 +23,7 @@ import torch.utils.data.dataloader as torch_loader
 from torch.utils.data import Subset, _utils, get_worker_info
 
 from everyrank.audit.watch.place import where
-from everyrank.audit.watch.recorder import Recorder, leaves
+from everyrank.audit.watch.recorder import Recorder, all_leaves
 
 __all__ = ["Loaders", "install_loaders"]
 
@@ -165,7 +165,7 @@ def dataset_checksums(dataset: Any) -> dict[str, Any]:
 
 def _content(value: Any) -> str:
     found = hashlib.sha256()
-    for leaf in leaves(value):
+    for leaf in all_leaves(value):
         is_tensor = isinstance(leaf, torch.Tensor)
         found.update(leaf.detach().cpu().numpy().tobytes() if is_tensor else repr(leaf).encode())
     return found.hexdigest()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Recorder", "Settings", "checksum", "leaves", "local", "tensors"]
+__all__ = ["Recorder", "Settings", "all_leaves", "checksum", "local", "tensors"]
 
 ENVIRONMENT = "EVERYRANK_AUDIT"
 
@@ -51,7 +51,7 @@ class Settings:
         return cls(**json.loads(text))
 
     def written(self) -> str:
-        """As JSON."""
+        """As JSON, for the environment."""
         return json.dumps(dataclasses.asdict(self))
 
 
@@ -122,21 +122,21 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
     """Every tensor in lists, tuples, dicts and dataclasses."""
     import torch
 
-    for leaf in leaves(value, depth):
+    for leaf in all_leaves(value, depth):
         if isinstance(leaf, torch.Tensor):
             yield leaf
 
 
-def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+def all_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
     """What is in lists, tuples, dicts and dataclasses, and in these in turn."""
     if isinstance(value, dict):
         for inner in value.values():
-            yield from leaves(inner, depth + 1)
+            yield from all_leaves(inner, depth + 1)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from leaves(inner, depth + 1)
+            yield from all_leaves(inner, depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 3:
-        yield from leaves(vars(value), depth + 1)
+        yield from all_leaves(vars(value), depth + 1)
     else:
         yield value
 
