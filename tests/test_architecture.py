@@ -144,6 +144,7 @@ INSIDE = {
         *("watch.steps", "watch.collectives", "watch.loaders", "watch.files", "watch.install"),
         "watch.inject.sitecustomize",
         "start",
+        "outside",
         "evidence",
         *("rules.data", "rules.loss_terms", "rules.gradients", "rules.clipping", "rules.replicas"),
         *("rules.evaluation", "rules.collectives", "rules.randomness", "rules.saving", "rules.speed"),

@@ -2,6 +2,7 @@
 
 examine.py    the call, start to end
 start.py      its processes: started, waited for, ended
+outside.py    where torchrun has started us
 watch/        what looks on inside them: hooks of torch, which judge nothing
 evidence.py   what they have written down, by rank
 rules/        one kind of mistake a file

@@ -8,12 +8,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Finding, Findings, short_place
+from everyrank.audit.outside import is_rank, shared_folder, together
 from everyrank.audit.rules.clipping import check_clipping
 from everyrank.audit.rules.collectives import check_collectives
 from everyrank.audit.rules.data import check_data
@@ -112,32 +113,30 @@ class Audit:
 
 def audit_script(
     words: Sequence[str], options: AuditOptions = AuditOptions(), moved: Callable[[int], None] = lambda _: None
-) -> Audit:
+) -> Audit | None:
     """Run `python *words`, watched, and judge what was seen; nothing of the person's is changed.
 
     words  a script and its arguments, or -m, a module, and its arguments
     moved  called with the number of updates that are done, as it grows
 
+    In a rank that torchrun has started, only its own script is run; all but rank 0 get None.
+
     Raises `UsageError` where there is no such script, or it never trains; `RankFailedError` where it fails by itself.
     """
     script = find_script(words)
     text = _own_text(script) if script else ""
-    starts_ranks = options.processes is None and _STARTS_RANKS.search(text) is not None
     num_ranks = options.processes or (2 if words[0] == "-m" or _IS_DISTRIBUTED.search(text) else 1)
     devices = 0 if _has_gpu() or not _NAMES_CUDA.search(f"{text} {' '.join(words)}") else num_ranks
+    if is_rank(os.environ):
+        return _audit_from_outside(words, script, options, devices, moved)
+    starts_ranks = options.processes is None and _STARTS_RANKS.search(text) is not None
+    ranks = [{}] if starts_ranks else rank_environments(num_ranks)
     first: RankFailedError | None = None
-    for settings in _attempts(script, options, devices):
-        folder = Path(settings.folder)
+    for attempt in _attempts(options, devices):
+        folder = _new_folder()
+        settings = _settings(folder, script, options, *attempt)
         try:
-            run = run_script(
-                words,
-                settings,
-                [{}] if starts_ranks else rank_environments(num_ranks),
-                timeout_seconds=options.timeout_seconds,
-                limit_seconds=options.limit_seconds,
-                world_size=num_ranks,
-                moved=moved,
-            )
+            run = run_script(words, settings, ranks, options.timeout_seconds, options.limit_seconds, num_ranks, moved)
             return judge_run(words, run, options, settings)
         except RankFailedError as error:
             first = first or error
@@ -147,6 +146,23 @@ def audit_script(
     raise first
 
 
+def _audit_from_outside(
+    words: Sequence[str], script: Path | None, options: AuditOptions, devices: int, moved: Callable[[int], None]
+) -> Audit | None:
+    """In a rank that somebody else's launcher has started: this one's script; on rank 0 then the judgement."""
+    folder, size = shared_folder(os.environ), int(os.environ["WORLD_SIZE"])
+    settings = _settings(folder, script, options, size if devices else 0, 0 if options.watch else _BATCHES)
+    try:
+        run = run_script(
+            words, settings, [{}], options.timeout_seconds, options.limit_seconds, size, moved, ends_all=False
+        )
+        whole = together(run, os.environ)
+        return None if whole is None else judge_run(words, whole, options, settings)
+    finally:
+        if os.environ["RANK"] == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _new_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="everyrank-audit-"))
@@ -154,20 +170,23 @@ def _new_folder() -> Path:
         raise CannotRunError(f"no folder for temporary files: {error}; set TMPDIR to one") from error
 
 
-def _attempts(script: Path | None, options: AuditOptions, devices: int) -> Iterator[Settings]:
-    """A script that fails may do so because its epochs were shortened, or its devices are none: it gets them whole."""
+def _attempts(options: AuditOptions, devices: int) -> Iterable[tuple[int, int]]:
+    """(pretended devices, batches of an epoch; 0: all): a script that fails may fail of what we have altered."""
     batches = 0 if options.watch else _BATCHES
-    for attempt in dict.fromkeys(((devices, batches), (devices, 0), (0, 0))):
-        yield Settings(
-            str(_new_folder()),
-            updates=options.updates,
-            batches=attempt[1],
-            epochs=0 if options.watch else 2,
-            devices=attempt[0],
-            modes=not options.watch,
-            keep_files=options.watch,
-            main=str(script.absolute()) if script else "",
-        )
+    return dict.fromkeys(((devices, batches), (devices, 0), (0, 0)))
+
+
+def _settings(folder: Path, script: Path | None, options: AuditOptions, devices: int, batches: int) -> Settings:
+    return Settings(
+        str(folder),
+        updates=options.updates,
+        batches=batches,
+        epochs=0 if options.watch else 2,
+        devices=devices,
+        modes=not options.watch,
+        keep_files=options.watch,
+        main=str(script.absolute()) if script else "",
+    )
 
 
 def find_script(words: Sequence[str]) -> Path | None:

@@ -53,11 +53,11 @@ def run_script(
     words: Sequence[str],
     settings: Settings,
     ranks: Sequence[dict[str, str]],
-    *,
     timeout_seconds: float,
     limit_seconds: float,
     world_size: int,
     moved: Callable[[int], None],
+    ends_all: bool = True,
 ) -> ScriptRun:
     """Run `python *words` once for each environment of `ranks`, until it ends, hangs, or has run for too long.
 
@@ -65,6 +65,7 @@ def run_script(
     timeout_seconds  without an event, nor a computation, after which the script hangs
     limit_seconds    of all
     moved            called with the number of updates of rank 0, as it grows
+    ends_all         whether every process that has written into the folder is ended, or those of others go on
     """
     folder, begin = Path(settings.folder), time.monotonic()
     processes: list[_Process] = []
@@ -79,7 +80,8 @@ def run_script(
         codes = tuple(process.process.poll() for process in processes)
         for process in processes:
             process.end()
-        _end_the_rest(folder)
+        if ends_all:
+            _end_the_rest(folder)
     outputs = tuple(process.output() for process in processes)
     return ScriptRun(folder, world_size, status, codes, outputs, time.monotonic() - begin)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and words and path.absolute() == Path(words[0]).absolute():
             raise UsageError(f"{path}: that is the script; give another place")
     done = -1
-    with progress(options.updates, show=True) as begin:
+    with progress(options.updates, show=os.environ.get("RANK", "0") == "0") as begin:
 
         def moved(updates: int) -> None:
             nonlocal done
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
         moved(0)
         audit = audit_script(words, options, moved)
+    if audit is None:  # rank 0 has the word
+        return 0
     if args.json is not None:
         args.json.write_text(json.dumps(audit.as_json(), indent=1) + "\n", encoding="utf-8")
     if args.html is not None:

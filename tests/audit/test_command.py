@@ -1,0 +1,170 @@
+"""`everyrank audit` as a person types it: what it prints and leaves, and scripts that cannot be audited."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from auditing import SCRIPTS, lines_with
+from processes import Cli
+
+MISTAKE = ("        sampler.set_epoch(epoch)\n", "")
+
+
+def last_line(stderr: str) -> str:
+    assert "Traceback" not in stderr
+    return stderr.strip().splitlines()[-1]
+
+
+def test_a_mistake_is_printed_with_its_line(everyrank: Any, tmp_path: Path) -> None:
+    """Started for real, in processes of its own; also written as JSON and as a page."""
+    text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "last.pt").write_text("of an earlier run")
+    done = everyrank(tmp_path, "audit", "--json", "found.json", "--html", "found.html", "train.py")
+    assert done.returncode == 1, done.stderr
+    number = list(lines_with(text, "labels in loader:"))[-1]
+    assert f"FAIL  train.py:{number}  data.epoch" in done.stdout
+    assert "write: before the loop over the loader: loader.sampler.set_epoch(epoch)" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [finding["rule"] for finding in found["findings"] if finding["level"] == "FAIL"] == ["data.epoch"]
+    assert found["world_size"] == 2
+    page = (tmp_path / "found.html").read_text()
+    assert 'class="named"' in page
+    assert "for inputs, labels in loader:" in page
+    assert "<script" not in page
+    assert (tmp_path / "last.pt").read_text() == "of an earlier run"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.html", "found.json", "last.pt", "train.py"]
+
+
+NO_SCRIPT = [
+    ((), "audit needs a script"),
+    (("absent.py",), "absent.py: no such file; give a Python script"),
+    (("-m",), "audit -m: give the name of a module"),
+    (("--updates", "0", "good.py"), "--updates 0: give more than 0"),
+    (("--processes", "-2", "good.py"), "--processes -2: give more than 0"),
+    ((".",), ".: it is a folder"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), NO_SCRIPT)
+def test_a_call_that_is_wrong_is_refused(everyrank: Any, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    (tmp_path / "good.py").write_text("pass\n")
+    done = everyrank(tmp_path, "audit", *words)
+    assert done.returncode == 2
+    assert said in last_line(done.stderr)
+
+
+ENDS = [
+    ("pass", 2, "train.py: it ended without training: no backward and no optimizer step was seen"),
+    ("for x in range(3:\n    pass\n", 2, "train.py:1: SyntaxError"),
+    ("raise SystemExit(3)", 4, "it ended with status 3"),
+    ("def f():\n    return {}['lr']\nf()\n", 4, "rank 0: train.py:2 in f: KeyError: 'lr'"),
+    (
+        "import torch\nx = torch.ones(2, requires_grad=True)\nfor _ in range(4): (x * x).sum().backward()\n",
+        2,
+        "train.py: backward is called, and no optimizer of torch.optim steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "status", "said"), ENDS)
+def test_a_script_that_cannot_be_audited(everyrank: Any, tmp_path: Path, text: str, status: int, said: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == status, done.stderr
+    assert said in last_line(done.stderr)
+
+
+def test_megabytes_are_no_burden(everyrank: Any, tmp_path: Path) -> None:
+    """What a script prints is kept in part: its last lines say why it failed."""
+    text = "for _ in range(300_000): print('x' * 99)\nraise ValueError('no more')\n"
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 4
+    assert last_line(done.stderr).endswith("train.py:2 in <module>: ValueError: no more")
+    assert len(done.stdout) + len(done.stderr) < 1000
+
+
+def test_a_script_that_hangs_before_it_trains(cli: Cli) -> None:
+    (cli.folder / "train.py").write_text("import time\ntime.sleep(1000)\n")
+    begin = time.monotonic()
+    cli.start("audit", "--processes", 2, "--timeout", 2, "train.py")
+    status, _, err = cli.end()
+    assert status == 4
+    assert "train.py: no sign of life for 2 s before its first update" in last_line(err)
+    assert time.monotonic() < begin + 60
+    assert cli.left() == {}
+
+
+def test_a_rank_that_never_comes_is_explained(cli: Cli) -> None:
+    """A collective in one branch: which line waits, and where the other rank stands."""
+    text = (SCRIPTS / "stream.py").read_text()
+    text = text.replace(
+        "            optimizer.step()\n", "            optimizer.step()\n            dist.barrier() if rank else None\n"
+    )
+    (cli.folder / "train.py").write_text(text)
+    cli.start("audit", "--timeout", 6, "train.py")
+    status, out, err = cli.end()
+    assert status == 1, err
+    [barrier] = list(lines_with(text, "dist.barrier() if rank"))
+    assert "collective.order" in out
+    assert f"train.py:{barrier}" in out
+    assert cli.left() == {}
+
+
+def test_ctrl_c_leaves_nothing_behind(cli: Cli) -> None:
+    (cli.folder / "train.py").write_text("import time, torch\nprint('here')\ntime.sleep(1000)\n")
+    cli.start("audit", "--processes", 2, "train.py")
+    cli.wait_for(lambda: len(cli.processes()) >= 3)
+    os.kill(cli.process.pid, signal.SIGINT)
+    status, _, err = cli.end()
+    assert status == 130
+    assert last_line(err) == "everyrank: interrupted; all ranks are ended"
+    assert cli.left() == {}
+
+
+def test_a_script_that_starts_its_own_ranks(everyrank: Any, tmp_path: Path) -> None:
+    """Started once: what it spawns is watched."""
+    text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
+    for before, after in (
+        ('"gloo")', '"gloo", init_method=METHOD, rank=rank, world_size=2)'),
+        ("def main():", f"METHOD = {(tmp_path / 'meeting').as_uri()!r}\n\n\ndef main(rank):"),
+        ("\nmain()\n", '\nif __name__ == "__main__":\n    torch.multiprocessing.spawn(main, nprocs=2)\n'),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 1, done.stderr
+    assert "data.epoch" in done.stdout
+    assert "updates on 2 ranks" in done.stdout
+
+
+def test_one_process_is_told_how_it_becomes_more(everyrank: Any, tmp_path: Path) -> None:
+    text = (
+        "import torch\nimport torch.nn.functional as F\nmodel = torch.nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nx, y = torch.randn(8, 4), torch.randn(8, 2)\n"
+        "for _ in range(5):\n    loss = F.mse_loss(model(x), y)\n    loss.backward()\n    optimizer.step()\n"
+    )
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 1, done.stderr
+    assert "train.py:9  gradient.carried" in done.stdout
+    assert "`everyrank new ddp_torchrun` shows how it becomes more" in done.stdout
+
+
+def test_started_by_torchrun_from_outside(cli: Cli) -> None:
+    (cli.folder / "train.py").write_text((SCRIPTS / "classifier.py").read_text().replace(*MISTAKE))
+    words = ("--standalone", "--nproc-per-node", "2", "-m", "everyrank", "audit", "train.py")
+    cli.start(*words, command=("-m", "torch.distributed.run"))
+    status, out, err = cli.end()
+    assert status == 1, err
+    assert out.count("data.epoch") == 1
+    assert "updates on 2 ranks" in out
