@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from everyrank.launch.monitor import ProcessMonitor, _child_environment
 from forkserver import ForkServer
 from processes import Cli, Forge, Pool, command_line, run_cli
 
@@ -69,6 +70,20 @@ def everyrank(forkserver: ForkServer) -> Any:
 def programs(forkserver: ForkServer) -> Path:
     """A folder with a `python` and a `torchrun` for a shell whose processes are forked."""
     return forkserver.programs
+
+
+@pytest.fixture
+def forked_ranks(forkserver: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `run_ranks` starts from the test itself is forked, too."""
+    start = ProcessMonitor._start
+
+    def fork(monitor: ProcessMonitor, command: list[str]) -> Any:
+        if command[0] != sys.executable:
+            return start(monitor, command)
+        streams = (None, None, monitor.launcher_log)
+        return forkserver.python(Path.cwd(), *command[1:], streams=streams, environment=_child_environment())
+
+    monkeypatch.setattr(ProcessMonitor, "_start", fork)
 
 
 @pytest.fixture

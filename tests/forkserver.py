@@ -31,6 +31,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -197,22 +198,30 @@ def serve(address: str) -> None:
     _preload()
     subprocess.Popen = _ForkingPopen
     multiprocessing.util.spawnv_passfds = _spawnv_passfds
+    started: dict[socket.socket, int] = {}  # the process that was asked for over this connection, as long as it runs
+    a_child_ended, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address + ".new")
         listening.listen(64)
         Path(address + ".new").rename(address)
         while True:
-            ready, _, _ = select.select([listening, 0], [], [])
+            ready, _, _ = select.select([listening, 0, a_child_ended, *started], [], [])
             if 0 in ready:
                 break
-            connection, _ = listening.accept()
-            if os.fork() == 0:
-                listening.close()
-                _keep(connection)
-            connection.close()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            if a_child_ended in ready:
+                os.read(a_child_ended, 4096)
+                _tell_ended(started)
+            for connection in started.keys() & set(ready):
+                _obey(connection, started[connection])
+            if listening in ready:
+                connection, _ = listening.accept()
+                with contextlib.suppress(EOFError):
+                    started[connection] = _start(connection)
+    for child in started.values():
+        _kill(child)
     with contextlib.suppress(ChildProcessError):  # so that what they have used is counted
         while True:
             os.wait()
@@ -241,7 +250,10 @@ def _preload() -> None:
 
     for package in (everyrank.commands, everyrank.launch, everyrank.strategies):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
+            if not module.name.endswith(".ray_driver"):
+                importlib.import_module(module.name)
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False  # torch's, of its libraries: each process would take them down at its end
     assert all([torch, everyrank, zoo])
     assert threading.active_count() == 1
     gc.collect()
@@ -249,40 +261,45 @@ def _preload() -> None:
     gc.unfreeze = lambda: None  # at the end of a world, too: to look through all of it took most of a short run's time
 
 
-def _keep(connection: socket.socket) -> NoReturn:
-    """Start one process, tell its id, then how it ended. It ends with whoever asked for it."""
-    (length,) = struct.unpack("i", _first(connection))
-    content = bytearray()
-    while len(content) < length:
-        content += connection.recv(length - len(content))
+def _start(connection: socket.socket) -> int:
+    """Fork the process that is asked for, and tell its id. It ends with whoever asked for it."""
+    first, numbers, _, _ = socket.recv_fds(connection, 4, 64)
+    content = connection.recv(*struct.unpack("i", first), socket.MSG_WAITALL) if first else b""
+    if not content:
+        raise EOFError
     child = os.fork()
     if child == 0:
         connection.close()
-        _begin(bytes(content), _received)
-    for number in _received:
+        _begin(content, numbers)
+    for number in numbers:
         os.close(number)
-    connection.sendall(struct.pack("i", child))
-    threading.Thread(target=_watch, args=(connection, child), daemon=True).start()
-    _, status = os.waitpid(child, 0)
     with contextlib.suppress(OSError):
-        connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
-    os._exit(0)
+        connection.sendall(struct.pack("i", child))
+    return child
 
 
-_received: list[int] = []
+def _tell_ended(started: dict[socket.socket, int]) -> None:
+    """How each process ended that has, to whoever asked for it."""
+    while (ended := os.waitpid(-1, os.WNOHANG) if started else (0, 0)) != (0, 0):
+        (connection,) = (one for one, child in started.items() if child == ended[0])
+        del started[connection]
+        with contextlib.suppress(OSError):
+            connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(ended[1])))
+        connection.close()
 
 
-def _first(connection: socket.socket) -> bytes:
-    content, numbers, _, _ = socket.recv_fds(connection, 4, 64)
-    _received[:] = numbers
-    return content
-
-
-def _watch(connection: socket.socket, child: int) -> None:
-    """Pass on each signal that is asked for by its number; end the session when nobody asks any more."""
+def _obey(connection: socket.socket, child: int) -> None:
+    """Pass on a signal that is asked for by its number; end the session when nobody asks any more."""
+    number = b""
     with contextlib.suppress(OSError):
-        while number := connection.recv(1):
-            os.kill(child, number[0])
+        number = connection.recv(1)
+    if number:
+        os.kill(child, number[0])
+    else:
+        _kill(child)
+
+
+def _kill(child: int) -> None:
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             end(child, signal.SIGKILL)
@@ -291,6 +308,7 @@ def _watch(connection: socket.socket, child: int) -> None:
 def _begin(content: bytes, numbers: Sequence[int]) -> NoReturn:
     """Become the process that was asked for."""
     os.setsid()
+    signal.set_wakeup_fd(-1)
     high = [_above(number, 64 + len(numbers)) for number in numbers]
     for place, number in enumerate(high):
         os.dup2(number, place, inheritable=place < _STREAMS)

@@ -212,6 +212,7 @@ def hangs(info: RankInfo, how: str) -> None:
     raise RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 9000ms for recv to complete")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("how", "state"), [("stopped", "a signal has stopped it (kill -CONT "), ("asleep", "it waits")]
 )
@@ -224,6 +225,7 @@ def test_a_rank_that_hangs(how: str, state: str) -> None:
     assert "; rank 0 waited in test_faults.py:" in line
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_fails_while_another_computes() -> None:
     """An error that is no wait is the one to read, whatever the others do."""
 
@@ -236,6 +238,7 @@ def test_a_rank_that_fails_while_another_computes() -> None:
         run_ranks(Launch(processes=2, timeout_seconds=9), fails)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_supervisor_that_is_stopped(dies: bool) -> None:
     """Somebody stopped it, and its rank has ended: the parent lets it go on."""
@@ -253,6 +256,7 @@ def test_a_supervisor_that_is_stopped(dies: bool) -> None:
         assert run_ranks(Launch(processes=1), stops_its_supervisor) == {0: 1}
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_a_workload_has_started_ends_with_it() -> None:
     """A process that it has forgotten would hold its ports and its memory."""
 
@@ -282,6 +286,7 @@ def test_nothing_is_left_in_the_temporary_folder(cli: Cli) -> None:
     assert sorted(places.iterdir()) == []
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
     render, commands = spawn.render, []

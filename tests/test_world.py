@@ -165,6 +165,7 @@ def test_a_container_that_may_use_fewer_cores_than_it_sees_has_fewer(monkeypatch
         assert num_cores() == cores
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_the_person_asks_for_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks' own environment says may be ours."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -308,6 +309,7 @@ def leave_late(info: RankInfo, folder: Path) -> None:
             time.sleep(60)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_nobody_comes_to_the_end(tmp_path: Path) -> None:
     """A rank that is done does not wait for ever for one that is not."""
     with pytest.raises(RankFailedError, match="rank 1 did not come to the end within 4 s"):
@@ -323,6 +325,7 @@ def listens(info: RankInfo, launch: Launch) -> list[str]:
         return [row.laddr.ip for row in connections if row.status == psutil.CONN_LISTEN]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("method", [None, "tcp"])
 def test_nothing_listens_beyond_loopback(method: str | None) -> None:
     """Ranks of one host talk over loopback, and so does the store that rank 0 opens."""
