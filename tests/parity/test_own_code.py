@@ -30,7 +30,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from everyrank import ParallelContract
@@ -55,6 +62,42 @@ def split(model, mesh, down=RowwiseParallel):
 
 def parallelize(model, mesh):
     split(model, mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
+def sequence(model, mesh):
+    """The plan of torchtitan's decoder: between matrices the sequence is split, and norms are replicated DTensors."""
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tensor"], ends)
+    plan = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_norm": SequenceParallel(),
+        "feed": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed.gate": ColwiseParallel(),
+        "feed.up": ColwiseParallel(),
+        "feed.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+    return model
+
+
+def titan(model, mesh):
+    model = sequence(model, mesh)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
@@ -249,6 +292,26 @@ def test_tensor_then_fully_shard(check: Any) -> None:
     """The shape of torchtitan's on four ranks, each rank with a part of each matrix: also clipped by its own norm."""
     found = check(4, "parallelize:tensor=2", "norm_once:tensor=2")
     assert [getattr(parity, "status", parity) for parity in found] == ["equal", "equal"], found
+
+
+def untied() -> nn.Module:
+    """A decoder whose head has weights of its own: a plan splits the two of a tied one apart."""
+    return zoo.decoder(tied=False)
+
+
+def test_a_plan_with_split_sequences(check: Any) -> None:
+    """Matrices, sequences and the vocabulary split, as torchtitan does; then fully_shard."""
+    for count, layout in ((2, "sequence:shard=1"), (4, "titan:tensor=2")):
+        [parity] = check(count, layout, model=untied)
+        assert getattr(parity, "status", parity) == "equal", parity
+
+
+def test_tied_weights_split_apart(check: Any) -> None:
+    """A plan makes two DTensors of one weight, in silence."""
+    [parity] = check(2, "sequence:shard=1")
+    assert parity.status == "different"
+    assert parity.first_divergence == "update 0, gradient of embedding.weight (float64)"
+    assert parity.cause.startswith("embedding.weight and head.weight are one tensor as the model was built, and two ")
 
 
 def test_norm_counted_twice(check: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everyrank.data import Update
-from everyrank.layout import Layout
+from everyrank.layout import Layout, find_own_code
 from everyrank.parallel.init_model import on_cpu
 from everyrank.parity.case import ParityCase, Segments, single_like
 from everyrank.parity.compare import Comparison, largest
@@ -158,7 +158,7 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
         return "only batch norm differs: its statistics are not those of all ranks"
     if evidence.layout.row.any_axes and evidence.case.by_gradient:
         before, after = ((reference.states[place], run.states[place]) for place in (index, done))
-        return cause_in_gradients(before, after, evidence.layout, size)
+        return cause_in_gradients(before, after, find_own_code(evidence.layout, size), on_cpu(evidence.case.workload))
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
         return f"the update is {ratio:.3g} times that of one device, as many as there are ranks: sum for mean"
