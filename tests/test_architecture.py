@@ -122,6 +122,7 @@ INSIDE = {
         "compare",
         "probes",
         "own_code",
+        "outputs",
         "diagnose",
         "check",
     ],

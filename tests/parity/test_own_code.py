@@ -198,8 +198,27 @@ def divided(loss, mesh):
     return loss / mesh["context"].size()
 
 
+def attend_here(attention, stream, positions):
+    """Forgets the keys of the other ranks: right on the first one, whose positions see no others."""
+    heads = [
+        layer(stream).unflatten(-1, (-1, attention.head_width)).transpose(1, 2)
+        for layer in (attention.query, attention.key, attention.value)
+    ]
+    query, key, value = rotate(heads[0], positions), rotate(heads[1], positions), heads[2]
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return attention.output(mixed.transpose(1, 2).flatten(-2))
+
+
+def context_alone(model, mesh):
+    model.blocks[2].attention.forward = functools.partial(attend_here, model.blocks[2].attention)
+    for block in (model.blocks[0], model.blocks[1], model.blocks[3]):
+        block.attention.forward = functools.partial(attend, block.attention, mesh["context"].get_group())
+    return model
+
+
 by_context = {"data": "batch", "context": "sequence"}
 context.contract = ParallelContract(by_context, scale_loss=divided, after_backward=reduce)
+context_alone.contract = ParallelContract(by_context, scale_loss=divided, after_backward=reduce)
 context_loss.contract = ParallelContract(by_context, after_backward=reduce)
 
 
@@ -257,7 +276,7 @@ parts.contract = ParallelContract(axes={"tensor": "same"})
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any]) -> list[Parity | str]:
     """Parity of each layout, in the ranks; the message of one that is refused before."""
-    subject = zoo.subject(world, "decoder", "adamw", **changes)
+    subject = zoo.subject(world, changes.pop("name", "decoder"), "adamw", **changes)
     found: list[Parity | str] = []
     for text in layouts:
         try:
@@ -339,6 +358,18 @@ def test_loss_not_divided_by_the_context_ranks(check: Any) -> None:
     assert parity.first_divergence == "update 0, gradient of embedding.weight (float64)"
     assert "the gradient is 2 times that of one device, as many as there are ranks along context" in parity.cause
     assert "divide the loss by mesh['context'].size()" in parity.cause
+
+
+def test_the_first_output_that_differs(check: Any) -> None:
+    """What runs and is another model: one attention that sees its own rank's positions; batch norm of each rank."""
+    [parity] = check(2, "context_alone:data=1")
+    assert parity.status == "different"
+    assert parity.cause.endswith("that of blocks.2.attention.output (Linear), on rank 1")
+    [parity] = check(2, "ddp", name="norm")
+    assert parity.cause.endswith(
+        "that of blocks.0.1 (BatchNorm1d), on rank 0, 1: batch norm over one rank's samples alone (SyncBatchNorm spans "
+        "all)"
+    )
 
 
 def test_gradients_that_are_not_what_the_contract_says(check: Any) -> None:
