@@ -123,6 +123,7 @@ INSIDE = {
         "compare",
         "probes",
         "own_code",
+        "outputs",
         "diagnose",
         "check",
     ],

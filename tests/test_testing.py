@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -102,12 +104,22 @@ def outcome(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
     def run(name: str, mode: str = "prepend", content: str = FILE) -> tuple[int, str, dict[int, str]]:
         folder: Path = tmp_path_factory.mktemp("persons")
-        (folder / "test_mine.py").write_text(content)
-        words = ("-m", "pytest", "-p", "no:cacheprovider", f"--import-mode={mode}", "-q", f"test_mine.py::{name}")
+        for name_of_folder in ("suite", "elsewhere"):  # the file is not where Python would find it
+            (folder / name_of_folder).mkdir()
+        (folder / "suite" / "test_mine.py").write_text(content)
+        words = (
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            f"--import-mode={mode}",
+            "-q",
+            f"../suite/test_mine.py::{name}",
+        )
         mark = uuid.uuid4().hex
         with (folder / "out").open("w") as out:
             environment = {**os.environ, MARK: mark}
-            started = forkserver.python(folder, *words, streams=(None, out, out), environment=environment)
+            started = forkserver.python(folder / "elsewhere", *words, streams=(None, out, out), environment=environment)
             status = started.wait(200)
         return status, (folder / "out").read_text(), left_of(mark)
 
@@ -122,6 +134,17 @@ def test_right_ones_pass(outcome: Any, name: str, mode: str) -> None:
     assert status == 0, text
     assert "1 passed" in text
     assert not left
+
+
+def test_ranks_that_cannot_import_the_file(tmp_path: Path) -> None:
+    """From end to end, not forked: under `--import-mode=importlib` no rank finds the module by its name."""
+    for name in ("suite", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "suite" / "test_mine.py").write_text(FILE)
+    place = "../suite/test_mine.py::test_gradients"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", "-q", place]
+    done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=300, check=False)
+    assert "1 passed" in done.stdout, done.stdout
 
 
 def test_the_finding_is_the_message(outcome: Any) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.machinery
 import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -195,16 +195,18 @@ def _sent_by_value(*values: Any) -> Generator[None]:
 
 
 def _is_hidden(module: ModuleType) -> bool:
+    """Whether a rank, which has this process's `sys.path` and not its `sys.modules`, finds no such module."""
     file = getattr(module, "__file__", None)
     if file is None or not is_own(file) or module.__name__ == "__main__":
         return False
-    try:  # on the path, not in `sys.modules`, which a rank has not
-        found = importlib.machinery.PathFinder.find_spec(module.__name__.rpartition(".")[2], _folders(module))
-    except (ImportError, ValueError):
-        return True
+    folders: list[str] | None = None
+    found = None
+    for end in range(1, module.__name__.count(".") + 2):
+        try:
+            found = PathFinder.find_spec(".".join(module.__name__.split(".")[:end]), folders)
+        except (ImportError, KeyError, ValueError):
+            return True
+        if found is None:
+            return True
+        folders = list(found.submodule_search_locations or [])
     return found is None or found.origin != file
-
-
-def _folders(module: ModuleType) -> list[str] | None:
-    parent = sys.modules.get(module.__name__.rpartition(".")[0])
-    return list(parent.__path__) if parent is not None else None

@@ -30,7 +30,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from everyrank import ParallelContract
@@ -55,6 +62,42 @@ def split(model, mesh, down=RowwiseParallel):
 
 def parallelize(model, mesh):
     split(model, mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
+def sequence(model, mesh):
+    """The plan of torchtitan's decoder: between matrices the sequence is split, and norms are replicated DTensors."""
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tensor"], ends)
+    plan = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_norm": SequenceParallel(),
+        "feed": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed.gate": ColwiseParallel(),
+        "feed.up": ColwiseParallel(),
+        "feed.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+    return model
+
+
+def titan(model, mesh):
+    model = sequence(model, mesh)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
@@ -155,8 +198,27 @@ def divided(loss, mesh):
     return loss / mesh["context"].size()
 
 
+def attend_here(attention, stream, positions):
+    """Forgets the keys of the other ranks: right on the first one, whose positions see no others."""
+    heads = [
+        layer(stream).unflatten(-1, (-1, attention.head_width)).transpose(1, 2)
+        for layer in (attention.query, attention.key, attention.value)
+    ]
+    query, key, value = rotate(heads[0], positions), rotate(heads[1], positions), heads[2]
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return attention.output(mixed.transpose(1, 2).flatten(-2))
+
+
+def context_alone(model, mesh):
+    model.blocks[2].attention.forward = functools.partial(attend_here, model.blocks[2].attention)
+    for block in (model.blocks[0], model.blocks[1], model.blocks[3]):
+        block.attention.forward = functools.partial(attend, block.attention, mesh["context"].get_group())
+    return model
+
+
 by_context = {"data": "batch", "context": "sequence"}
 context.contract = ParallelContract(by_context, scale_loss=divided, after_backward=reduce)
+context_alone.contract = ParallelContract(by_context, scale_loss=divided, after_backward=reduce)
 context_loss.contract = ParallelContract(by_context, after_backward=reduce)
 
 
@@ -214,7 +276,7 @@ parts.contract = ParallelContract(axes={"tensor": "same"})
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any]) -> list[Parity | str]:
     """Parity of each layout, in the ranks; the message of one that is refused before."""
-    subject = zoo.subject(world, "decoder", "adamw", **changes)
+    subject = zoo.subject(world, changes.pop("name", "decoder"), "adamw", **changes)
     found: list[Parity | str] = []
     for text in layouts:
         try:
@@ -251,6 +313,26 @@ def test_tensor_then_fully_shard(check: Any) -> None:
     assert [getattr(parity, "status", parity) for parity in found] == ["equal", "equal"], found
 
 
+def untied() -> nn.Module:
+    """A decoder whose head has weights of its own: a plan splits the two of a tied one apart."""
+    return zoo.decoder(tied=False)
+
+
+def test_a_plan_with_split_sequences(check: Any) -> None:
+    """Matrices, sequences and the vocabulary split, as torchtitan does; then fully_shard."""
+    for count, layout in ((2, "sequence:shard=1"), (4, "titan:tensor=2")):
+        [parity] = check(count, layout, model=untied)
+        assert getattr(parity, "status", parity) == "equal", parity
+
+
+def test_tied_weights_split_apart(check: Any) -> None:
+    """A plan makes two DTensors of one weight, in silence."""
+    [parity] = check(2, "sequence:shard=1")
+    assert parity.status == "different"
+    assert parity.first_divergence == "update 0, gradient of embedding.weight (float64)"
+    assert parity.cause.startswith("embedding.weight and head.weight are one tensor as the model was built, and two ")
+
+
 def test_norm_counted_twice(check: Any) -> None:
     """What all tensor ranks hold alike counts twice in the norm; clipped by each rank's own norm."""
     twice, here = check(4, "norm_twice:tensor=2", "norm_here:tensor=2")
@@ -276,6 +358,18 @@ def test_loss_not_divided_by_the_context_ranks(check: Any) -> None:
     assert parity.first_divergence == "update 0, gradient of embedding.weight (float64)"
     assert "the gradient is 2 times that of one device, as many as there are ranks along context" in parity.cause
     assert "divide the loss by mesh['context'].size()" in parity.cause
+
+
+def test_the_first_output_that_differs(check: Any) -> None:
+    """What runs and is another model: one attention that sees its own rank's positions; batch norm of each rank."""
+    [parity] = check(2, "context_alone:data=1")
+    assert parity.status == "different"
+    assert parity.cause.endswith("that of blocks.2.attention.output (Linear), on rank 1")
+    [parity] = check(2, "ddp", name="norm")
+    assert parity.cause.endswith(
+        "that of blocks.0.1 (BatchNorm1d), on rank 0, 1: batch norm over one rank's samples alone (SyncBatchNorm spans "
+        "all)"
+    )
 
 
 def test_gradients_that_are_not_what_the_contract_says(check: Any) -> None:

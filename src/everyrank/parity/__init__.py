@@ -20,6 +20,7 @@ The rules (docs/parity.md):
     compare.py     the rules: pure arithmetic
     probes.py      why a workload is not the same in parts as it is as a whole
     own_code.py    own parallel code: its gradients first, and which axis or norm is wrong
+    outputs.py     of own parallel code the first module whose output differs
     diagnose.py    the first tensor that differs, and the likely cause
     check.py       all of it for one layout
 """

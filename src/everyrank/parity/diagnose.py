@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from everyrank.data import Update
-from everyrank.layout import Layout
+from everyrank.layout import Layout, find_own_code
 from everyrank.parallel.init_model import on_cpu
 from everyrank.parity.case import ParityCase, Segments, single_like
 from everyrank.parity.compare import Comparison, largest
+from everyrank.parity.outputs import first_output_that_differs
 from everyrank.parity.own_code import cause_in_gradients
 from everyrank.parity.probes import probe_evaluation, probe_update
 from everyrank.parity.reference import BY_NOISE, Reference, relative, tensor_distance
@@ -30,7 +31,10 @@ _FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first u
 
 @dataclass(frozen=True)
 class _Evidence:
-    """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on."""
+    """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on.
+
+    Of own parallel code, where the loss differs, `output` says which module's output is the first that does.
+    """
 
     case: ParityCase
     layout: Layout
@@ -39,6 +43,7 @@ class _Evidence:
     reference: Trace
     run: Trace
     watched: Sequence[list[float]]
+    output: str = ""
 
 
 def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
@@ -55,10 +60,13 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Co
     # of a layout of one process, rank 0 has all there is
     rows = [row.tolist() for row in _rows_of_all(run, world)] if layout.axis is not None else []
 
+    is_loss_of_own_code = layout.row.any_axes and finding.kind == "loss"
+    output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_own_code else ""
+
     def look() -> tuple[str, str | None]:
         assert run is not None
         reference = trace(case, single, single_process_world(world), segments, keep=True)
-        evidence = _Evidence(case, layout, world, segments[0], reference, run, rows or [_counted(run.rows)])
+        evidence = _Evidence(case, layout, world, segments[0], reference, run, rows or [_counted(run.rows)], output)
         if finding.kind == "evaluation":
             cause = probe_evaluation(case, single_process_world(world))
             return finding.what, cause or _about_rows(evidence, len(segments[0]), "evaluation") or _EVALUATION
@@ -158,7 +166,7 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
         return "only batch norm differs: its statistics are not those of all ranks"
     if evidence.layout.row.any_axes and evidence.case.by_gradient:
         before, after = ((reference.states[place], run.states[place]) for place in (index, done))
-        return cause_in_gradients(before, after, evidence.layout, size)
+        return cause_in_gradients(before, after, find_own_code(evidence.layout, size), on_cpu(evidence.case.workload))
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
         return f"the update is {ratio:.3g} times that of one device, as many as there are ranks: sum for mean"
@@ -188,6 +196,8 @@ def _cause_in_loss(evidence: _Evidence, index: int) -> str:
     if relative(reference.counts[index], run.counts[index]) > 1e-6:
         there, here = run.counts[index], reference.counts[index]
         return f"every rank read its samples, but {there:g} loss terms were counted and {here:g} in one process"
+    if evidence.output:
+        return f"every rank read the samples it should, and the loss differs before the weights do: {evidence.output}"
     norm = "batch norm over one rank's samples only, or " if evidence.case.has_batch_norm else ""
     return (
         f"every rank read the samples it should, and the loss differs before the weights do: {norm}a model that "

@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everyrank.layout import Layout, OwnCode, find_own_code
 from everyrank.loop import run_updates, wrap_user_errors
+from everyrank.parallel.init_model import shared_parameters
 from everyrank.parallel.mesh import local_tensors
 from everyrank.parallel.own import clean_name, replicated_axes, sum_squares_of_parts
 from everyrank.parity.case import ParityCase, by_gradient
@@ -49,9 +50,17 @@ def gradients_of(case: ParityCase) -> ParityCase:
     return case.of_gradients
 
 
-def cause_in_gradients(before: Sequence[_Tensors], after: Sequence[_Tensors], layout: Layout, world_size: int) -> str:
-    """Why gradients differ: `before` and `after` are the states (of one device, of the layout) around one update."""
-    code = find_own_code(layout, world_size)
+def cause_in_gradients(before: Sequence[_Tensors], after: Sequence[_Tensors], code: OwnCode, model: nn.Module) -> str:
+    """Why gradients differ: `before` and `after` are the states (of one device, of the layout) around one update.
+
+    `model` is the one that is handed to the person's function.
+    """
+    apart = _split_apart(after[1], model)
+    if apart:
+        return (
+            f"{' and '.join(apart)} are one tensor as the model was built, and two as {code.place} leaves it; tie them "
+            "again, or leave them out of the plan"
+        )
     ratios: dict[str, float | None] = {}
     for name, tensor in before[0].items():
         if tensor.is_floating_point() and "running_" not in name and name in before[1]:
@@ -73,6 +82,15 @@ def cause_in_gradients(before: Sequence[_Tensors], after: Sequence[_Tensors], la
         )
     subject = f"the gradient{'' if who == 'all' else f's of {who} tensors'}"
     return f"{subject}{' is' if who == 'all' else ' are'} {first:.4g} times that of one device{_of_ranks(code, first)}"
+
+
+def _split_apart(state: _Tensors, model: nn.Module) -> list[str]:
+    """Names of tensors that the model shares, and that are not equal any more; [] where all are."""
+    for places in shared_parameters(model):
+        names = [f"{module}.{name}".lstrip(".") for module, name in places]
+        if all(name in state for name in names) and not all(torch.equal(state[names[0]], state[n]) for n in names):
+            return names
+    return []
 
 
 def _of_ranks(code: OwnCode, ratio: float) -> str:
