@@ -50,9 +50,7 @@ def main():
     dataset = Shifted()
     sampler = DistributedSampler(dataset)
     generator = torch.Generator().manual_seed(SEED + rank)
-    loader = DataLoader(
-        dataset, 16, sampler=sampler, num_workers=2, worker_init_fn=seed_worker, generator=generator
-    )
+    loader = DataLoader(dataset, 16, sampler=sampler, num_workers=2, worker_init_fn=seed_worker, generator=generator)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         drawn = []
