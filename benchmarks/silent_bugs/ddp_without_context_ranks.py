@@ -2,7 +2,7 @@
 
 Reported: https://github.com/ByteDance-Seed/VeOmni/pull/1115
           https://github.com/ByteDance-Seed/VeOmni/issues/1059
-Wrong: with one replica the group has one rank, and averaging does nothing: each rank steps for its part of the sequence.
+Wrong: with one replica the group has one rank, and averages nothing: each rank steps for its part of the sequence.
 Kind: parallelize
 Reads: every rank the whole sequences; the model takes its positions, and its loss is the mean over them
 Right: the group of all ranks that read other samples or other positions
