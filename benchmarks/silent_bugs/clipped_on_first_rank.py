@@ -39,7 +39,7 @@ def get_gradients(model, for_clipping):
     gradients = []
     for parameter in model.parameters():
         is_split = isinstance(parameter, DTensor)
-        if (RIGHT and for_clipping) or is_split or dist.get_rank() == 0:
+        if (RIGHT and for_clipping) or is_split or dist.get_rank() == 0:  # <- the mistake
             gradients.append(local(parameter.grad))
     return gradients
 
