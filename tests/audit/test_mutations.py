@@ -46,6 +46,13 @@ MUTATIONS = [
     ("stream", "                parameter.grad /= world_size\n", "", "gradient.scale", ".mean()"),
     ("stream", "for parameter in model.parameters():", "for parameter in model[2:].parameters():",
      "gradient.unsynced", "optimizer.step()"),
+    ("language", "            is_last = ", "            optimizer.zero_grad()\n            is_last = ",
+     "gradient.thrown-away", "            optimizer.zero_grad()"),
+    ("stream", "            loss.backward()", "            (loss / (loss - loss)).backward()", "gradient.nan",
+     "optimizer.step()"),
+    ("stream", "                parameter.grad /= world_size\n",
+     "                parameter.grad = parameter.grad.sign() / world_size\n", "gradient.unexplained",
+     "optimizer.step()"),
     # --- clipping
     ("language", "        scaler.unscale_(optimizer)\n", "", "clip.scaled", "clip_grad_norm_"),
     ("language", "                scaler.scale(loss * world_size / count).backward()\n",
@@ -58,6 +65,8 @@ MUTATIONS = [
     ("stream", "                dist.all_reduce(parameter.grad)\n", "", "replicas.", "optimizer.step()"),
     ("classifier", "optim.SGD(model.parameters()", "optim.SGD(model.module[0].parameters()", "weights.not-stepped",
      "optimizer = "),
+    ("classifier", "nn.Dropout(0.1)", "nn.Dropout(0.1), nn.BatchNorm1d(32)", "replicas.buffers",
+     "model.module(inputs)"),
     ("sharded", "in model[::2]:", "in model[:3:2]:", "weights.uninitialised", "to_empty"),
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
@@ -66,6 +75,7 @@ MUTATIONS = [
     ("classifier", "[loss * len(labels), hits, len(labels)]", "[loss, hits / len(labels), 1]", "eval.mean-of-means",
      "loss = F.cross_entropy(output"),
     ("classifier", "    model.eval()\n", "", "eval.mode", "model.module(inputs)"),
+    ("classifier", "world_size)), 5)", "world_size)), 5, drop_last=True)", "eval.dropped", "DataLoader(Subset"),
     # --- randomness
     ("classifier", "torch.manual_seed(100 + rank)", "torch.manual_seed(100)", "random.dropout",
      "model(inputs), labels"),

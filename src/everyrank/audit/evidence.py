@@ -142,11 +142,17 @@ class Evidence:
         """Whether the ranks hold parts of layers: tensor, pipeline or expert parallelism, also by hand."""
         if any(event["is_split"] for event in self.all_of("step")):
             return True
-        if any(_is_of_the_model(event) for event in self.all_of("collective")):
+        if self._differs_from_the_start and any(_is_of_the_model(event) for event in self.all_of("collective")):
             return True
         shapes = [{event["shapes"] for event in self.of(rank, "step")} for rank in self.ranks]
         are_sharded = any(event["is_sharded"] for event in self.all_of("step"))
         return not are_sharded and any(own != shapes[0] for own in shapes)
+
+    @property
+    def _differs_from_the_start(self) -> bool:
+        """Whether the ranks hold other weights under the same names before their first update."""
+        first = next(iter(self.steps.values()), {})
+        return any(step["checksums"] != first[self.ranks[0]]["checksums"] for step in first.values())
 
 
 def _is_of_the_model(event: Event) -> bool:

@@ -106,7 +106,7 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
             "drop what is beyond len(dataset), or give each rank Subset(data, range(rank, len(data), world_size))",
             tuple(sent[0]["lines"][:1]),
         )
-    _check_dropped(evidence, key, first, union, findings)
+    _check_dropped(evidence, key, loaders, union, findings)
 
 
 def _evaluating_line(evidence: Evidence) -> str:
@@ -114,17 +114,24 @@ def _evaluating_line(evidence: Evidence) -> str:
 
 
 def _check_dropped(
-    evidence: Evidence, key: tuple[int, int], first: Event, union: set[object], findings: Findings
+    evidence: Evidence, key: tuple[int, int], loaders: dict[int, Event], union: set[object], findings: Findings
 ) -> None:
+    """Samples that no rank evaluates: of the loader's own dataset, and where it is not cut up, of the whole."""
+    first = loaders[evidence.ranks[0]]
     length = first["length"] or 0
-    if "subset" in first or len(union) >= length:
-        return
-    others: set[object] = set()
-    for other, loader in evidence.loaders(evidence.ranks[0]).items():
-        if other != key and loader.get("indices"):
-            others |= set(loader["indices"])
-    if set(range(length)) - union - others:
-        text = f"{length - len(union)} of {length} samples are not evaluated"
+    num = sum(
+        (loader["length"] or 0) - loader["num_indices"]
+        for loader in loaders.values()
+        if loader["sampler"] in ("SequentialSampler", "RandomSampler")
+    )
+    if "subset" not in first and len(union) < length:
+        others: set[object] = set()
+        for other, loader in evidence.loaders(evidence.ranks[0]).items():
+            if other != key and loader.get("indices"):
+                others |= set(loader["indices"])
+        num = max(num, len(set(range(length)) - union - others))
+    if num > 0:
+        text = f"{num} of {max(length, len(union) + num)} samples are not evaluated"
         findings.add("WARN", "eval.dropped", first["line"], text, "drop_last=False where it is counted")
 
 
