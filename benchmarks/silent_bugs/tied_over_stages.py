@@ -1,6 +1,6 @@
 """Embedding and head share a weight, on the first and the last stage of a pipeline, and each keeps its own gradient.
 
-Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there the sum was taken, of parts that did not belong together)
+Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there the sum was taken, of the wrong parts)
 Wrong: each copy steps with its part of the gradient; what began as one weight is two.
 Kind: script
 Right: the two stages add up their gradients of it
