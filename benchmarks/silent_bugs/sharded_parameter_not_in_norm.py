@@ -40,10 +40,10 @@ class SinkAttention(nn.Module):
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(HEADS, WIDTH, DEPTH, generator=generator)
         output = torch.randn(HEADS, DEPTH, WIDTH, generator=generator)
-        slots = torch.randn(6, DEPTH, generator=generator)
+        slots = torch.randn(6, DEPTH, generator=generator) / 4 + 1
         self.query = nn.Parameter(query.chunk(size)[rank] / 4)
         self.output = nn.Parameter(output.chunk(size)[rank] / 6)
-        self.sink = nn.Parameter(torch.full((HEADS // size, 1), 2.0))
+        self.sink = nn.Parameter(torch.ones(HEADS // size, 1))
         self.slots = nn.Parameter(slots)
         for parameter in (self.query, self.output, *([self.sink] if RIGHT else [])):
             parameter.is_split = True
@@ -79,7 +79,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(40):
         hidden = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = F.mse_loss(model(hidden), torch.zeros_like(hidden))
+        loss = F.mse_loss(model(hidden), torch.ones_like(hidden))
         optimizer.zero_grad()
         loss.backward()
         reduce_replicated(model)
