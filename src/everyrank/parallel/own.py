@@ -184,7 +184,7 @@ def _text(error: Exception) -> str:
     """The error, with the line where it is in a file of the person's."""
     if any(is_own(frame.filename) for frame in traceback.extract_tb(error.__traceback__)):
         return describe(error)
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
 
 
 def _about_linear(module: nn.Module, value: Any) -> str:

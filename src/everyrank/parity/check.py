@@ -29,16 +29,19 @@ def check_layout(
     here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
     `by_name`, else `not_verified`. A collective.
     """
-    if layout.row.any_axes and not case.by_gradient:
+    checks: list[str] = []
+    looks_at_gradients = layout.row.any_axes and not case.by_gradient
+    if looks_at_gradients:
         of_gradients, _ = check_layout(gradients_of(case), layout, world, f"{key}/gradients", by_name)
         if of_gradients.status != "equal":
             return of_gradients, []
+        checks = [f"gradients, {text}" for text in of_gradients.checks]
     try:
         ensure_references(case, layout, world, key)
     except (CannotRunError, UnsupportedLayoutError) as error:
         # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
-    checks = list(case.notes)
+    checks = [*case.notes, *checks]
     finding: Comparison | None = None
     losses: list[float] = []
     for precision in case.precisions(layout):
@@ -56,7 +59,7 @@ def check_layout(
             return check_layout(case, layout, world, f"{key}/anew", by_name)
         if not own.is_equal:
             first, cause = locate(case, variant, world, here, own)
-            if layout.row.any_axes and not case.by_gradient and own.kind in ("loss", "tensor"):
+            if looks_at_gradients and precision == "float64" and ", tensor " in first:
                 cause = cause_after_gradients(case, variant, world)
             return _different(own, f"{first} ({precision})", cause, checks), losses
         checks.append(f"{precision}, {own.scope}: {own.text}")

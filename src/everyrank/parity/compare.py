@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -85,17 +86,23 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     _, difference, tolerance = max((d / t, d, t) for d, t in zip(differences, tolerances, strict=True))
     text = f"{len(differences)} losses differ by at most {worst:.1e} (tolerance {tolerance:.0e}), "
     text += _about_tensors(reference, run, precision)
+    text += f"; not compared: {', '.join(run.not_compared)}" if run.not_compared else ""
     return Comparison(True, difference, tolerance, worst, scope, text)
 
 
 def _scope(reference: Reference, run: Trace) -> str:
     """`20 updates`, or `to update 5, rounding grows beyond`; and which tensors were not compared."""
     lengths = [len(segment) for segment in reference.segments]
-    left_out = f"; not compared: {', '.join(run.not_compared)}" if run.not_compared else ""
+    left_out = f"; not compared: {_listed(run.not_compared)}" if run.not_compared else ""
     if not reference.is_cut:
         return f"{sum(lengths)} update{'s' * (sum(lengths) != 1)}{left_out}"
     again = f", {lengths[1]} more at the epoch's end" if len(lengths) > 1 else ""
     return f"to update {lengths[0]}{again}; rounding grows beyond{left_out}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Three of them, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _first_count(reference: Reference, run: Trace) -> _Place | None:
