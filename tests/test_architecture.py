@@ -146,9 +146,10 @@ INSIDE = {
         "watch.inject.sitecustomize",
         "start",
         "outside",
+        "script",
         "evidence",
         *("rules.data", "rules.loss_terms", "rules.gradients", "rules.clipping", "rules.replicas"),
-        *("rules.evaluation", "rules.collectives", "rules.randomness", "rules.saving", "rules.speed"),
+        *("rules.evaluation", "rules.collectives", "rules.randomness", "rules.schedule", "rules.saving", "rules.speed"),
         "examine",
     ],
     "commands": [

@@ -76,6 +76,12 @@ MUTATIONS = [
      "loss = F.cross_entropy(output"),
     ("classifier", "    model.eval()\n", "", "eval.mode", "model.module(inputs)"),
     ("classifier", "world_size)), 5)", "world_size)), 5, drop_last=True)", "eval.dropped", "DataLoader(Subset"),
+    ("classifier", "    dist.all_reduce(totals)\n    model.train()\n", "    dist.all_reduce(totals)\n", "train.mode",
+     "model(inputs), labels"),
+    # --- the learning rate
+    ("classifier", "            optimizer.step()\n",
+     "            optimizer.step()\n            schedule.step(), schedule.step()\n", "schedule.often",
+     "schedule.step()"),
     # --- randomness
     ("classifier", "torch.manual_seed(100 + rank)", "torch.manual_seed(100)", "random.dropout",
      "model(inputs), labels"),

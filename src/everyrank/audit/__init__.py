@@ -1,6 +1,7 @@
 """A person's script as it is, watched while it trains: its silent mistakes, with file and line.
 
 examine.py    the call, start to end
+script.py     what can be said of a script before it runs
 start.py      its processes: started, waited for, ended
 outside.py    where torchrun has started us
 watch/        what looks on inside them: hooks of torch, which judge nothing

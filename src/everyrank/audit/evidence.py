@@ -142,6 +142,8 @@ class Evidence:
         """Whether the ranks hold parts of layers: tensor, pipeline or expert parallelism, also by hand."""
         if any(event["is_split"] for event in self.all_of("step")):
             return True
+        if any(event["op"].startswith(("send", "recv")) and event["update"] for event in self.all_of("collective")):
+            return True
         if self._differs_from_the_start and any(_is_of_the_model(event) for event in self.all_of("collective")):
             return True
         shapes = [{event["shapes"] for event in self.of(rank, "step")} for rank in self.ranks]

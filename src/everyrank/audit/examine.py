@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import os
 import re
@@ -23,7 +22,9 @@ from everyrank.audit.rules.gradients import check_gradients
 from everyrank.audit.rules.randomness import check_randomness
 from everyrank.audit.rules.replicas import check_replicas
 from everyrank.audit.rules.saving import check_saving
+from everyrank.audit.rules.schedule import check_schedule
 from everyrank.audit.rules.speed import check_speed
+from everyrank.audit.script import find_script, has_gpu, is_distributed, names_cuda, own_text, starts_ranks_itself
 from everyrank.audit.start import ScriptRun, rank_environments, run_script
 from everyrank.audit.watch.place import is_own_file
 from everyrank.audit.watch.recorder import Settings
@@ -39,15 +40,11 @@ _RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
     check_clipping,
     check_evaluation,
     check_randomness,
+    check_schedule,
     check_saving,
     check_speed,
 )
-_STARTS_RANKS = re.compile(r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(")
-_IS_DISTRIBUTED = re.compile(
-    r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|accelerate|lightning|transformers|deepspeed|horovod"
-)
 _BATCHES = 4  # of an epoch, before its last one
-_NAMES_CUDA = re.compile(r"\bcuda\b|\bnccl\b|torch\.accelerator")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 
 
@@ -124,12 +121,12 @@ def audit_script(
     Raises `UsageError` where there is no such script, or it never trains; `RankFailedError` where it fails by itself.
     """
     script = find_script(words)
-    text = _own_text(script) if script else ""
-    num_ranks = options.processes or (2 if words[0] == "-m" or _IS_DISTRIBUTED.search(text) else 1)
-    devices = 0 if _has_gpu() or not _NAMES_CUDA.search(f"{text} {' '.join(words)}") else num_ranks
+    text = own_text(script) if script else ""
+    num_ranks = options.processes or (2 if words[0] == "-m" or is_distributed(text) else 1)
+    devices = 0 if has_gpu() or not names_cuda(f"{text} {' '.join(words)}") else num_ranks
     if is_rank(os.environ):
         return _audit_from_outside(words, script, options, devices, moved)
-    starts_ranks = options.processes is None and _STARTS_RANKS.search(text) is not None
+    starts_ranks = options.processes is None and starts_ranks_itself(text)
     ranks = [{}] if starts_ranks else rank_environments(num_ranks)
     first: RankFailedError | None = None
     for attempt in _attempts(options, devices):
@@ -187,45 +184,6 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
         keep_files=options.watch,
         main=str(script.absolute()) if script else "",
     )
-
-
-def find_script(words: Sequence[str]) -> Path | None:
-    """The file that is run, None for a module by its name. Raises `UsageError` for what cannot be run."""
-    if not words:
-        raise UsageError("audit needs a script: everyrank audit train.py --its-own arguments")
-    if words[0] == "-m":
-        if len(words) < 2:
-            raise UsageError("audit -m: give the name of a module")
-        return None
-    path = Path(words[0])
-    if not path.is_file():
-        why = "it is a folder" if path.is_dir() else "no such file"
-        raise UsageError(f"{path}: {why}; give a Python script, or -m and a module")
-    try:
-        ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        place = f"{path.name}:{line}" if line else path.name
-        raise UsageError(f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}") from None
-    return path
-
-
-def _own_text(script: Path) -> str:
-    """Of the script, and of the person's files beside it that it imports."""
-    found, waiting = dict[Path, str](), [script]
-    while waiting:
-        path = waiting.pop()
-        if path in found or not path.is_file():
-            continue
-        found[path] = text = path.read_text(encoding="utf-8", errors="replace")
-        for name in re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE):
-            waiting += [path.parent / f"{name}.py"]
-    return "\n".join(found.values())
-
-
-def _has_gpu() -> bool:
-    """Whether there is a device of NVIDIA's, without torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
 
 
 def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:

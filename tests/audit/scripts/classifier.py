@@ -33,6 +33,7 @@ def main():
     model = DistributedDataParallel(model)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)
     sampler = DistributedSampler(train)
     loader = DataLoader(train, 7, sampler=sampler, drop_last=True)
     for epoch in range(2):
@@ -42,6 +43,7 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        schedule.step()
         loss, accuracy = evaluate(model, held_out, rank, world_size)
         if rank == 0:
             print(f"epoch {epoch} loss {loss:.6f} accuracy {accuracy:.4f}")

@@ -26,6 +26,7 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
                 "evaluates in training mode: dropout drops, and batch norm takes the statistics of this batch",
                 "model.eval() before the evaluation, model.train() after it",
             )
+    _check_training_mode(evidence, findings)
     evaluated = sorted(
         {key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"}
     )
@@ -38,6 +39,24 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
             if len(found) == len(loaders):
                 _check_shards(evidence, key, found, findings)
     _check_means(evidence, findings)
+
+
+def _check_training_mode(evidence: Evidence, findings: Findings) -> None:
+    """A model that was trained in train mode, was evaluated, and goes on in eval mode."""
+    rank = evidence.ranks[0]
+    was_training = False
+    for event in evidence.of(rank, "forward"):
+        was_training |= event["is_grad"] and event["is_training"]
+        has_modes = event["num_batch_norms"] or any(one["dropouts"] for one in evidence.of(rank, "forward_end"))
+        if was_training and event["is_grad"] and not event["is_training"] and has_modes:
+            findings.add(
+                "FAIL",
+                "train.mode",
+                event["line"],
+                "trains in eval mode since the first evaluation: no dropout, and batch norm learns nothing more",
+                "model.train() after each evaluation",
+            )
+            return
 
 
 def _only_some_evaluate(evidence: Evidence, findings: Findings) -> bool:

@@ -44,6 +44,7 @@ class Collectives(TorchDispatchMode):
         size = sum(t.numel() * t.element_size() for t in tensors(args[:1]))
         about = {"op": name, "group": _group(args), "shapes": shapes, "bytes": size, "reduction": _reduction(args)}
         recorder = self.recorder
+        recorder.num_sent += recorder.update > 0 or recorder.phase.startswith("backward")
         recorder.event("collective", **about, lines=chain(), phase=recorder.phase, through=library_calls())
 
 

@@ -28,6 +28,7 @@ from everyrank.audit.watch.steps import install_sharding, install_steps
 
 __all__ = ["install"]
 
+_ALONE = 20  # times the updates, where nothing was sent
 _WAIT_SECONDS = 15.0  # for the other ranks, when this one has seen enough
 
 
@@ -61,14 +62,19 @@ def install() -> None:
 
 
 class End:
-    """Stops the script after enough updates or epochs, on all ranks."""
+    """Stops the script after enough updates or epochs, on all ranks; not at all under --watch."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
     def after_step(self) -> None:
-        """Twice the updates that are looked at closely, so that a second epoch begins where epochs are short."""
-        if self.recorder.update >= 2 * self.recorder.settings.updates:
+        """Twice the updates that are looked at closely, so that a second epoch begins where epochs are short.
+
+        Ranks that have sent each other nothing so far may be preparing something, each for itself: these go on.
+        """
+        recorder = self.recorder
+        is_alone = recorder.settings.modes and recorder.num_sent == 0 and os.environ.get("WORLD_SIZE", "1") != "1"
+        if recorder.update >= (_ALONE if is_alone else 2) * recorder.settings.updates:
             self.finish("updates")
 
     def finish(self, why: str) -> None:

@@ -48,7 +48,7 @@ class Modules:
                 "rows": rows((args, kwargs)),
                 "size": next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0),
                 "generator": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-                "num_batch_norms": sum(isinstance(m, _BATCH_NORMS) for m in root.modules()) if not is_grad else 0,
+                "num_batch_norms": sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
                 "syncs": bool(getattr(module, "require_backward_grad_sync", True)),
             }
             empty = self._uninitialised(root) if is_grad and self.emptied else []

@@ -66,6 +66,7 @@ class Recorder:
         self.micro = 0  # backwards since the last of them
         self.phase = "script"  # whose collectives these are: the script's, or those of a forward, a backward...
         self.is_done = False
+        self.num_sent = 0  # collectives since the first update began
         self._muted = 0
         self._count = 0
         self._pid = 0

@@ -26,6 +26,7 @@ def install_steps(
     _watch_scaler(recorder, gradients)
     _watch_optimizers(recorder, gradients, stepped)
     _watch_zero_grad(recorder, gradients)
+    _watch_schedules(recorder)
 
 
 def _watch_backward(recorder: Recorder, losses: Losses, gradients: Gradients, begin: Callable[[], None]) -> None:
@@ -159,6 +160,50 @@ def _recording(closure: Any, record: Callable[[], None]) -> Any:
         return out
 
     return watched
+
+
+def _watch_schedules(recorder: Recorder) -> None:
+    """Each step of a schedule; not those that one schedule calls of another."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    depth: list[int] = []
+
+    def watched(kind: Any) -> None:
+        step = kind.__dict__.get("step")
+        if step is None:
+            return
+
+        @functools.wraps(step)
+        def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not depth and getattr(self, "_audit_made", False):
+                recorder.event("schedule", schedule=id(self), name=type(self).__name__, line=where())
+            depth.append(id(self))
+            try:
+                return step(self, *args, **kwargs)
+            finally:
+                depth.pop()
+
+        kind.step = stepping
+
+    for kind in [LRScheduler, *_all_below(LRScheduler)]:
+        watched(kind)
+    _mark_made(LRScheduler)
+
+
+def _all_below(kind: Any) -> list[Any]:
+    return [one for below in kind.__subclasses__() for one in (below, *_all_below(below))]
+
+
+def _mark_made(kind: Any) -> None:
+    """A schedule steps once by itself when it is made."""
+    initial = kind._initial_step
+
+    @functools.wraps(initial)
+    def made(self: Any) -> None:
+        initial(self)
+        self._audit_made = True
+
+    kind._initial_step = made
 
 
 def _watch_zero_grad(recorder: Recorder, gradients: Gradients) -> None:

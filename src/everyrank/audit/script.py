@@ -1,0 +1,73 @@
+"""What can be said of a script before it runs: whether it can, and how it is to be started."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from everyrank.errors import UsageError
+
+__all__ = ["find_script", "has_gpu", "is_distributed", "names_cuda", "own_text", "starts_ranks_itself"]
+
+_STARTS_RANKS = re.compile(r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(")
+_IS_DISTRIBUTED = re.compile(
+    r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|accelerate|lightning|transformers|deepspeed|horovod"
+)
+_NAMES_CUDA = re.compile(r"\bcuda\b|\bnccl\b|torch\.accelerator")
+
+
+def find_script(words: Sequence[str]) -> Path | None:
+    """The file that is run, None for a module by its name. Raises `UsageError` for what cannot be run."""
+    if not words:
+        raise UsageError("audit needs a script: everyrank audit train.py --its-own arguments")
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise UsageError("audit -m: give the name of a module")
+        return None
+    path = Path(words[0])
+    if not path.is_file():
+        why = "it is a folder" if path.is_dir() else "no such file"
+        raise UsageError(f"{path}: {why}; give a Python script, or -m and a module")
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        place = f"{path.name}:{line}" if line else path.name
+        raise UsageError(f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}") from None
+    return path
+
+
+def own_text(script: Path) -> str:
+    """Of the script, and of the person's files beside it that it imports."""
+    found, waiting = dict[Path, str](), [script]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found[path] = text = path.read_text(encoding="utf-8", errors="replace")
+        for name in re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE):
+            waiting += [path.parent / f"{name}.py"]
+    return "\n".join(found.values())
+
+
+def has_gpu() -> bool:
+    """Whether there is a device of NVIDIA's, without torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
+
+
+def starts_ranks_itself(text: str) -> bool:
+    """Whether it spawns: such a script is started once."""
+    return _STARTS_RANKS.search(text) is not None
+
+
+def is_distributed(text: str) -> bool:
+    """Whether it knows of ranks at all."""
+    return _IS_DISTRIBUTED.search(text) is not None
+
+
+def names_cuda(text: str) -> bool:
+    """Whether it would use a GPU."""
+    return _NAMES_CUDA.search(text) is not None
