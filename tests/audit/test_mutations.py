@@ -16,10 +16,10 @@ MUTATIONS = [
     # --- data
     ("classifier", "7, sampler=sampler", "7, shuffle=True", "data.same", "loader = DataLoader(train"),
     ("classifier", "sampler = DistributedSampler(train)", "sampler = DistributedSampler(train, seed=rank)",
-     "data.overlap", "loader = DataLoader(train"),
+     "data.overlap", "sampler = DistributedSampler("),
     ("classifier", "        sampler.set_epoch(epoch)\n", "", "data.epoch", "in loader:"),
     ("classifier", "Generator().manual_seed(1)", "Generator().manual_seed(rank)", "data.split",
-     "loader = DataLoader(train"),
+     "random_split(data"),
     ("classifier", "torch.manual_seed(0)", "torch.manual_seed(rank)", "data.content", "loader = DataLoader(train"),
     ("classifier", "DistributedSampler(train)", "DistributedSampler(train, 4, rank)", "data.skipped",
      "loader = DataLoader(train"),

@@ -150,6 +150,15 @@ class Evidence:
         are_sharded = any(event["is_sharded"] for event in self.all_of("step"))
         return not are_sharded and any(own != shapes[0] for own in shapes)
 
+    @functools.cached_property
+    def averages_parameters(self) -> bool:
+        """Whether ranks that differ are equal again later: local SGD, which averages parameters now and then."""
+        are_equal = [
+            all(step["checksums"] == steps[self.ranks[0]]["checksums"] for step in steps.values())
+            for steps in self.steps.values()
+        ]
+        return False in are_equal and any(are_equal[are_equal.index(False) :])
+
     @property
     def _differs_from_the_start(self) -> bool:
         """Whether the ranks hold other weights under the same names before their first update."""

@@ -30,7 +30,7 @@ def check_collectives(evidence: Evidence, findings: Findings) -> None:
         calls = {rank: events for rank, events in calls.items() if events}
         if len(calls) > 1:
             _compare(evidence, calls, findings)
-        elif group == "0" and evidence.world_size > 1:
+        elif calls and group == "0" and evidence.world_size > 1:
             (rank, events), *_ = calls.items()
             text = f"only rank {rank} calls {events[0]['op']}: the others never come"
             findings.add("FAIL", "collective.one-rank", _line(events[0]), text, "call it on all ranks")

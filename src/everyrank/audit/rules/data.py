@@ -49,6 +49,7 @@ def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> None:
             line,
             "the ranks have split the dataset differently: what one rank trains on is held out on another",
             "split with a generator of a fixed seed: random_split(data, sizes, torch.Generator().manual_seed(0))",
+            _made_at(loaders),
         )
     elif len({loader["content"] for loader in loaders.values() if "content" in loader}) > 1:
         findings.add(
@@ -62,46 +63,61 @@ def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> None:
 
 
 def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: Findings) -> None:
+    """What the samplers of the ranks give in one epoch."""
     first = next(iter(loaders.values()))
     if len(loaders) < 2 or "Weighted" in first["sampler"]:
         return
     indices = {rank: _one_pass(loader, len(loaders)) for rank, loader in loaders.items()}
-    sets = {rank: set(own) for rank, own in indices.items()}
-    union = set[object]().union(*sets.values())
-    total = sum(len(own) for own in indices.values())
-    repeated, batch = total - sum(1 for _ in union), sum(max(loader["sizes"]) for loader in loaders.values())
+    own, other, *_ = sets = [set(order) for order in indices.values()]
+    num_read, total = len(own.union(*sets)), sum(map(len, indices.values()))
+    batch = sum(max(loader["sizes"]) for loader in loaders.values())
     line, length = first["line"], first["length"] or 0
-    own, other = list(sets.values())[:2]
-    are_same = len(own) > 1 and len(own & other) >= _MOST * len(own | other)  # the last batch may be dropped
-    if are_same and evidence.is_split:
-        findings.add("NOTE", "data.same", line, "every rank reads the same samples: right where layers are split")
-    elif are_same and _divides_itself(evidence, loaders):
-        findings.add(
-            "NOTE", "data.same", line, "every rank reads the same samples, and feeds the model a part of each batch"
-        )
-    elif are_same and not (length <= batch and first["batch_sampler"] == "BatchSamplerShard"):
-        in_order = all(order == indices[next(iter(indices))] for order in indices.values())
-        how = "the same samples in the same order" if in_order else "all samples, each rank in its own order"
-        findings.add(
-            "FAIL",
-            "data.same",
-            line,
-            f"every rank reads {how}: {len(union)} samples are read {total} times an epoch ({first['sampler']})",
-            "divide them: DataLoader(data, sampler=DistributedSampler(data)), and sampler.set_epoch(epoch)",
-        )
-    elif repeated > batch and length > batch:
-        both = len(own & other)
+    if len(own) > 1 and len(own & other) >= _MOST * len(own | other):  # the last batch may be dropped
+        if not (length <= batch and first["batch_sampler"] == "BatchSamplerShard"):
+            _check_same(evidence, loaders, indices, num_read, findings)
+    elif total - num_read > batch and length > batch:
         findings.add(
             "FAIL",
             "data.overlap",
             line,
-            f"{repeated} of {total} samples of an epoch are read more than once, {both} of them by ranks 0 and 1",
+            f"{total - num_read} of {total} samples of an epoch are read more than once, {len(own & other)} of them by "
+            "ranks 0 and 1",
             "let one sampler divide the samples by rank: the parts must not overlap",
+            _made_at(loaders),
         )
-    elif repeated:
-        text = f"{repeated} of {length} samples are read twice an epoch, so that all ranks have as many"
+    elif total > num_read:
+        text = f"{total - num_read} of {length} samples are read twice an epoch, so that all ranks have as many"
         findings.add("NOTE", "data.padded", line, text)
-    _check_skipped(loaders, len(union), batch, findings)
+    _check_skipped(loaders, num_read, batch, findings)
+
+
+def _check_same(
+    evidence: Evidence,
+    loaders: Mapping[int, Event],
+    indices: Mapping[int, list[object]],
+    num_read: int,
+    findings: Findings,
+) -> None:
+    """All ranks read all samples: a mistake, unless layers are split, or the script divides each batch itself."""
+    first = next(iter(loaders.values()))
+    if evidence.is_split:
+        text = "every rank reads the same samples: right where layers are split"
+        findings.add("NOTE", "data.same", first["line"], text)
+    elif _divides_itself(evidence, loaders):
+        text = "every rank reads the same samples, and feeds the model a part of each batch"
+        findings.add("NOTE", "data.same", first["line"], text)
+    else:
+        in_order = all(order == indices[evidence.ranks[0]] for order in indices.values())
+        how = "the same samples in the same order" if in_order else "all samples, each rank in its own order"
+        total = sum(map(len, indices.values()))
+        findings.add(
+            "FAIL",
+            "data.same",
+            first["line"],
+            f"every rank reads {how}: {num_read} samples are read {total} times an epoch ({first['sampler']})",
+            "divide them: DataLoader(data, sampler=DistributedSampler(data)), and sampler.set_epoch(epoch)",
+            _made_at(loaders),
+        )
 
 
 def _one_pass(loader: Event, num_ranks: int) -> list[object]:
@@ -124,6 +140,11 @@ def _divides_itself(evidence: Evidence, loaders: Mapping[int, Event]) -> bool:
     return orders[0] == orders[1] and bool(updates) and not any(a & b for a, b in zip(*rows, strict=True))
 
 
+def _made_at(loaders: Mapping[int, Event]) -> tuple[str, ...]:
+    """Where the sampler and the part of the dataset were made."""
+    return tuple(line for line in next(iter(loaders.values()))["made_at"] if line)
+
+
 def _check_skipped(loaders: Mapping[int, Event], num_read: int, batch: int, findings: Findings) -> None:
     first = next(iter(loaders.values()))
     is_whole = all(len(loader["indices"]) == loader["num_indices"] for loader in loaders.values())
@@ -135,6 +156,7 @@ def _check_skipped(loaders: Mapping[int, Event], num_read: int, batch: int, find
             first["line"],
             f"{length - num_read} of {length} samples are never read in an epoch",
             "give the sampler the whole dataset, and the number of ranks that read it",
+            _made_at(loaders),
         )
 
 

@@ -162,10 +162,12 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
     if all(fit.residual < update.tolerance for fit in fits.values()):
         check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)
         return
-    _explain(ranks, update, every, findings)
+    _explain(ranks, update, every, evidence.averages_parameters, findings)
 
 
-def _explain(ranks: list[int], update: _Update, every: list[Piece], findings: Findings) -> None:
+def _explain(
+    ranks: list[int], update: _Update, every: list[Piece], averages_parameters: bool, findings: Findings
+) -> None:
     """The gradient is not one factor times the sum over all ranks and backwards: what is it?"""
     names, tolerance = update.names, update.tolerance
     own = {rank: [[piece for piece in every if piece[0] == rank]] for rank in ranks}
@@ -197,7 +199,7 @@ def _explain(ranks: list[int], update: _Update, every: list[Piece], findings: Fi
             ),
         )
         fix = "look at what changes .grad between backward and step"
-    level = "WARN" if rule == "unexplained" else "FAIL"
+    level = "NOTE" if averages_parameters else "WARN" if rule == "unexplained" else "FAIL"
     findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix)
 
 

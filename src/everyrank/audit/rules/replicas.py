@@ -58,7 +58,7 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
             since = f"after update {update - 1}" if update > min(evidence.steps) else "before the first update"
             others = [rank for rank, step in steps.items() if step["checksums"] != first["checksums"]]
             findings.add(
-                "NOTE" if evidence.is_split else "FAIL",
+                "NOTE" if evidence.is_split or evidence.averages_parameters else "FAIL",
                 "replicas.drift",
                 first["line"],
                 f"{len(names)} of {len(first['checksums'])} parameters differ between the ranks {since}: "

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.data.dataloader as torch_loader
-from torch.utils.data import Subset, _utils, get_worker_info
+from torch.utils.data import DistributedSampler, Subset, _utils, get_worker_info
 
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves
@@ -107,6 +107,7 @@ def _about(iterator: Any, loader: Any) -> dict[str, Any]:
     sampler = loader.sampler
     return {
         "line": getattr(loader, "_audit_line", ""),
+        "made_at": [getattr(part, "_audit_line", "") for part in (sampler, loader.dataset)],
         "dataset": type(loader.dataset).__name__,
         "sampler": type(sampler).__name__,
         "batch_sampler": type(getattr(loader, "batch_sampler", None)).__name__,
@@ -173,10 +174,25 @@ def _content(value: Any) -> str:
 
 def install_loaders(recorder: Recorder, loaders: Loaders) -> None:
     """Look at each epoch of each DataLoader."""
+    _note_lines()
     _watch_loader(recorder, loaders)
     _watch_iterators(recorder, loaders)
     for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
         _watch_random_numbers(fetcher, recorder)
+
+
+def _note_lines() -> None:
+    """Where each sampler and each part of a dataset was made."""
+    kinds: tuple[Any, ...] = (DistributedSampler, Subset)
+    for kind in kinds:
+        init = kind.__init__
+
+        @functools.wraps(init)
+        def made(self: Any, *args: Any, init: Any = init, **kwargs: Any) -> None:
+            self.__dict__["_audit_line"] = where()
+            init(self, *args, **kwargs)
+
+        kind.__init__ = made
 
 
 def _watch_loader(recorder: Recorder, loaders: Loaders) -> None:
