@@ -68,6 +68,7 @@ MUTATIONS = [
     ("classifier", "nn.Dropout(0.1)", "nn.Dropout(0.1), nn.BatchNorm1d(32)", "replicas.buffers",
      "model.module(inputs)"),
     ("sharded", "in model[::2]:", "in model[:3:2]:", "weights.uninitialised", "to_empty"),
+    ("classifier", "lr=0.1,", "lr=0.1 * (1 + rank),", "replicas.rate", "optimizer.step()"),
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
      "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "eval.padded", "DataLoader(held_out"),

@@ -24,9 +24,10 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     for key in trained:
         if all(key in own[rank] for rank in ranks):
             loaders = {rank: own[rank][key] for rank in ranks}
-            _check_dataset(loaders, findings)
+            is_common = _check_dataset(loaders, findings)
             if loaders[ranks[0]].get("indices"):
-                _check_indices(evidence, loaders, findings)
+                if is_common:
+                    _check_indices(evidence, loaders, findings)
                 orders[key[0]].append(loaders[ranks[0]])
     for epochs in orders.values():
         _check_epochs(epochs, findings)
@@ -39,8 +40,8 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     _check_rows(evidence, findings)
 
 
-def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> None:
-    """Whether each rank has made the same dataset."""
+def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> bool:
+    """Whether all ranks have made the same dataset; says where not."""
     line = next(iter(loaders.values()))["line"]
     if len({loader.get("subset") for loader in loaders.values()}) > 1:
         findings.add(
@@ -60,6 +61,7 @@ def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> None:
             "another order",
             "make the data from a fixed seed, sort lists of files, and let the sampler divide it",
         )
+    return len({loader.get("subset") for loader in loaders.values()}) == 1
 
 
 def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: Findings) -> None:
@@ -68,6 +70,8 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: F
     if len(loaders) < 2 or "Weighted" in first["sampler"]:
         return
     indices = {rank: _one_pass(loader, len(loaders)) for rank, loader in loaders.items()}
+    if any(len(set(order)) < len(order) for order in indices.values()):
+        return  # drawn with replacement
     own, other, *_ = sets = [set(order) for order in indices.values()]
     num_read, total = len(own.union(*sets)), sum(map(len, indices.values()))
     batch = sum(max(loader["sizes"]) for loader in loaders.values())
@@ -180,7 +184,7 @@ def _check_epochs(epochs: list[Event], findings: Findings) -> None:
             "FAIL",
             "data.epoch",
             epochs[1]["at"],
-            "the second epoch has the order of the first: set_epoch is not called",
+            "the second epoch has the order of the first: set_epoch is not called, or with one number",
             "before the loop over the loader: loader.sampler.set_epoch(epoch)",
             (epochs[1]["line"],),
         )

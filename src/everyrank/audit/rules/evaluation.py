@@ -97,6 +97,8 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
     union, total = set[object]().union(*sets), sum(len(loader["indices"]) for loader in loaders.values())
     num, line = len(union), first["line"]
     sent = _sent_after(evidence, key)
+    if len({loader.get("subset") for loader in loaders.values()}) > 1 and first["sampler"] == "DistributedSampler":
+        return  # each rank has split the dataset differently: said of the training
     if sets[0] == sets[1]:
         if len(sets[0]) > 2:
             findings.add("NOTE", "eval.everywhere", line, f"every rank evaluates all {num} samples")

@@ -13,6 +13,7 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
     _check_wrapper(evidence, findings)
     if evidence.world_size > 1:
         _check_parameters(evidence, findings)
+        _check_rates(evidence, findings)
         _check_evaluated(evidence, findings)
     for event in evidence.of(evidence.ranks[0], "uninitialised"):
         findings.add(
@@ -70,6 +71,22 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
 
 def _values(steps: dict[int, Event], name: str) -> set[int]:
     return {step["checksums"].get(name) for step in steps.values()}
+
+
+def _check_rates(evidence: Evidence, findings: Findings) -> None:
+    """Whether all ranks step with the same learning rates."""
+    for update, steps in evidence.steps.items():
+        rates = {rank: tuple(step["rates"]) for rank, step in steps.items()}
+        if len(set(rates.values())) > 1 and not evidence.is_split:
+            shown = ", ".join(f"{own[0]:.3g} on rank {rank}" for rank, own in rates.items() if own)
+            findings.add(
+                "FAIL",
+                "replicas.rate",
+                steps[evidence.ranks[0]]["line"],
+                f"the ranks step with different learning rates since update {update}: {shown}",
+                "decide on all ranks by the same number: all-reduce it, or broadcast rank 0's",
+            )
+            return
 
 
 def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
