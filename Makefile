@@ -6,7 +6,7 @@
 #                            takes minutes: layouts on 8 ranks, their mutations, models of all kinds, transformers
 #   make test-integrations PART=slurm   one part of them: slurm mpi ray hosts launchers (spawn, torchrun), recipes (by
 #                            their own commands), benches, package (wheel, notebook), models (odd ones, transformers),
-#                            layouts (8 ranks, their traffic, their mutations)
+#                            layouts (8 ranks, their traffic, their mutations), suite (what is marked in the others)
 #   make check    format, lint, types, and the test-suite
 #
 # Without an NVIDIA GPU, PyTorch's own site has smaller wheels: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -15,7 +15,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PARTS := slurm mpi ray hosts launchers recipes benches package models layouts
+PARTS := slurm mpi ray hosts launchers recipes benches package models layouts suite
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-integrations check lint types clean
@@ -24,7 +24,7 @@ demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --ignore tests/integration
+	$(BIN)/python -m pytest --ignore tests/integration -m "not integration"
 
 ifneq ($(filter-out $(PARTS),$(PART)),)
 $(error PART=$(PART): give one of $(PARTS))
@@ -32,7 +32,7 @@ endif
 
 test-integrations: $(VENV)/installed-integrations
 	tests/integration/install
-	$(BIN)/python -m pytest tests/integration -rs $(if $(PART),--part $(PART))
+	$(BIN)/python -m pytest tests/integration tests -m integration -rs $(if $(PART),--part $(PART))
 
 check: lint types test
 

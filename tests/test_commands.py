@@ -127,6 +127,7 @@ def test_started_by_torchrun(programs: Path, tmp_path: Path) -> None:
     assert done.stdout.count("top1") == 1
 
 
+@pytest.mark.integration
 def test_run_from_python() -> None:
     """A Workload that exists only here, lambdas and all, is sent by value."""
     import zoo
@@ -145,6 +146,7 @@ def test_run_from_python() -> None:
     assert len(record.loss) == 4
 
 
+@pytest.mark.integration
 def test_text_trains(everyrank: Any, tmp_path: Path) -> None:
     """The language model learns: far below the 5.55 nats of a uniform guess after fifteen updates."""
     done = everyrank(tmp_path, "train", "text", "--layout", "single", "--steps", "15", "--out", "out")

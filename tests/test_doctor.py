@@ -643,6 +643,7 @@ def test_doctor_names_one_cause_once() -> None:
     assert len(problem_lines(doctor(GLOO_SOCKET_IFNAME="nosuch0"))) == 1
 
 
+@pytest.mark.integration
 def test_doctor_with_more_threads_than_cores() -> None:
     done = doctor(OMP_NUM_THREADS="4096")
     assert done.returncode == 1
@@ -661,6 +662,7 @@ def test_doctor_with_shared_memory_that_is_full(namespaces: None) -> None:
     assert "--shm-size" in line
 
 
+@pytest.mark.integration
 def test_doctor_with_a_host_name_that_is_loopback(namespaces: None, tmp_path: Path) -> None:
     """The cause and the fix stand on one line, as those of every other illness do."""
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 box-of-ann\n")

@@ -93,7 +93,7 @@ def the_line(stderr: str) -> str:
 TWO_RANKS = ("--layout", "ddp", "--processes", "2")
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.integration)])
 def test_a_rank_that_raises(cli: Cli, launcher: str) -> None:
     """Rank 1 alone raises at update 3: status 4, the line says who, where and what, and the others do not hang."""
     path = write_workload(cli.folder, "raise RuntimeError('boom\\n\\nand more')")
@@ -109,7 +109,7 @@ def test_a_rank_that_raises(cli: Cli, launcher: str) -> None:
     assert cli.left() == {}
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.integration)])
 def test_a_rank_that_is_killed(cli: Cli, launcher: str) -> None:
     """As the out-of-memory killer does it: no exception, no last words. Its loader process must not outlive it."""
     path = write_workload(cli.folder, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -179,6 +179,7 @@ def test_a_bench_that_is_stopped(cli: Cli) -> None:
     assert cli.left() == {}
 
 
+@pytest.mark.integration
 def test_torchrun_is_stopped_too(cli: Cli) -> None:
     """torchrun stands between us and the ranks, and has ended its ranks when it is gone."""
     path = write_workload(cli.folder)
@@ -324,6 +325,7 @@ def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {}
 
 
+@pytest.mark.integration
 def test_started_by_torchrun_from_outside(cli: Cli) -> None:
     """As one starts it on a cluster: only rank 0 speaks and writes."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())

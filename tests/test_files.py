@@ -243,6 +243,7 @@ by_stream = make(Pairs)
 """
 
 
+@pytest.mark.integration
 def test_tables_of_the_datasets_library(forge: Forge, tmp_path: Path) -> None:
     """A map-style one and an iterable one, under ddp with a loader worker: equal to single, each sample once."""
     pytest.importorskip("datasets", reason="not verified here: needs the datasets library")

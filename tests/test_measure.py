@@ -103,6 +103,7 @@ def test_bytes_of_zero1_equal_theory(ranks: Any, seen: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.integration
 def test_bytes_of_fsdp_equal_theory(ranks: Any, seen: Any, count: int) -> None:
     """Own parts of blocks gathered in forward and backward, of the rest once; all gradients scattered.
 

@@ -91,6 +91,7 @@ def test_wrong_calls(everyrank: Any, folder: Path, layout: str) -> None:
     assert WRONG[layout] in one_line("\n".join(lines))
 
 
+@pytest.mark.integration
 def test_a_function_that_hangs(everyrank: Any, folder: Path) -> None:
     """The timeout ends it, and the line where it stands is said."""
     done = everyrank(

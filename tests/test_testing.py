@@ -136,6 +136,7 @@ def test_right_ones_pass(outcome: Any, name: str, mode: str) -> None:
     assert not left
 
 
+@pytest.mark.integration
 def test_ranks_that_cannot_import_the_file(tmp_path: Path) -> None:
     """From end to end, not forked: under `--import-mode=importlib` no rank finds the module by its name."""
     for name in ("suite", "elsewhere"):

@@ -310,6 +310,7 @@ def leave_late(info: RankInfo, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.integration
 def test_nobody_comes_to_the_end(tmp_path: Path) -> None:
     """A rank that is done does not wait for ever for one that is not."""
     with pytest.raises(RankFailedError, match="rank 1 did not come to the end within 4 s"):
@@ -344,7 +345,7 @@ def hold_a_ddp(info: RankInfo) -> int:
         return os.getpid()
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.integration)])
 def test_clean_end(launcher: str) -> None:
     """No abort at exit, results by rank, no process left. A local function is sent by value."""
     results = run_ranks(Launch(launcher=launcher, processes=2), lambda info: (info.rank, hold_a_ddp(info)))

@@ -93,6 +93,7 @@ def test_megabytes_are_no_burden(everyrank: Any, tmp_path: Path) -> None:
     assert len(done.stdout) + len(done.stderr) < 1000
 
 
+@pytest.mark.integration
 def test_a_script_that_hangs_before_it_trains(cli: Cli) -> None:
     (cli.folder / "train.py").write_text("import time\ntime.sleep(1000)\n")
     begin = time.monotonic()
@@ -104,6 +105,7 @@ def test_a_script_that_hangs_before_it_trains(cli: Cli) -> None:
     assert cli.left() == {}
 
 
+@pytest.mark.integration
 def test_a_rank_that_never_comes_is_explained(cli: Cli) -> None:
     """A collective in one branch: which line waits, and where the other rank stands."""
     text = (SCRIPTS / "stream.py").read_text()
@@ -131,6 +133,7 @@ def test_ctrl_c_leaves_nothing_behind(cli: Cli) -> None:
     assert cli.left() == {}
 
 
+@pytest.mark.integration
 def test_a_script_that_starts_its_own_ranks(everyrank: Any, tmp_path: Path) -> None:
     """Started once: what it spawns is watched."""
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
@@ -148,6 +151,7 @@ def test_a_script_that_starts_its_own_ranks(everyrank: Any, tmp_path: Path) -> N
     assert "updates on 2 ranks" in done.stdout
 
 
+@pytest.mark.integration
 def test_one_process_is_told_how_it_becomes_more(everyrank: Any, tmp_path: Path) -> None:
     text = (
         "import torch\nimport torch.nn.functional as F\nmodel = torch.nn.Linear(4, 2)\n"
@@ -161,6 +165,7 @@ def test_one_process_is_told_how_it_becomes_more(everyrank: Any, tmp_path: Path)
     assert "`everyrank new ddp_torchrun` shows how it becomes more" in done.stdout
 
 
+@pytest.mark.integration
 def test_started_by_torchrun_from_outside(cli: Cli) -> None:
     (cli.folder / "train.py").write_text((SCRIPTS / "classifier.py").read_text().replace(*MISTAKE))
     words = ("--standalone", "--nproc-per-node", "2", "-m", "everyrank", "audit", "train.py")
@@ -171,6 +176,7 @@ def test_started_by_torchrun_from_outside(cli: Cli) -> None:
     assert "updates on 2 ranks" in out
 
 
+@pytest.mark.integration
 def test_the_example_of_the_readme_is_what_is_printed(everyrank: Any, repository: Path) -> None:
     example = (repository / "README.md").read_text().partition("$ everyrank ")[2].partition("```")[0]
     command, _, shown = example.partition("\n")

@@ -271,6 +271,7 @@ def look_at(run: Path) -> int:
     return len(there)
 
 
+@pytest.mark.integration
 def test_fifty_kills_leave_no_folder_that_cannot_be_loaded(forkserver: ForkServer, tmp_path: Path) -> None:
     """SIGKILL at random moments of saving, in the background too: what has its name is whole, and there is some."""
     with (tmp_path / "said").open("w") as said, (tmp_path / "errors").open("w") as errors:

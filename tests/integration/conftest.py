@@ -32,13 +32,16 @@ PARTS = {
     "models": r"test_odd_models|test_causal_lm",
     "layouts": r"test_more_ranks|_model_parallel",
     "launchers": r"test_conformance|test_failures",  # spawn and torchrun, and what all of them share
+    "suite": r"",  # what is marked beside the other tests of a room
 }
 
 
 def part_of(item: pytest.Item) -> str:
     """The part a test belongs to."""
+    if Path(__file__).parent not in item.path.parents:
+        return "suite"
     words = " ".join([item.path.stem, item.name, *getattr(item, "fixturenames", ())]).lower()
-    found = next((part for part, pattern in PARTS.items() if re.search(pattern, words)), None)
+    found = next((part for part, pattern in PARTS.items() if pattern and re.search(pattern, words)), None)
     if found is None:
         raise pytest.UsageError(f"{item.nodeid} belongs to no part: add it to PARTS in tests/integration/conftest.py")
     return found
@@ -49,10 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked, here = config.getoption("--part"), Path(__file__).parent
+    asked = config.getoption("--part")
     if asked and asked not in PARTS:
         raise pytest.UsageError(f"--part {asked}: give one of {', '.join(PARTS)}")
-    parts = {item: part_of(item) for item in items if here in item.path.parents}
+    parts = {item: part_of(item) for item in items if item.get_closest_marker("integration")}
     left_out = [item for item, part in parts.items() if asked not in ("", part)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -223,6 +223,7 @@ def test_a_tcp_address_that_is_loopback_for_ranks_of_several_hosts(monkeypatch: 
     assert open_store(own, Launch(timeout_seconds=5)).is_host
 
 
+@pytest.mark.integration
 def test_a_store_that_nobody_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     """--timeout ends the wait, and the line says where."""
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -81,6 +81,7 @@ def test_equal(ranks: Any, count: int) -> None:
         assert parity.max_relative_difference <= 1e-10
 
 
+@pytest.mark.integration
 def test_equal_on_meshes(ranks: Any) -> None:
     """Ranks that split a matrix have the same samples: the rows of the batch are those along the other axes."""
     layouts = ["tensor", "fsdp:replicate=2", "fsdp:tensor=2", "fsdp:precision=bf16"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from parity.test_equal import assert_equal, parities
 
 SMALL = {
@@ -45,6 +47,7 @@ def test_equal(ranks: Any) -> None:
     assert_equal(SMALL[2], parities(ranks, 2, "decoder", "sgd", SMALL[2]))
 
 
+@pytest.mark.integration
 def test_low_precision_stays_in_the_band(ranks: Any) -> None:
     """bf16 is as far from single as rounding is, and fp16 skips and scales alike on all ranks."""
     layouts = [

@@ -210,6 +210,7 @@ def rank_process(cli: Cli, rank: int) -> int | None:
     return None
 
 
+@pytest.mark.integration
 def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli) -> None:
     """Without --out all ranks write into one folder; SIGUSR1 to rank 1 alone ends all of them, with a checkpoint."""
     (cli.folder / "mine.py").write_text(WORKLOAD)
