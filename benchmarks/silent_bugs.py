@@ -1,10 +1,13 @@
 """The corpus of silent bugs under `everyrank audit`: found or not, what was named, and false alarms.
 
-Run: python benchmarks/silent_bugs.py [--json F] [--markdown F] [NAME ...]
+Run: python benchmarks/silent_bugs.py [--blind] [--json F] [--markdown F] [NAME ...]
 
 Each script of benchmarks/silent_bugs/ is audited as it is, then with --right, its smallest correction; then the scripts
 of silent_bugs/correct/. Found: a FAIL or WARN that the corrected script does not get. Line: the line of the mistake is
 the one that is named, or among those shown with it.
+
+--blind audits benchmarks/blind_set/ in their place: 15 mistakes and 10 correct scripts by a writer who had seen neither
+the rules nor the corpus. Its first result is what counts; since then it has been looked at, like the others.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(__file__).parent / "silent_bugs"
+FOLDER, BLIND = Path(__file__).parent / "silent_bugs", Path(__file__).parent / "blind_set"
 MISTAKE = "# <- the mistake"
 
 
@@ -32,7 +35,9 @@ def audited(script: Path, *words: str) -> dict[str, Any]:
     found = re.search(r"nproc-per-node (\d)", script.read_text()) or re.search(r"needs (\d) ranks", script.read_text())
     with tempfile.TemporaryDirectory() as folder:
         out, begin = Path(folder) / "found.json", time.monotonic()
-        command = [sys.executable, "-m", "everyrank", "audit", "--processes", found[1] if found else "2"]
+        command = [sys.executable, "-m", "everyrank", "audit"]
+        if "spawn(" not in script.read_text():  # else it starts its ranks itself
+            command += ["--processes", found[1] if found else "2"]
         done = subprocess.run(
             [*command, "--json", str(out), str(script), *words],
             cwd=folder,
@@ -55,7 +60,8 @@ def row_of(script: Path) -> dict[str, Any]:
     text = script.read_text()
     line = next(number for number, content in enumerate(text.splitlines(), 1) if MISTAKE in content)
     reported = re.search(r"^Reported:\s*(.*?)$", text, re.MULTILINE)
-    wrong, right = audited(script), audited(script, "--right")
+    corrected = script.with_name(f"{script.stem}_right.py")
+    wrong, right = audited(script), audited(corrected) if corrected.exists() else audited(script, "--right")
     false = alarms(right)
     found = {rule: finding for rule, finding in alarms(wrong).items() if rule not in false}
     places = [place for finding in found.values() for place in (finding["place"], *finding["also"])]
@@ -75,17 +81,20 @@ def row_of(script: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--blind", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    scripts = [p for p in sorted(FOLDER.glob("*.py")) if not args.names or p.stem in args.names]
+    folder = BLIND if args.blind else FOLDER
+    scripts = [p for p in sorted(folder.glob("*.py")) if not args.names or p.stem in args.names]
     rows: list[dict[str, Any]] = []
     for script in scripts:
-        if re.search(r"^Kind:\s*script", script.read_text(), re.MULTILINE):
+        text = script.read_text()
+        if MISTAKE in text and (args.blind or re.search(r"^Kind:\s*script", text, re.MULTILINE)):
             rows.append(row_of(script))
             print(line_of(rows[-1]), flush=True)
     correct = {}
-    for script in sorted((FOLDER / "correct").glob("*.py")) if not args.names else ():
+    for script in sorted((folder / "correct").glob("*.py")) if not args.names else ():
         result = audited(script)
         correct[script.stem] = {"alarms": list(alarms(result)), "error": (result.get("error") or [""])[0]}
         print(

@@ -134,6 +134,16 @@ def test_ctrl_c_leaves_nothing_behind(cli: Cli) -> None:
 
 
 @pytest.mark.integration
+def test_nothing_stays_when_the_audit_is_killed(cli: Cli) -> None:
+    (cli.folder / "train.py").write_text("import time, torch\nprint('here')\ntime.sleep(1000)\n")
+    cli.start("audit", "--processes", 2, "train.py")
+    cli.wait_for(lambda: len(cli.processes()) >= 3)
+    cli.process.kill()
+    cli.end()
+    assert cli.left() == {}
+
+
+@pytest.mark.integration
 def test_a_script_that_starts_its_own_ranks(everyrank: Any, tmp_path: Path) -> None:
     """Started once: what it spawns is watched."""
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
@@ -188,3 +198,16 @@ def test_the_example_of_the_readme_is_what_is_printed(everyrank: Any, repository
 def without_seconds(text: str) -> str:
     """The words of an audit's output, however its lines are broken."""
     return re.sub(r" in \d+ s$", "", " ".join(text.split()))
+
+
+@pytest.mark.integration
+def test_a_whole_run_is_watched(everyrank: Any, tmp_path: Path) -> None:
+    """--watch: nothing is shortened, stopped or redirected; what costs much is left out, and said."""
+    text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE).replace("range(2)", "range(9)")
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "--watch", "train.py")
+    assert done.returncode == 1, done.stderr
+    assert "data.epoch" in done.stdout
+    assert "63 updates on 2 ranks" in done.stdout
+    assert "--watch leaves them out" in done.stdout
+    assert (tmp_path / "last.pt").exists()

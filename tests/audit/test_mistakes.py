@@ -109,6 +109,32 @@ def test_nothing_is_said_of_a_script_that_is_right(forkserver: ForkServer, tmp_p
     assert not (tmp_path / "last.pt").exists(), "what the script saves goes elsewhere"
 
 
+# what is right, too: (script, what stands there, what is written instead)
+ALSO_RIGHT = [
+    (  # divided by hand
+        "classifier",
+        "DataLoader(train, 7, sampler=sampler, drop_last=True)",
+        "DataLoader(Subset(train, range(rank, 100, world_size)), 7, shuffle=True)",
+    ),
+    (
+        "classifier",
+        "    dist.all_reduce(totals)\n",
+        "    dist.all_reduce(totals[:2])\n    dist.all_reduce(totals[2:])\n",
+    ),
+    ("language", "loss * world_size / count", "loss / count * dist.get_world_size()"),
+    ("stream", "parameter.grad /= world_size", "parameter.grad.div_(world_size)"),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after"), ALSO_RIGHT)
+def test_another_right_way(forkserver: ForkServer, tmp_path: Path, name: str, before: str, after: str) -> None:
+    text = (SCRIPTS / f"{name}.py").read_text()
+    assert text.count(before) == 1
+    (tmp_path / "train.py").write_text(text.replace(before, after))
+    audit = audit_forked(forkserver, tmp_path, tmp_path / "train.py")
+    assert [finding for finding in audit.findings if finding.level != "NOTE"] == []
+
+
 @pytest.mark.parametrize(
     ("name", "before", "after", "rule", "line"),
     MUTATIONS,

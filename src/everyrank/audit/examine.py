@@ -182,6 +182,7 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
         devices=devices,
         modes=not options.watch,
         keep_files=options.watch,
+        auditor=os.getpid(),
         main=str(script.absolute()) if script else "",
     )
 

@@ -43,7 +43,8 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
 def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> bool:
     """Whether all ranks have made the same dataset; says where not."""
     line = next(iter(loaders.values()))["line"]
-    if len({loader.get("subset") for loader in loaders.values()}) > 1:
+    are_common = len({loader.get("subset") for loader in loaders.values()}) == 1 or _are_disjoint(loaders)
+    if not are_common:
         findings.add(
             "FAIL",
             "data.split",
@@ -61,7 +62,13 @@ def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> bool:
             "another order",
             "make the data from a fixed seed, sort lists of files, and let the sampler divide it",
         )
-    return len({loader.get("subset") for loader in loaders.values()}) == 1
+    return are_common
+
+
+def _are_disjoint(loaders: Mapping[int, Event]) -> bool:
+    """Whether each rank has a part of the dataset of its own: the script divides it by `Subset`."""
+    orders = [set(loader["indices"] or ()) for loader in loaders.values()]
+    return sum(map(len, orders)) == len(set[object]().union(*orders))
 
 
 def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: Findings) -> None:

@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -57,8 +58,20 @@ def install() -> None:
     if settings.modes:
         Functions(recorder, losses, pretend).__enter__()
         Collectives(recorder).__enter__()
+    if settings.auditor:
+        threading.Thread(target=_end_with, args=(settings.auditor,), daemon=True).start()
     recorder.event("start", pid=os.getpid(), words=sys.argv)
     end.at_exit()
+
+
+def _end_with(auditor: int) -> None:
+    """End this process when nobody waits for it any more."""
+    while True:
+        time.sleep(1.0)
+        try:
+            os.kill(auditor, 0)
+        except ProcessLookupError:
+            os._exit(1)
 
 
 class End:
@@ -73,7 +86,9 @@ class End:
         Ranks that have sent each other nothing so far may be preparing something, each for itself: these go on.
         """
         recorder = self.recorder
-        is_alone = recorder.settings.modes and recorder.num_sent == 0 and os.environ.get("WORLD_SIZE", "1") != "1"
+        if not recorder.settings.modes:
+            return
+        is_alone = recorder.num_sent == 0 and os.environ.get("WORLD_SIZE", "1") != "1"
         if recorder.update >= (_ALONE if is_alone else 2) * recorder.settings.updates:
             self.finish("updates")
 

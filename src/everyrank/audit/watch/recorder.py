@@ -20,6 +20,7 @@ import numpy as np
 
 __all__ = ["Recorder", "Settings", "all_leaves", "checksum", "local", "tensors"]
 
+_SOMETIMES = 50
 ENVIRONMENT = "EVERYRANK_AUDIT"
 
 
@@ -34,6 +35,8 @@ class Settings:
     devices        pretended CUDA devices; 0: none are pretended
     modes          whether every torch function and collective is looked at (--watch: no)
     keep_files     whether what the script writes goes where it says
+    main           the script
+    auditor        the process that waits for this one, and with which it ends
     """
 
     folder: str
@@ -43,6 +46,7 @@ class Settings:
     devices: int = 0
     modes: bool = True
     keep_files: bool = False
+    auditor: int = 0
     main: str = ""
 
     @classmethod
@@ -74,8 +78,14 @@ class Recorder:
 
     @property
     def is_muted(self) -> bool:
-        """Whether what happens now is our own doing."""
-        return self._muted > 0
+        """Whether what happens now is our own doing, or not looked at."""
+        return self._muted > 0 or self.is_skipped
+
+    @property
+    def is_skipped(self) -> bool:
+        """Under --watch every 50th update is looked at, after the first."""
+        is_late = self.update >= 2 * self.settings.updates
+        return is_late and not self.settings.modes and self.update % _SOMETIMES != 0
 
     @contextlib.contextmanager
     def muted(self) -> Generator[None]:

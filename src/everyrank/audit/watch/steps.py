@@ -129,6 +129,8 @@ def _watch_optimizers(recorder: Recorder, gradients: Gradients, stepped: Callabl
         if len(stack) > 1 and stack[0] is not optimizer:
             return None
         del stack[1:]
+        if recorder.is_skipped:
+            recorder.update += 1
         if recorder.is_muted:
             return None
         closure = kwargs.get("closure") or next((one for one in args if callable(one) and one is not optimizer), None)
