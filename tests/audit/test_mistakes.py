@@ -79,6 +79,9 @@ MUTATIONS = [
     ("classifier", "world_size)), 5)", "world_size)), 5, drop_last=True)", "eval.dropped", "DataLoader(Subset"),
     ("classifier", "    dist.all_reduce(totals)\n    model.train()\n", "    dist.all_reduce(totals)\n", "train.mode",
      "model(inputs), labels"),
+    ("classifier", "nn.Dropout(0.1)",
+     'type("Noise", (nn.Module,), {"forward": lambda self, x: F.dropout(x, 0.1)})()', "eval.dropout",
+     "model.module(inputs)"),
     # --- the learning rate
     ("classifier", "            optimizer.step()\n",
      "            optimizer.step()\n            schedule.step(), schedule.step()\n", "schedule.often",

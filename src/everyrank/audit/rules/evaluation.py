@@ -26,6 +26,15 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
                 "evaluates in training mode: dropout drops, and batch norm takes the statistics of this batch",
                 "model.eval() before the evaluation, model.train() after it",
             )
+    for event in evidence.all_of("evaluated"):
+        if not event["is_training"] and event["dropouts"]:
+            findings.add(
+                "WARN",
+                "eval.dropout",
+                event["line"],
+                f"evaluates with {event['dropouts']} dropouts that do not know of eval mode",
+                "F.dropout(x, p, training=self.training), or nn.Dropout",
+            )
     _check_training_mode(evidence, findings)
     evaluated = sorted(
         {key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"}
