@@ -71,6 +71,11 @@ class Evidence:
         return [event for rank in self.ranks for event in self.of(rank, kind)]
 
     @functools.cached_property
+    def sees_functions(self) -> bool:
+        """Whether torch functions and collectives were looked at: not under --watch."""
+        return all(event["modes"] for event in self.all_of("start"))
+
+    @functools.cached_property
     def steps(self) -> dict[int, dict[int, Event]]:
         """By update: the step of each rank, where all have come to it."""
         own = {rank: {event["update"]: event for event in self.of(rank, "step")} for rank in self.ranks}
@@ -144,7 +149,8 @@ class Evidence:
             return True
         if any(event["op"].startswith(("send", "recv")) and event["update"] for event in self.all_of("collective")):
             return True
-        if self._differs_from_the_start and any(_is_of_the_model(event) for event in self.all_of("collective")):
+        sends = not self.sees_functions or any(_is_of_the_model(event) for event in self.all_of("collective"))
+        if sends and self._differs_from_the_start:
             return True
         shapes = [{event["shapes"] for event in self.of(rank, "step")} for rank in self.ranks]
         are_sharded = any(event["is_sharded"] for event in self.all_of("step"))

@@ -207,7 +207,7 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
     for event in evidence.all_of("unchecked"):
         findings.not_checked(event["what"])
     if options.watch:
-        findings.not_checked("collectives, the weight of loss terms, waits for the device: --watch leaves them out")
+        findings.not_checked("collectives, losses, dropout, evaluations by shards, waits: --watch leaves them out")
     if any(event["is_after_jump"] for event in evidence.all_of("batch")):
         findings.not_checked(f"the middle of an epoch: {_BATCHES} to {_BATCHES + 3} batches and the last one are run")
     altered = [event["what"] for event in evidence.all_of("altered")]

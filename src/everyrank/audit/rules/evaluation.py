@@ -41,7 +41,7 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
     )
     if not any(not event["is_grad"] for event in evidence.all_of("forward")):
         findings.not_checked("evaluation: the script did not come to one in the part that ran")
-    if evidence.world_size > 1 and not _only_some_evaluate(evidence, findings):
+    if evidence.world_size > 1 and evidence.sees_functions and not _only_some_evaluate(evidence, findings):
         for key in evaluated:
             loaders = {rank: evidence.loaders(rank).get(key) for rank in evidence.ranks}
             found = {rank: loader for rank, loader in loaders.items() if loader is not None and loader.get("indices")}

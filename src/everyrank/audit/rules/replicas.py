@@ -37,7 +37,8 @@ def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
                 "call the wrapper, not what it wraps (model.module)",
             )
     wraps = any(evidence.all_of("wrap")) or any(step["is_sharded"] for step in evidence.all_of("step"))
-    if evidence.world_size > 1 and not wraps and not evidence.all_of("collective"):
+    is_silent = evidence.sees_functions and not evidence.all_of("collective")
+    if evidence.world_size > 1 and not wraps and is_silent:
         steps = evidence.all_of("step")
         findings.add(
             "FAIL",
