@@ -191,13 +191,10 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
     """What the records of a run come to. Raises as `audit_script` does."""
     evidence = read_evidence(run)
     findings = Findings()
-    if run.status == "failed" and not _mismatch(evidence, findings):
+    if run.status == "failed" and not _mismatch(evidence):
         _raise_own_error(run)
     if not evidence.ranks or not evidence.all_of("step"):
         _raise_never_trained(words, run, evidence, options)
-    if settings.devices:
-        for rank in evidence.ranks:
-            evidence.by_kind[rank]["pretends"].append({"rank": rank})
     for rule in _RULES:
         rule(evidence, findings)
     if evidence.world_size == 1:
@@ -224,14 +221,12 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
     )
 
 
-def _mismatch(evidence: Evidence, findings: Findings) -> bool:
+def _mismatch(evidence: Evidence) -> bool:
     """Whether the ranks called different collectives, which is why it failed."""
-    if evidence.world_size < 2:
-        return False
-    check_collectives(evidence, findings)
-    found = findings.has("collective.order")
-    findings.clear()
-    return found
+    found = Findings()
+    if evidence.world_size > 1:
+        check_collectives(evidence, found)
+    return found.has("collective.order")
 
 
 def _raise_own_error(run: ScriptRun) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from everyrank.audit.start import ScriptRun
 from everyrank.errors import CannotRunError, RankFailedError
+from everyrank.launch.supervisor import write_whole
 
 __all__ = ["is_rank", "shared_folder", "together"]
 
@@ -45,9 +46,8 @@ def together(run: ScriptRun, environment: Mapping[str, str]) -> ScriptRun | None
     Raises `RankFailedError` for ranks that do not come.
     """
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    partial = run.folder / f".ended{rank}"
-    partial.write_text(json.dumps({"status": run.status, "code": run.codes[0], "output": run.outputs[0]}))
-    partial.replace(run.folder / f"ended{rank}.json")
+    ended = {"status": run.status, "code": run.codes[0], "output": run.outputs[0]}
+    write_whole(run.folder / f"ended{rank}.json", json.dumps(ended).encode())
     if rank != 0:
         return None
     places = [run.folder / f"ended{other}.json" for other in range(size)]
@@ -56,8 +56,8 @@ def together(run: ScriptRun, environment: Mapping[str, str]) -> ScriptRun | None
         if time.monotonic() > begin + _WAIT_SECONDS:
             raise RankFailedError(f"rank {', '.join(map(str, missing))} has not ended {_WAIT_SECONDS:g} s after rank 0")
         time.sleep(0.1)
-    ended = [json.loads(place.read_text()) for place in places]
-    statuses = [one["status"] for one in ended]
+    rows = [json.loads(place.read_text()) for place in places]
+    statuses = [row["status"] for row in rows]
     worst = next((status for status in ("hangs", "failed", "long") if status in statuses), "finished")
-    outputs = tuple(one["output"] for one in ended)
-    return ScriptRun(run.folder, size, worst, tuple(one["code"] for one in ended), outputs, run.seconds)
+    outputs = tuple(row["output"] for row in rows)
+    return ScriptRun(run.folder, size, worst, tuple(row["code"] for row in rows), outputs, run.seconds)

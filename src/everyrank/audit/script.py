@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.errors import UsageError
+from everyrank.errors import UsageError, describe
 
 __all__ = ["find_script", "has_gpu", "is_distributed", "names_cuda", "own_text", "starts_ranks_itself"]
 
@@ -33,10 +33,10 @@ def find_script(words: Sequence[str]) -> Path | None:
         raise UsageError(f"{path}: {why}; give a Python script, or -m and a module")
     try:
         ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        place = f"{path.name}:{line}" if line else path.name
-        raise UsageError(f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}") from None
+    except SyntaxError as error:
+        raise UsageError(describe(error)) from None
+    except ValueError as error:  # a null byte
+        raise UsageError(f"{path.name}: {type(error).__name__}: {error}") from None
     return path
 
 

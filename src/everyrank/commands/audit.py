@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from everyrank.commands.shared import check_writable, close_output
+from everyrank.commands.shared import check_html, check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.module is not None:
         words = ["-m", *args.module]
     options = AuditOptions(args.processes, args.updates, args.watch, args.timeout, args.limit)
+    check_html(args)
     for path in (args.json, args.html):
         check_writable(path)
         if path is not None and words and path.absolute() == Path(words[0]).absolute():

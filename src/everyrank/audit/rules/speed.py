@@ -43,7 +43,7 @@ def _check_syncs(evidence: Evidence, findings: Findings) -> None:
 def _check_waits(evidence: Evidence, findings: Findings) -> None:
     """`.item()` and its like at each update: only where it is a GPU, or pretended to be one, does it wait."""
     steps = list(evidence.steps.items())[1:]
-    is_cuda = bool(evidence.of(evidence.ranks[0], "pretends")) or any(
+    is_cuda = any(event["devices"] for event in evidence.all_of("start")) or any(
         event["backend"] == "nccl" for event in evidence.all_of("group")
     )
     if not is_cuda or not steps:

@@ -82,8 +82,8 @@ class Overlay:
         copied = self.copy(path)
         return copied if copied is not None and self.exists(copied) else path
 
-    def written(self, path: Any, how: str) -> Any:
-        """Where it is to be written; says so."""
+    def written(self, path: Any) -> Any:
+        """Where it is to be written."""
         copied = self.copy(path)
         if copied is None:
             return path
@@ -91,7 +91,6 @@ class Overlay:
         if not (self.exists(folder) or self.exists(self.folder + folder)):
             return path  # the script is told that there is no such folder
         _makedirs(os.path.dirname(copied), exist_ok=True)  # noqa: PTH120
-        self.recorder.event("write", path=os.path.abspath(os.fspath(path)), line=where(), how=how)  # noqa: PTH100
         return copied
 
 
@@ -114,7 +113,7 @@ def _redirect_open(overlay: Overlay) -> None:
         if isinstance(file, int):
             return real_open(file, mode, *args, **kwargs)
         if _WRITES.intersection(mode):
-            place = overlay.written(file, "append" if "a" in mode else "write")
+            place = overlay.written(file)
             if place is not file and ("a" in mode or "r" in mode) and not overlay.exists(place):
                 _copy_content(real_open, file, place)
             return real_open(place, mode, *args, **kwargs)
@@ -123,7 +122,7 @@ def _redirect_open(overlay: Overlay) -> None:
     @functools.wraps(os_open)
     def opened_low(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and kwargs.get("dir_fd") is None:
-            return os_open(overlay.written(path, "write"), flags, *args, **kwargs)
+            return os_open(overlay.written(path), flags, *args, **kwargs)
         return os_open(overlay.found(path), flags, *args, **kwargs)
 
     builtins.open = io.open = opened
@@ -147,7 +146,7 @@ def _redirect_saving(overlay: Overlay) -> None:
             content = sorted(map(str, obj)) if isinstance(obj, dict) else []
             path = os.path.abspath(os.fspath(f))  # noqa: PTH100
             recorder.event("save", path=path, line=where(), content=content[:100])
-            f = overlay.written(f, "save")
+            f = overlay.written(f)
         with recorder.muted():
             save(obj, f, *args, **kwargs)
 
@@ -221,7 +220,7 @@ def _renaming(function: Any, overlay: Overlay) -> Any:
         if copied is None:
             function(overlay.found(source), target, **kwargs)
             return
-        place = overlay.written(target, "rename")
+        place = overlay.written(target)
         if overlay.found(source) is source:  # of the person's: it stays
             _copy_content(open, source, place)
         else:

@@ -53,10 +53,10 @@ class Gradients:
             self.names.setdefault(id(parameter), name.replace("_orig_mod.", "").replace("module.", ""))
             if id(parameter) not in self.hooked and parameter.requires_grad and not hasattr(parameter, "to_local"):
                 self.hooked.add(id(parameter))
-                parameter.register_hook(self.leaf_hook(parameter, self.names[id(parameter)]))
+                parameter.register_hook(self.leaf_hook(self.names[id(parameter)]))
 
-    def leaf_hook(self, parameter: Any, name: str) -> Callable[[Any], None]:
-        """Adds what one backward gives for this parameter."""
+    def leaf_hook(self, name: str) -> Callable[[Any], None]:
+        """Adds what one backward gives for the parameter of this name."""
 
         def seen(grad: Any) -> None:
             if self.is_wanted and not hasattr(grad, "to_local"):
@@ -65,7 +65,6 @@ class Gradients:
                     found = sample(grad)
                     self.pieces[key] = self.pieces[key] + found if key in self.pieces else found
 
-        assert parameter is not None
         return seen
 
     def stepping(self, parameters: Iterable[Any]) -> dict[str, np.ndarray]:
@@ -126,9 +125,6 @@ class Gradients:
             "is_split": any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
             "shapes": zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
             "without_gradient": [self.names[id(p)] for p in trained if p.grad is None][:20],
-            "not_hooked": [
-                self.names[id(p)] for p in trained if id(p) not in self.hooked and not hasattr(p, "to_local")
-            ][:20],
             "not_stepped": self._left_out(parameters),
             "is_zero": bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
             "loss_scale": self.loss_scale,

@@ -60,7 +60,7 @@ def install() -> None:
         Collectives(recorder).__enter__()
     if settings.auditor:
         threading.Thread(target=_end_with, args=(settings.auditor,), daemon=True).start()
-    recorder.event("start", pid=os.getpid(), modes=settings.modes)
+    recorder.event("start", pid=os.getpid(), modes=settings.modes, devices=settings.devices)
     end.at_exit()
 
 

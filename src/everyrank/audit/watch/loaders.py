@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 import random
-import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +58,7 @@ class Loaders:
         self.count += number == self.count
         epoch = loader.__dict__["_audit_epoch"] = loader.__dict__.get("_audit_epoch", -1) + 1
         iterator._audit = {"loader": number, "epoch": epoch, "given": 0, "limit": None, "jump": None}
-        about = _about(iterator, loader)
+        about = _about(loader)
         if iterator._dataset_kind == torch_loader._DatasetKind.Map and iterator._auto_collation:
             about |= self._indices(iterator, loader, epoch)
         elif self.recorder.settings.batches:
@@ -88,7 +87,7 @@ class Loaders:
             **loader.__dict__["_audit_content"],
         }
 
-    def given(self, iterator: Any, waited: float) -> None:
+    def given(self, iterator: Any) -> None:
         """Write down that a batch was given."""
         about = iterator._audit
         about["given"] += 1
@@ -99,11 +98,10 @@ class Loaders:
             epoch=about["epoch"],
             number=about["given"],
             is_after_jump=about["given"] == about["jump"],
-            waited=round(waited, 5),
         )
 
 
-def _about(iterator: Any, loader: Any) -> dict[str, Any]:
+def _about(loader: Any) -> dict[str, Any]:
     sampler = loader.sampler
     return {
         "line": getattr(loader, "_audit_line", ""),
@@ -114,8 +112,6 @@ def _about(iterator: Any, loader: Any) -> dict[str, Any]:
         "sampled": _length(getattr(sampler, "dataset", None)),
         "sampler_epoch": getattr(sampler, "epoch", None),
         "workers": loader.num_workers,
-        "base_seed": int(iterator._base_seed),
-        "drops_last": bool(loader.drop_last),
         "length": _length(loader.dataset),
     }
 
@@ -237,9 +233,8 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
             return following(self)
         if about["limit"] is not None and about["given"] >= about["limit"]:
             raise StopIteration
-        begin = time.perf_counter()
         batch = following(self)
-        loaders.given(self, time.perf_counter() - begin)
+        loaders.given(self)
         return batch
 
     iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch

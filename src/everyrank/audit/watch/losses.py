@@ -63,7 +63,7 @@ class Losses:
         self.derived = {id(tensor): tensor for tensor in tensors(output)}
 
     def backward_done(self) -> list[dict[str, Any]]:
-        """What backward has been through; those of a loss that is still to come stay."""
+        """What backward has been through; all others are forgotten."""
         done = [term for term in self.terms if term["scale"] is not None]
         self.terms, self.kept, self.derived = [], [], {}
         return done
@@ -99,8 +99,7 @@ class Functions(TorchFunctionMode):
 
     def _evaluated(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A mean loss of an evaluation: whether their mean is the mean is looked at later. And what is cut off."""
-        if func in _DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
-            self.losses.num_dropouts += 1
+        self.losses.num_dropouts += _drops(func, kwargs)
         if func in _CUTS and _takes_a_part(args) and caller_is_own():
             line = where()
             if line not in self.losses.cuts:
@@ -113,10 +112,7 @@ class Functions(TorchFunctionMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         losses = self.losses
-        if (func in _DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0) or (
-            func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0
-        ):
-            losses.num_dropouts += 1
+        losses.num_dropouts += _drops(func, kwargs)
         is_derived = bool(losses.derived) and any(id(tensor) in losses.derived for tensor in tensors((args, kwargs)))
         if is_derived and losses.depth == 0:
             for tensor in tensors(out):
@@ -134,10 +130,8 @@ class Functions(TorchFunctionMode):
 
     def _loss(self, func: Any, out: Any, count: float, reduction: str) -> None:
         recorder, losses = self.recorder, self.losses
-        with recorder.muted():
-            value = float(out.detach())
-        about = {"name": func.__name__, "terms": count, "reduction": reduction, "line": where(), "value": value}
-        term: dict[str, Any] = {**about, "inside": losses.depth > 0, "scale": None}
+        about = {"name": func.__name__, "terms": count, "reduction": reduction, "line": where()}
+        term: dict[str, Any] = {**about, "scale": None}
         losses.terms.append(term)
 
         def seen(grad: Any) -> None:
@@ -146,6 +140,13 @@ class Functions(TorchFunctionMode):
 
         out.register_hook(seen)
         losses.kept.append(out)
+
+
+def _drops(func: Any, kwargs: Any) -> bool:
+    """Whether this call draws a dropout mask."""
+    if func is F.scaled_dot_product_attention:
+        return kwargs.get("dropout_p", 0) > 0
+    return func in _DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
 def _takes_a_part(args: Any) -> bool:

@@ -40,7 +40,6 @@ class Modules:
                 self.gradients.watch(root)
             about = {
                 "line": line,
-                "model": type(root).__name__,
                 "wrapper": kind if root is not module or "FSDP" in kind else "",
                 "bypasses": id(module) in self.wrapped,
                 "is_grad": is_grad,

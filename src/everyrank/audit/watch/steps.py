@@ -12,7 +12,7 @@ import torch
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
-from everyrank.audit.watch.recorder import Recorder, tensors
+from everyrank.audit.watch.recorder import Recorder
 
 __all__ = ["install_sharding", "install_steps"]
 
@@ -39,15 +39,12 @@ def _watch_backward(recorder: Recorder, losses: Losses, gradients: Gradients, be
         begin()
         line = where()
         gradients.begin_backward()
-        with recorder.muted():
-            value = float(next(tensors([roots])).detach().double().mean())
-        recorder.event("backward", line=line, value=value)
+        recorder.event("backward", line=line)
         try:
             with recorder.during(f"backward at {line}"):
                 return autograd_backward(roots, *args, **kwargs)
         finally:
-            got = sum(micro == recorder.micro for micro, _ in gradients.pieces)
-            recorder.event("backward_end", losses=losses.backward_done(), num_gradients=got)
+            recorder.event("backward_end", losses=losses.backward_done())
             recorder.micro += 1
 
     torch.autograd.backward = backward
@@ -72,16 +69,11 @@ def _clipping(function: Any, recorder: Recorder, gradients: Gradients) -> Any:
             whole = out.full_tensor() if hasattr(out, "full_tensor") else out
             norm = float(whole) if whole is not None else None
         scale = 1.0 if gradients.is_unscaled else gradients.loss_scale
-        recorder.event("clip", line=line, norm=norm, scale=scale, largest=_largest(args, kwargs))
+        recorder.event("clip", line=line, norm=norm, scale=scale)
         gradients.before_clip = {**before, **(gradients.before_clip or {})}
         return out
 
     return clip
-
-
-def _largest(args: Any, kwargs: Any) -> float:
-    value = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value", 0.0))
-    return float(value)
 
 
 def _watch_scaler(recorder: Recorder, gradients: Gradients) -> None:
@@ -108,7 +100,6 @@ def _watch_scaler(recorder: Recorder, gradients: Gradients) -> None:
         before = recorder.update
         out = step(self, optimizer, *args, **kwargs)
         if recorder.update == before and self.is_enabled():
-            recorder.event("skipped_step", line=where())
             gradients.forget()
         return out
 
@@ -213,10 +204,11 @@ def _watch_zero_grad(recorder: Recorder, gradients: Gradients) -> None:
     zero_grad, init = optimizer.zero_grad, optimizer.__init__
 
     def zeroing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = {gradients.names.get(id(p)) for group in self.param_groups for p in group["params"]}
-        lost = {micro for micro, name in gradients.pieces if name in own}
-        if lost and not recorder.is_muted:
-            recorder.event("thrown_away", line=where(), num=len(lost))
+        if gradients.pieces and not recorder.is_muted:
+            own = {gradients.names.get(id(p)) for group in self.param_groups for p in group["params"]}
+            lost = {micro for micro, name in gradients.pieces if name in own}
+            if lost:
+                recorder.event("thrown_away", line=where(), num=len(lost))
             gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in own}
         return zero_grad(self, *args, **kwargs)
 
@@ -246,7 +238,7 @@ def install_sharding(gradients: Gradients) -> bool:
         if id(whole) not in hooked and whole.requires_grad:
             hooked.add(id(whole))
             name = str(gradients.names.get(id(self.sharded_param), self._param_fqn))
-            whole.register_hook(gradients.leaf_hook(whole, name))
+            whole.register_hook(gradients.leaf_hook(name))
 
     FSDPParam.init_unsharded_param = gathered
     return True
