@@ -5,39 +5,26 @@ from __future__ import annotations
 
 import functools
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from everyrank.errors import is_own
+
 __all__ = ["frames", "is_own_file", "library_calls", "where"]
 
 _WATCH = str(Path(__file__).parent)
-_PACKAGE = str(Path(__file__).parents[2])
-
-
-def _library_folders() -> tuple[str, ...]:
-    folders = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
-    real = {os.path.realpath(folder) + os.sep for folder in folders}
-    # "/usr/" and the folder of a virtual environment's scripts may well hold a person's project
-    return tuple(folder for folder in real if f"{os.sep}lib" in folder or "site-packages" in folder)
+_RECIPES = str(Path(__file__).parents[2] / "recipes") + os.sep
 
 
 _WRAPPERS = {"wrapper", "handle_torch_function", "inner", "_fn"}  # of torch's, around each collective
-_LIBRARIES = _library_folders()
 
 
 @functools.cache
 def is_own_file(filename: str) -> bool:
     """Whether the person wrote it: not Python, not an installed package, not everyrank (its recipes are copied)."""
-    if filename.startswith("<"):
-        return False
-    path = os.path.realpath(filename)
-    if path.startswith(_PACKAGE + os.sep):
-        return f"{os.sep}recipes{os.sep}" in path
-    return not path.startswith(_LIBRARIES) and "site-packages" not in path
+    return is_own(filename) or filename.startswith(_RECIPES)
 
 
 def frames() -> Iterator[FrameType]:
