@@ -36,6 +36,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from everyrank.launch.monitor import _child_environment
+
 # `python` and `torchrun` for a shell: their words, files and environment go to the server, their signals follow
 PROGRAM = """\
 #!{python} -ES
@@ -114,7 +116,7 @@ class ForkServer:
         self.process = subprocess.Popen(
             [sys.executable, "-c", "import forkserver, sys; forkserver.serve(sys.argv[1])", self.address],
             stdin=subprocess.PIPE,  # at whose end it ends
-            env={**os.environ, **own},
+            env={**_child_environment(), **own},  # torch reads its log level once, when it is imported
             start_new_session=True,
         )
         while not Path(self.address).exists():

@@ -15,6 +15,7 @@ from typing import IO, Any
 from everyrank.errors import RankFailedError
 from everyrank.launch.hosts import host_name
 from everyrank.launch.job import Launch
+from everyrank.launch.rank_info import has_driver
 from everyrank.launch.reports import Reports, ranks_text
 from everyrank.launch.signals import Stop
 from everyrank.launch.silence import wake_supervisors
@@ -187,9 +188,11 @@ class ProcessMonitor:
 def _child_environment() -> dict[str, str]:
     # The world sets the number of threads itself; the first variable only spares torchrun its warning. The second
     # tells rich, in rank 0, whether there is a terminal at the end of what a launcher passes on. Without the third,
-    # c10d warns when it cannot find the name of an address, which nobody asked for.
+    # c10d warns when it cannot find the name of an address, and gloo prints what it also raises, in a rank that only
+    # answers the loss of another one. What NCCL's watchdog says is nowhere else.
     terminal = str(int(sys.stdout.isatty()))
-    return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": terminal, "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    level = "ERROR" if has_driver() else "FATAL"
+    return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": terminal, "TORCH_CPP_LOG_LEVEL": level, **os.environ}
 
 
 def _signal(send: Callable[[int, int], None], targets: Iterable[int], number: signal.Signals) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from everyrank.errors import UsageError
 
-__all__ = ["RankInfo", "cgroup_quota", "num_accelerators", "num_cores"]
+__all__ = ["RankInfo", "cgroup_quota", "has_driver", "num_accelerators", "num_cores"]
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,14 @@ def cgroup_quota(folder: Path) -> float | None:
 
 
 def num_accelerators() -> int:
-    """CUDA devices that torch sees. Without a driver's device file there are none, and torch is not imported."""
-    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # Linux, WSL, ROCm
-    if not any(Path(driver).exists() for driver in drivers):
+    """CUDA devices that torch sees. Without a driver there are none, and torch is not imported."""
+    if not has_driver():
         return 0
     import torch
 
     return torch.cuda.device_count()
+
+
+def has_driver() -> bool:
+    """Whether there is the device file of a driver of GPUs: on Linux, under WSL, of ROCm."""
+    return any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))

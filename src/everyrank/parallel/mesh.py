@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from everyrank.data import Slice
 from everyrank.layout import AXES, Layout, find_own_code
-from everyrank.world import World
+from everyrank.world import World, store_barrier
 
-__all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "open_mesh"]
+__all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_mesh", "open_mesh"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class Mesh:
             others = tuple(at for axis, at in zip(self.sizes, coordinate, strict=True) if axis not in axes)
             members.setdefault(others, []).append(rank)
         timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
-        return dist.new_subgroups_by_enumeration(list(members.values()), timeout=timeout)[0]
+        group = dist.new_subgroups_by_enumeration(list(members.values()), timeout=timeout)[0]
+        _wait_until_connected(self.world, "x".join(axes))
+        return group
 
     def rank_at(self, **coordinate: int) -> int:
         """The rank that differs from this one in the given coordinates."""
@@ -108,11 +110,7 @@ class Mesh:
         sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
         sizes["shard"] *= self.sizes["context"]
         kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
-        cache = self.world.group_cache
-        if kept not in cache.device_meshes:
-            names, lengths = zip(*kept, strict=True)
-            cache.device_meshes[kept] = init_device_mesh(self.world.device.type, lengths, mesh_dim_names=names)
-        return cache.device_meshes[kept][axes]
+        return make_device_mesh(self.world, kept)[axes]
 
     def group_axes(self) -> dict[str, str]:
         """Name of a process group -> the axes of this layout it goes along, for whoever counts what travels."""
@@ -130,6 +128,23 @@ class Mesh:
     def _axes_text(self, axes: Iterable[str]) -> str:
         """`replicate x context`: of these axes those that are longer than one rank."""
         return " x ".join(axis for axis in axes if self.sizes.get(axis, 1) > 1)
+
+
+def make_device_mesh(world: World, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """Torch's mesh of all ranks with these axes (name, size), outermost first; made once in a world."""
+    meshes = world.group_cache.device_meshes
+    if axes not in meshes:
+        names, sizes = zip(*axes, strict=True)
+        made = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        _wait_until_connected(world, "x".join(names))
+        meshes[axes] = made
+    return meshes[axes]
+
+
+def _wait_until_connected(world: World, name: str) -> None:
+    """All of them: a rank that fails, or refuses, before others have connected leaves them waiting inside gloo."""
+    count = len(world.group_cache.groups) + len(world.group_cache.device_meshes)
+    store_barrier(world, f"process group {count} ({name})")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from everyrank.errors import UnsupportedLayoutError, WorkloadError, describe, is_own
 from everyrank.layout import OwnCode
 from everyrank.parallel.full_state import without_advice
-from everyrank.parallel.mesh import full_tensor, local_tensor
+from everyrank.parallel.mesh import full_tensor, local_tensor, make_device_mesh
 from everyrank.world import World
 
 __all__ = [
@@ -42,12 +42,7 @@ _WAIT = 0.9  # of the timeout: before other ranks give up on this one, and name 
 
 def own_device_mesh(code: OwnCode, world: World) -> DeviceMesh:
     """Torch's mesh over all ranks, with the axes of the contract; one that is one rank long has its dimension, too."""
-    key = tuple(code.axes.items())
-    cache = world.group_cache
-    if key not in cache.device_meshes:
-        names, lengths = zip(*key, strict=True)
-        cache.device_meshes[key] = init_device_mesh(world.device.type, lengths, mesh_dim_names=names)
-    return cache.device_meshes[key]
+    return make_device_mesh(world, tuple(code.axes.items()))
 
 
 def apply_own_code(code: OwnCode, model: nn.Module, mesh: DeviceMesh, world: World) -> nn.Module:

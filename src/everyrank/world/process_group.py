@@ -47,6 +47,7 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
         way = route_to_peers(others, world.rank, meeting.address)
         with _on_interface(launch, *way) as interface, _on_the_lookout(world, info):
             _init_process_group(world)
+            store_barrier(world, "process group")  # who fails before others have connected breaks their connections
             yield replace(world, group=dist.group.WORLD, choices={**world.choices, "interface": interface})
             # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
             gc.unfreeze()
