@@ -146,7 +146,7 @@ def begins(world: World, layout: str, optimizer: str, run: Path) -> tuple[list[T
     going = Going(world, training(optimizer), f"{layout}:precision=float64")
     going.updates(0, SAVED)
     going.saver(run).save(SAVED, {})
-    return going.updates(SAVED, END), going.prepared.state()
+    return going.updates(SAVED, END), going.prepared.full_state()
 
 
 def losses_of(rows: list[tuple[list[Tensor], Any]]) -> list[float]:

@@ -39,7 +39,7 @@ def initial_states(world: World, layouts: list[str]) -> list[dict[str, Tensor]]:
     for text in layouts:
         prepared = prepare(workload, parse_layout(text), world)
         buffers = {f"buffer {name}": buffer.clone() for name, buffer in prepared.model.named_buffers()}
-        found.append({**prepared.state(), **buffers})
+        found.append({**prepared.full_state(), **buffers})
     return found
 
 

@@ -216,7 +216,7 @@ TOY = Launcher(
     name="toy",
     render=spawn.render,
     find=lambda: "here",
-    rendezvous=spawn.LAUNCHER.rendezvous,
+    default_rendezvous=spawn.LAUNCHER.default_rendezvous,
     options=ToyOptions,
     add_arguments=lambda group: group.add_argument("--loud", action="store_true"),
     read_options=read_toy_options,

@@ -182,7 +182,7 @@ def test_state_is_whole_on_rank_0(ranks: Any) -> None:
 
 def states(world: World) -> Any:
     workload = zoo.workload("norm")
-    return [prepare(workload, parse_layout(text), world).state() for text in ("ddp", "zero1", "fsdp")]
+    return [prepare(workload, parse_layout(text), world).full_state() for text in ("ddp", "zero1", "fsdp")]
 
 
 def test_a_pipeline_computes_each_phase_under_its_name(ranks: Any) -> None:

@@ -122,7 +122,7 @@ def test_generators_of_python_and_numpy_go_on(ranks: Any, tmp_path: Path, saved:
 def goes_on(world: World, layout: str, optimizer: str, run: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     going = Going(world, training(optimizer), f"{layout}:precision=float64")
     begun = resume(going.prepared, world, find_checkpoint(run), going.about())
-    return going.updates(begun, END), going.prepared.state()
+    return going.updates(begun, END), going.prepared.full_state()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

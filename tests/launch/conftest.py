@@ -53,7 +53,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(mpi, "program", lambda: None)
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(ray_launcher, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: None)))
     yield call

@@ -179,7 +179,7 @@ def test_doctor_sees_a_launcher_that_is_not_here(
 ) -> None:
     """Before it tries to start by it."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(mpi, "program", lambda: None)
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
     finding = doctor.check_program(Launch(launcher))
     assert finding.status == "problem"
     assert fragment in finding.line

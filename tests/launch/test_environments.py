@@ -218,12 +218,12 @@ def test_ranks_of_one_host_meet_over_a_file_of_their_own(monkeypatch: pytest.Mon
     found = {
         str(rank): rank_info_from_environment({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(4)
     }
-    [path] = {as_path(info.rendezvous) for info in found.values() if info is not None}
+    [path] = {as_path(info.rendezvous_url) for info in found.values() if info is not None}
     assert path.parent.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(os, "getppid", lambda: os.getpid())
     other = rank_info_from_environment(OPEN_MPI)
     assert other is not None
-    assert as_path(other.rendezvous) != path
+    assert as_path(other.rendezvous_url) != path
 
 
 def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_ranks_of_several_hosts_meet_at_the_first(monkeypatch: pytest.MonkeyPatc
         info = rank_info_from_environment(environment)
         assert info is not None
         assert info.is_store_master == (info.rank == 0)
-        return info.rendezvous
+        return info.rendezvous_url
 
     default = where(SRUN)
     assert default.startswith("tcp://n01:")
@@ -260,7 +260,7 @@ def test_torchruns_agent_has_the_store_open() -> None:
     """A rank 0 that opened it again would find the port in use; and a restart is counted."""
     first = rank_info_from_environment({**TORCHRUN, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "2"})
     assert first is not None
-    assert (first.is_store_master, first.restart_count, first.rendezvous) == (False, 2, "tcp://127.0.0.1:29500")
+    assert (first.is_store_master, first.restart_count, first.rendezvous_url) == (False, 2, "tcp://127.0.0.1:29500")
     person = rank_info_from_environment(PERSON)
     assert person is not None
     assert person.is_store_master

@@ -131,7 +131,7 @@ def test_the_two_kinds_of_mpirun_have_words_of_their_own(
     typed: Any, golden: Any, monkeypatch: pytest.MonkeyPatch, is_open_mpi: bool
 ) -> None:
     """MPICH's would stop at Open MPI's --bind-to none --oversubscribe."""
-    monkeypatch.setattr(mpi, "program", lambda: "/opt/my mpi/bin/mpirun")
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: "/opt/my mpi/bin/mpirun")
     monkeypatch.setattr(mpi, "_is_open_mpi", lambda _: is_open_mpi)
     shown = typed(TRAIN + "--launcher mpi --processes 4 --nodes 2")
     assert shown.status == 0
@@ -140,7 +140,7 @@ def test_the_two_kinds_of_mpirun_have_words_of_their_own(
 
 def test_mpirun_is_told_that_it_runs_as_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container Open MPI refuses to start otherwise; and nobody else says so."""
-    monkeypatch.setattr(mpi, "program", lambda: None)
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
     for user, said in ((0, True), (1000, False)):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
         assert ("--allow-run-as-root" in mpi.render(Launch("mpi", 2), Path("JOB"))[0]) == said

@@ -23,7 +23,6 @@ from everyrank.launch import (
 )
 from everyrank.launch.environments import environment_of, is_rank_0_of_all
 from everyrank.launch.launcher import DEFAULT_LAUNCHER, Scheduler, launcher_named
-from everyrank.launch.torchrun import RENDEZVOUS_KINDS
 from everyrank.layout import Layout, parse_layout
 
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of"]
@@ -50,9 +49,6 @@ def add_launching(parser: argparse.ArgumentParser, default_processes: int, sever
     words.add_argument("--nodes", metavar="N", help="hosts; MIN:MAX for torchrun that goes on with fewer")
     words.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, where each is typed on")
     words.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: HOST is node 0")
-    words.add_argument(
-        "--rendezvous-kind", default="static", metavar="R", help=f"torchrun's: {' or '.join(RENDEZVOUS_KINDS)}"
-    )
     words.add_argument("--interface", metavar="I", help="network interface between hosts; default: the way to HOST")
     words.add_argument(
         "--init-method", metavar="M", help="env, tcp://HOST:PORT or file:///PATH; default: what suits the launcher"

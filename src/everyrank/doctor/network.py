@@ -122,7 +122,7 @@ def check_launcher(environment: Mapping[str, str]) -> CheckResult:
     if info is not None:
         return problem(
             "launcher",
-            f"the environment says that this is rank {info.rank} of {info.size} at {info.rendezvous}: "
+            f"the environment says that this is rank {info.rank} of {info.size} at {info.rendezvous_url}: "
             "every command would wait for the others there",
             f"unset {names}, unless a launcher has just set them",
             private=True,

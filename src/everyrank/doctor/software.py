@@ -24,7 +24,11 @@ _PACKAGES = (
 _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "jinja2": ("HTML reports", "pip install 'everyrank[html]'"),
     "matplotlib": ("HTML reports", "pip install 'everyrank[html]'"),
-    **{row.package[0]: (f"--launcher {row.name}", row.package[1]) for row in launchers() if row.package is not None},
+    **{
+        row.needs_package[0]: (f"--launcher {row.name}", row.needs_package[1])
+        for row in launchers()
+        if row.needs_package is not None
+    },
     "accelerate": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "lightning": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "transformers": ("the workload causal-lm", "pip install 'everyrank[transformers]'"),
@@ -37,7 +41,11 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
 _NOT_DRIVEN = "everyrank does not drive it yet"
 _OTHERS: Mapping[str, str] = {"horovod": "build 0.28.1 from source with CMAKE_CXX_STANDARD 20"}
 _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
-    **{row.program[0]: (f"--launcher {row.name}", row.program[1]) for row in launchers() if row.program is not None},
+    **{
+        row.needs_program[0]: (f"--launcher {row.name}", row.needs_program[1])
+        for row in launchers()
+        if row.needs_program is not None
+    },
     "gcc": ("--layout ...:compile on CPU", "apt install gcc"),
     "nvidia-smi": ("GPU use in reports", "it comes with the NVIDIA driver"),
 }

@@ -117,9 +117,9 @@ def threads_asked(environment: Mapping[str, str]) -> int | None:
     environment that torchrun was started in.
     """
     found = _threads_in(environment)
-    if found == 1 and "TORCHELASTIC_RUN_ID" in environment:
-        return _threads_in(_before_torchrun())
-    return found
+    markers = [own.marker for own in _environments() if own.sets_threads and own.marker is not None]
+    marker = next((marker for marker in markers if marker in environment), None)
+    return _threads_in(_environment_before(marker)) if found == 1 and marker is not None else found
 
 
 def _threads_in(environment: Mapping[str, str]) -> int | None:
@@ -130,11 +130,11 @@ def _threads_in(environment: Mapping[str, str]) -> int | None:
     return None
 
 
-def _before_torchrun() -> Mapping[str, str]:
-    """The environment of the process that started the ranks, before it changed it; nothing where it cannot be read."""
+def _environment_before(marker: str) -> Mapping[str, str]:
+    """The environment of the process that started the launcher; nothing where it cannot be read."""
     with contextlib.suppress(psutil.Error, OSError):
         for process in psutil.Process().parents():
             own = process.environ()
-            if "TORCHELASTIC_RUN_ID" not in own:
+            if marker not in own:
                 return own
     return {}

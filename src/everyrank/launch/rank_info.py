@@ -21,7 +21,7 @@ class RankInfo:
     rank, size              over all hosts
     local_rank, local_size  on this host
     started_by              spawn, torchrun, slurm, mpi, ray or env
-    rendezvous              where the ranks meet: file:///path, tcp://host:port, or meet:///path (a file in which
+    rendezvous_url          where the ranks meet: file:///path, tcp://host:port, or meet:///path (a file in which
                             rank 0 says where it has opened a store); empty where nobody has said
     is_store_master         whether this process opens the tcp store (else somebody else has it open)
     restart_count           how often an elastic launcher has started all ranks again
@@ -37,7 +37,7 @@ class RankInfo:
     size: int
     local_size: int
     started_by: str
-    rendezvous: str
+    rendezvous_url: str
     is_store_master: bool = False
     restart_count: int = 0
     threads: int | None = None

@@ -67,5 +67,5 @@ LAUNCHER = Launcher(
     read_options=_read_options,
     takes_arguments=False,
     needs_sigterm=True,
-    package=("ray", "pip install 'everyrank[ray]'"),
+    needs_package=("ray", "pip install 'everyrank[ray]'"),
 )

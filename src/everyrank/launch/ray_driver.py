@@ -54,7 +54,7 @@ class Place:
         here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)
         own = dataclasses.replace(
             here,
-            rendezvous="meet://" + (self.folder / "address").as_uri().removeprefix("file://"),
+            rendezvous_url="meet://" + (self.folder / "address").as_uri().removeprefix("file://"),
             pid_namespace=pid_namespace(),
             sys_path=[*here.sys_path, *sys.path],
             parent_pid=os.getpid(),

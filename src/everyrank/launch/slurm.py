@@ -268,5 +268,5 @@ LAUNCHER = Launcher(
         submit=submit,
         output=lambda job: f"slurm-{job}.out",
     ),
-    program=("srun", "apt install slurm-wlm, or ask your cluster's staff"),
+    needs_program=("srun", "apt install slurm-wlm, or ask your cluster's staff"),
 )

@@ -77,7 +77,7 @@ def _static(nodes: int, node_rank: int | None, host: str, port: int) -> list[str
 def _render_on_node(task: RankInfo, count: int, directory: str) -> list[list[str]]:
     words = ["--standalone"]
     if task.size > 1:
-        words = _static(task.size, task.rank, *split_endpoint(task.rendezvous.removeprefix("tcp://"), "torchrun"))
+        words = _static(task.size, task.rank, *split_endpoint(task.rendezvous_url.removeprefix("tcp://"), "torchrun"))
     words += [f"--nproc-per-node={count}", f"--log-dir={directory}", "--no-python", *WORKER, directory]
     return [[*_PROGRAM, *words]]
 
@@ -104,6 +104,8 @@ _RESTARTS = "--restarts {}: give 0 or more, with --launcher torchrun"
 
 
 def _add_arguments(group: Any) -> None:
+    kinds = " or ".join(RENDEZVOUS_KINDS)
+    group.add_argument("--rendezvous-kind", default="static", metavar="R", help=f"torchrun's, between hosts: {kinds}")
     group.add_argument("--restarts", type=int, default=0, metavar="K", help="torchrun: start all ranks again so often")
 
 
@@ -151,5 +153,6 @@ LAUNCHER = Launcher(
         rank_variables=("RANK",),
         read=_read,
         marker=_MARKER,
+        sets_threads=True,
     ),
 )

@@ -51,7 +51,7 @@ def rank_info_of_person(environment: Mapping[str, str]) -> RankInfo | None:
         size=size,
         local_size=local_size,
         started_by="env",
-        rendezvous=f"tcp://{environment['MASTER_ADDR']}:{port}",
+        rendezvous_url=f"tcp://{environment['MASTER_ADDR']}:{port}",
         is_store_master=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         restart_count=restart_count,
     )

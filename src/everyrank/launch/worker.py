@@ -87,13 +87,13 @@ def _call(job: Job, info: RankInfo, directory: Path) -> int:
 def _rank_info(job: Job) -> RankInfo:
     if len(sys.argv) > 2:
         rank, local_rank, local_size = map(int, sys.argv[2:5])
-        info = RankInfo(rank, local_rank, job.processes, local_size, job.launcher, job.rendezvous or "")
+        info = RankInfo(rank, local_rank, job.processes, local_size, job.launcher, job.rendezvous_url or "")
     else:
         found = rank_info_from_environment(os.environ)
         assert found is not None, f"{job.launcher} sets the environment of its processes"
         info = dataclasses.replace(found, started_by=job.launcher)
-    if job.rendezvous is not None:
-        info = dataclasses.replace(info, rendezvous=job.rendezvous, is_store_master=info.rank == 0)
+    if job.rendezvous_url is not None:
+        info = dataclasses.replace(info, rendezvous_url=job.rendezvous_url, is_store_master=info.rank == 0)
     return dataclasses.replace(info, threads=job.threads)  # what is in the environment here may be ours
 
 

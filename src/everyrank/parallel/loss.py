@@ -31,18 +31,18 @@ def compute_loss(
     `parallel.batch_gather.loss_scope`. Raises `WorkloadError` for a loss that is no (sum, count).
     """
     with loss_scope(batch, mesh, workload.order, deferred_errors):
-        total, count = _pair(workload.loss(output, batch.target), "loss")
-    total = full_tensor(total)  # of split logits; every rank has the whole sum
-    if not isinstance(total, Tensor) or total.dim() != 0:
-        raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_shape(total)}")
+        loss_sum, count = _pair(workload.loss(output, batch.target), "loss")
+    loss_sum = full_tensor(loss_sum)  # of split logits; every rank has the whole sum
+    if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
+        raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_shape(loss_sum)}")
     if not batch.size:  # a padding sample
-        total, count = total * 0.0, 0.0
-    if total.device.type == "cpu":
-        return total, torch.tensor((total.item(), float(count)), dtype=torch.float64)
-    share = torch.empty(2, dtype=torch.float64, device=total.device)  # reading the loss would make the device wait
-    share[0] = total.detach()
+        loss_sum, count = loss_sum * 0.0, 0.0
+    if loss_sum.device.type == "cpu":
+        return loss_sum, torch.tensor((loss_sum.item(), float(count)), dtype=torch.float64)
+    share = torch.empty(2, dtype=torch.float64, device=loss_sum.device)  # reading the loss would make the device wait
+    share[0] = loss_sum.detach()
     share[1] = count
-    return total, share
+    return loss_sum, share
 
 
 @torch.no_grad()
@@ -56,9 +56,9 @@ def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | N
     with loss_scope(batch, mesh) if mesh is not None else contextlib.nullcontext():
         for row, (name, function) in enumerate(functions):
             # of a padding sample too, for the ranks that gather its batch
-            total, count = _pair(function(output, batch.target), name)
+            value, count = _pair(function(output, batch.target), name)
             if batch.size:
-                shares[row, 0], shares[row, 1] = float(total), float(count)
+                shares[row, 0], shares[row, 1] = float(value), float(count)
     return shares
 
 

@@ -75,7 +75,7 @@ def trace(
     prepared = _prepared(case, layout, world, jitter)
     rows: list[Tensor] = []
     watched = _watched(prepared, rows) if keep else prepared
-    initial = prepared.state() if measure or keep else {}
+    initial = prepared.full_state() if measure or keep else {}
     saved = prepared.trainable.snapshot() if len(segments) > 1 else {}
     states = [initial] if keep else []
     found = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
@@ -87,10 +87,10 @@ def trace(
         for share in run_updates(watched, case.train_data, updates, reverse):
             shares.append(share)
             if keep:
-                found.states.append(prepared.state())
+                found.states.append(prepared.full_state())
             if measure:
                 _largest_gradients(prepared.model, found.gradients)
-        found.finals.append(prepared.state())
+        found.finals.append(prepared.full_state())
         # before the next segment puts the replicas back
         replicas_equal = all_equal(local_tensors(prepared.replicated_tensors), prepared.world) and replicas_equal
         if measure:

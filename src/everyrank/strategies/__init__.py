@@ -40,18 +40,18 @@ class Prepared:
                         loop adds the shares over ranks, outside the timed region
     predict             the model's output for the rank's part of a batch, without an update; a collective where the
                         layout splits the model
-    state               full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
+    full_state          full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
     replicated_tensors  those that every rank holds in full, which must be equal to the last bit
     num_micro_batches   parts that each update is cut into before it is cut over ranks
     idle                of a pipeline: how long its newest step took, and how long this rank waited in it
-    not_compared        tensors that `state` leaves out, because how they lie on the ranks is not known
+    not_compared        tensors that `full_state` leaves out, because how they lie on the ranks is not known
     """
 
     parallel: ParallelModel
     trainable: Trainable
     step: Callable[[Sequence[Batch]], Tensor]
     predict: Callable[[Batch], Any]
-    state: Callable[[], dict[str, Tensor]]
+    full_state: Callable[[], dict[str, Tensor]]
     replicated_tensors: Sequence[Tensor]
     num_micro_batches: int
     idle: Callable[[], PipelineIdle] | None = None

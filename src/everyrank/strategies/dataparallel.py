@@ -68,7 +68,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        state=lambda: replicated_state_dict(model, rank=0),
+        full_state=lambda: replicated_state_dict(model, rank=0),
         replicated_tensors=[],
         num_micro_batches=layout.accumulate,
     )

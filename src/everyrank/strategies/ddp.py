@@ -75,7 +75,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        state=lambda: replicated_state_dict(model, world.rank),
+        full_state=lambda: replicated_state_dict(model, world.rank),
         replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,
     )

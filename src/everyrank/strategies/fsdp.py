@@ -95,7 +95,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        state=lambda: full_state_dict(model, mesh),
+        full_state=lambda: full_state_dict(model, mesh),
         replicated_tensors=replicated,
         num_micro_batches=layout.accumulate,
     )

@@ -108,7 +108,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        state=lambda: whole_state(model, shapes, world.rank),
+        full_state=lambda: whole_state(model, shapes, world.rank),
         replicated_tensors=[tensor for tensor in known.values() if not isinstance(tensor, DTensor)],
         num_micro_batches=layout.accumulate,
         not_compared=unknown,

@@ -62,7 +62,7 @@ def open_store(info: RankInfo, launch: Launch) -> Rendezvous:
         method, is_store_master = _of_environment(os.environ, info)
     elif method is not None:
         is_store_master = info.rank == 0
-    method = method or info.rendezvous
+    method = method or info.rendezvous_url
     if not method:
         raise UsageError(
             f"{info.started_by} started {info.size} ranks on several hosts and does not say where they meet: "
@@ -96,7 +96,7 @@ def _of_environment(environment: Mapping[str, str], info: RankInfo) -> tuple[str
         )
     method = f"tcp://{address}:{port}"
     # torchrun's agent, which sets these two, has that store open already
-    return method, info.rank == 0 if method != info.rendezvous else info.is_store_master
+    return method, info.rank == 0 if method != info.rendezvous_url else info.is_store_master
 
 
 def _by_function(info: RankInfo, launch: Launch) -> Rendezvous:
