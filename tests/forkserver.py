@@ -18,6 +18,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import re
 import runpy
 import select
 import shutil
@@ -49,7 +50,7 @@ socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2])
 server.sendall(content)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: server.send(bytes([number])))
-child, status = struct.unpack("ii", server.recv(8, socket.MSG_WAITALL))
+child, status = struct.unpack("ii", server.makefile("rb").read(8))  # a signal does not cut it short
 if status < 0:
     signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
@@ -122,19 +123,17 @@ class ForkServer:
         while not Path(self.address).exists():
             assert self.process.poll() is None, "the fork server could not start"
             time.sleep(0.01)
+        folder = _programs(self.address)
+        folder.mkdir()
+        for name, before in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+            (folder / name).write_text(PROGRAM.format(python=sys.executable, address=self.address, before=before))
+            (folder / name).chmod(0o755)
 
     @property
     def programs(self) -> Path:
         """A folder with `python` and `torchrun`, whose processes are forked."""
-        folder = self.folder / "bin"
-        if not folder.exists():
-            self._serve()
-            folder.mkdir()
-            for name, before in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
-                text = PROGRAM.format(python=sys.executable, address=self.address, before=before)
-                (folder / name).write_text(text)
-                (folder / name).chmod(0o755)
-        return folder
+        self._serve()
+        return _programs(self.address)
 
     @property
     def address(self) -> str:
@@ -181,6 +180,10 @@ class ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _programs(address: str) -> Path:
+    return Path(address).with_name("bin")
+
+
 def _fileno(stream: IO[Any] | int) -> int:
     return stream if isinstance(stream, int) else stream.fileno()
 
@@ -197,8 +200,9 @@ def send_request(connection: socket.socket, request: object, numbers: Sequence[i
 
 def serve(address: str) -> None:
     """Import what the tests need, then fork until standard input ends."""
+    _ForkingPopen.address = address
+    subprocess.Popen = _ForkingPopen  # before torchrun's agent is imported, which keeps it
     _preload()
-    subprocess.Popen = _ForkingPopen
     multiprocessing.util.spawnv_passfds = _spawnv_passfds
     started: dict[socket.socket, int] = {}  # the process that was asked for over this connection, as long as it runs
     a_child_ended, write = os.pipe()
@@ -411,13 +415,22 @@ _Popen = subprocess.Popen
 
 
 class _ForkingPopen(_Popen):
-    """Forks where `python -m everyrank...` would be started; starts everything else as ever."""
+    """Forks where `python -m everyrank...` would be started; starts everything else as ever.
+
+    A launcher (mpirun, srun, torchrun) that is told to start that gets a `python` whose processes are forked.
+    """
+
+    address: str
 
     def _execute_child(self, *arguments: Any) -> None:
         call = inspect.signature(_Popen._execute_child).bind(self, *arguments).arguments
-        words = call["args"]
-        if isinstance(words, str | bytes) or not _is_ours(list(map(os.fsdecode, words))):
-            super()._execute_child(*arguments)
+        words = [] if isinstance(call["args"], str | bytes) else list(map(os.fsdecode, call["args"]))
+        if not words or not _is_forked(words) or len(list(Path("/proc/self/task").iterdir())) > 1:
+            place = next((place for place in range(len(words)) if _is_forked(words[place:])), None)
+            if place is not None and call["executable"] is None:
+                words[place] = str(_programs(self.address) / "python")
+                call["args"] = words
+            super()._execute_child(*list(call.values())[1:])
             return
         pipes = [call[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
         for stream in (sys.stdout, sys.stderr):
@@ -429,9 +442,10 @@ class _ForkingPopen(_Popen):
         self._close_pipe_fds(*pipes)
 
 
-def _is_ours(words: list[str]) -> bool:
-    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    return words[0] == sys.executable and module.partition(".")[0] == "everyrank"
+def _is_forked(words: list[str]) -> bool:
+    """Whether these are words of `python -m everyrank...`, or of torchrun."""
+    is_ours = re.match(r"(-\S+ )*-m (everyrank|torch\.distributed\.run)\b", " ".join(words[1:])) is not None
+    return is_ours and words[0] == sys.executable
 
 
 def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:

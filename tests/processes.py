@@ -259,8 +259,9 @@ class Cli:
                     self.folder, *command, *words, streams=streams, environment=environment
                 )
             else:
+                python = self.server.programs / "python" if is_forked else sys.executable
                 self.process = subprocess.Popen(
-                    [*before, sys.executable, *command, *map(str, words)],
+                    [*before, python, *command, *map(str, words)],
                     cwd=self.folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,

@@ -38,10 +38,21 @@ METHODS = ["default", "env", "tcp", "file"]
 
 
 @pytest.fixture(scope="module")
-def expected() -> Record:
+def expected(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The job, started by spawn."""
-    layout = parse_layout("ddp:precision=float64")
-    return run(find_workload("digits"), layout, Launch(processes=2), steps=6, show=False)[0]
+    folder = tmp_path_factory.mktemp("expected")
+    done = everyrank(folder, *JOB, "--processes", "2")
+    assert done.returncode == 0, done.stderr
+    return read_records(folder / "r.json")[0]
+
+
+@pytest.fixture(scope="module")
+def single(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The same on one device."""
+    folder = tmp_path_factory.mktemp("single")
+    done = everyrank(folder, *JOB, "--layout", "single:precision=float64")
+    assert done.returncode == 0, done.stderr
+    return read_records(folder / "r.json")[0]
 
 
 def method(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -93,21 +104,24 @@ def test_here(everyrank: Any, tmp_path: Path, expected: Record, launcher: str, n
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_slurm(tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
+def test_slurm(programs: Path, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
     """An allocation of two nodes, one task on each."""
     words, variables = method(name, tmp_path)
-    command = [*EVERYRANK, *JOB, "--processes", "2", "--launcher", "slurm", *words]
+    python = sys.executable if name == "default" else programs / "python"  # the start is the same: forked
+    command = [str(python), *EVERYRANK[1:], *JOB, "--processes", "2", "--launcher", "slurm", *words]
     found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command], **slurm, **variables)
     same(found, expected, "slurm")
 
 
 @pytest.mark.parametrize("inside", ["spawn", "torchrun"])
-def test_slurm_one_task_a_node(tmp_path: Path, slurm: dict[str, str], inside: str) -> None:
+def test_slurm_one_task_a_node(
+    programs: Path, tmp_path: Path, single: Record, slurm: dict[str, str], inside: str
+) -> None:
     """rank = node x processes + local rank: four ranks by two tasks, as single computes to 1e-12."""
+    command = [str(programs / "python"), *EVERYRANK[1:], *JOB]
     words = ["--processes", "4", "--launcher", "slurm", "--per-node", inside]
-    found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *EVERYRANK, *JOB, *words], **slurm)
+    found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command, *words], **slurm)
     assert found.world_size == 4
-    single = run(find_workload("digits"), parse_layout("single:precision=float64"), Launch(), steps=6, show=False)[0]
     assert found.loss == pytest.approx(single.loss, rel=1e-12)
 
 
@@ -196,22 +210,25 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
         "OPENMPI --allow-run-as-root --oversubscribe --bind-to none -n 2 PYTHON -m everyrank",
         "MPICH -n 2 PYTHON -m everyrank",
         "SRUN --nodes=2 --ntasks=2 --cpu-bind=none PYTHON -m everyrank",
-        "SRUN --nodes=1 --ntasks=2 --cpu-bind=none PYTHON -m everyrank",
-        "SRUN --nodes=1 --ntasks=1 PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
+        "SRUN --nodes=1 --ntasks=2 --cpu-bind=none FORKED -m everyrank",
+        "SRUN --nodes=1 --ntasks=1 FORKED -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
     ],
     ids=["torchrun", "Open MPI", "MPICH", "srun, two nodes", "srun, one node", "torchrun in srun"],
 )
-def test_started_from_outside(tmp_path: Path, request: pytest.FixtureRequest, expected: Record, command: str) -> None:
+def test_started_from_outside(
+    programs: Path, tmp_path: Path, request: pytest.FixtureRequest, expected: Record, command: str
+) -> None:
     """Who started the ranks is recognised, the innermost where launchers are nested; rank 0 alone speaks and writes."""
     beside = Path(sys.executable).parent
-    programs = {
+    known = {
         "PYTHON": sys.executable,
+        "FORKED": programs / "python",
         "OPENMPI": shutil.which("mpirun", path=str(beside)),
         "MPICH": shutil.which("mpiexec.mpich"),
         "SRUN": shutil.which("srun"),
     }
     variables = request.getfixturevalue("slurm") if "SRUN" in command else {}
-    words = [programs.get(word, word) for word in shlex.split(command)]
+    words = [known.get(word, word) for word in shlex.split(command)]
     if None in words:
         absent(command.split()[0])
     found = job(tmp_path, [*map(str, words), *JOB], **variables)
@@ -227,9 +244,8 @@ def test_started_from_outside(tmp_path: Path, request: pytest.FixtureRequest, ex
     [([], 2), ([], 3), (["--launcher", "torchrun"], 2), (["--launcher", "torchrun", "--rendezvous-kind", "c10d"], 3)],
     ids=["tcp, two", "tcp, three", "torchrun, static", "torchrun, c10d"],
 )
-def test_several_hosts(tmp_path: Path, three_hosts: Hosts, words: list[str], count: int) -> None:
+def test_several_hosts(tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int) -> None:
     """The same command on each host, two ranks on each; one that is typed without its place says what to type where."""
-    single = run(find_workload("digits"), parse_layout("single:precision=float64"), Launch(), steps=6, show=False)[0]
     common = [*EVERYRANK, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
     common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
     started = [

