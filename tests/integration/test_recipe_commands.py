@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import shutil
@@ -16,18 +17,18 @@ from everyrank.cli import main
 from processes import Forge
 from recipes.test_recipes import (
     DIGITS,
-    LAYOUTS,
     MUTATIONS,
     NAMES,
+    NUM_ROWS,
     RECIPES,
     Printed,
     beside,
-    by_the_library,
     distance,
     in_float64,
     library,
     read,
     typed,
+    write_digits,
 )
 
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
@@ -71,9 +72,15 @@ def check(forge: Forge, name: str, right: Printed, wrong: Printed) -> None:
     assert distance(wrong, library(forge, name)) > 1e-9
 
 
-def test_slurm(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
+def path_of(programs: Path) -> dict[str, str]:
+    """The variable with which `python` is found that starts in no time: after one real start of each recipe."""
+    return {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_slurm(forge: Forge, programs: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
     """By srun as the header says, and on two nodes, which have one address here and so are told it."""
     right = read(by_its_command(tmp_path, "slurm", **slurm).stdout)
+    slurm = slurm | path_of(programs)
     two_nodes = "srun --nodes 2 --ntasks-per-node 1 --cpu-bind=none python slurm.py --float64"
     on_two = read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout)
     mutated(tmp_path, "slurm")
@@ -93,13 +100,14 @@ def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
 def test_slurm_batch_script(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
     """What `everyrank new slurm` writes, submitted as it is, but for where the first node is."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
+    assert gzip.decompress((tmp_path / "digits.csv.gz").read_bytes()) == b"".join(DIGITS)
+    write_digits(tmp_path, NUM_ROWS)
     typed(tmp_path, "sbatch --wait --output=out train.sbatch --float64", **slurm, MASTER_ADDR="127.0.0.1")
-    whole = by_the_library(forge, LAYOUTS["slurm"], len(DIGITS))  # the data that it has put beside the script
-    assert distance(read((tmp_path / "out").read_text()), whole) <= 1e-12
+    assert distance(read((tmp_path / "out").read_text()), library(forge, "slurm")) <= 1e-12
 
 
 @pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
-def test_mpi(forge: Forge, tmp_path: Path, program: str) -> None:
+def test_mpi(forge: Forge, programs: Path, tmp_path: Path, program: str) -> None:
     """By the header's mpirun, over a file; and over an address, which several hosts would need."""
     found = shutil.which("mpirun.mpich") if program == "MPICH" else shutil.which(str(MPIRUN))
     if found is None:
@@ -116,6 +124,7 @@ def test_mpi(forge: Forge, tmp_path: Path, program: str) -> None:
     assert not list((tmp_path / "tmp").glob("mpi-*/*"))  # the file they met over is gone
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
     words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
+    variables["PATH"] = os.pathsep.join([str(tmp_path / "bin"), str(programs), variables["PATH"]])
     by_address = read(by_its_command(tmp_path, "mpi", words, **variables, **meeting).stdout)
     assert distance(by_address, library(forge, "mpi")) <= 1e-12
     mutated(tmp_path, "mpi")
