@@ -29,7 +29,7 @@ def test_a_mistake_is_printed_with_its_line(everyrank: Any, tmp_path: Path) -> N
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "last.pt").write_text("of an earlier run")
-    done = everyrank(tmp_path, "audit", "--json", "found.json", "--html", "found.html", "train.py")
+    done = everyrank(tmp_path, "audit", "--replay", "--json", "found.json", "--html", "found.html", "train.py")
     assert done.returncode == 1, done.stderr
     number = list(lines_with(text, "labels in loader:"))[-1]
     assert f"FAIL  train.py:{number}  data.epoch" in done.stdout
@@ -37,9 +37,13 @@ def test_a_mistake_is_printed_with_its_line(everyrank: Any, tmp_path: Path) -> N
     found = json.loads((tmp_path / "found.json").read_text())
     assert [finding["rule"] for finding in found["findings"] if finding["level"] == "FAIL"] == ["data.epoch"]
     assert found["world_size"] == 2
+    [replay] = found["replay"]
+    assert "updates 0 to 2 of 2 ranks in one process and float64: the gradient is equal to" in replay
+    assert replay in " ".join(done.stdout.split())
     page = (tmp_path / "found.html").read_text()
     assert 'class="named"' in page
     assert "for inputs, labels in loader:" in page
+    assert f"<li>replay: {replay}</li>" in page
     assert "<script" not in page
     assert (tmp_path / "last.pt").read_text() == "of an earlier run"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.html", "found.json", "last.pt", "train.py"]
@@ -50,6 +54,7 @@ NO_SCRIPT = [
     (("absent.py",), "absent.py: no such file; give a Python script"),
     (("-m",), "audit -m: give the name of a module"),
     (("--updates", "0", "good.py"), "--updates 0: give more than 0"),
+    (("--replay", "--watch", "good.py"), "--replay with --watch: it needs the functions that --watch leaves out"),
     (("--processes", "-2", "good.py"), "--processes -2: give more than 0"),
     ((".",), ".: it is a folder"),
 ]

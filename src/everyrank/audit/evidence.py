@@ -132,6 +132,15 @@ class Evidence:
                     parts[kind][name] = arrays[key]
         return found
 
+    def replayed(self, update: int) -> dict[str, dict[str, NDArray[np.float64]]]:
+        """Of an update that was run once more: samples of its gradients by kind and name, see `watch.replay`."""
+        found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
+        with np.load(self.run.folder / f"replay{update}.npz", allow_pickle=False) as arrays:
+            for key in arrays.files:
+                kind, _, name = key.replace("|", "/").partition(" ")
+                found[kind][name] = arrays[key]
+        return found
+
     @functools.cached_property
     def after_jumps(self) -> set[int]:
         """Updates with the last batch of an epoch that was shortened: a script may know its place in the epoch."""

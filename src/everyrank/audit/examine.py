@@ -20,6 +20,7 @@ from everyrank.audit.rules.data import check_data
 from everyrank.audit.rules.evaluation import check_evaluation
 from everyrank.audit.rules.gradients import check_gradients
 from everyrank.audit.rules.randomness import check_randomness
+from everyrank.audit.rules.replay import check_replay
 from everyrank.audit.rules.replicas import check_replicas
 from everyrank.audit.rules.saving import check_saving
 from everyrank.audit.rules.schedule import check_schedule
@@ -38,6 +39,7 @@ _RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
     check_replicas,
     check_gradients,
     check_clipping,
+    check_replay,
     check_evaluation,
     check_randomness,
     check_schedule,
@@ -45,6 +47,7 @@ _RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
     check_speed,
 )
 _BATCHES = 4  # of an epoch, before its last one
+_REPLAYED = 3  # updates
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 
 
@@ -57,6 +60,7 @@ class AuditOptions:
     watch            only what costs little, for a whole run: no collectives, losses or waits; nothing is shortened
     timeout_seconds  without a sign of life, after which a script hangs
     limit_seconds    of the whole run
+    replay           whether the first updates are run once more, in one process and float64
     """
 
     processes: int | None = None
@@ -64,12 +68,17 @@ class AuditOptions:
     watch: bool = False
     timeout_seconds: float = 60.0
     limit_seconds: float = 900.0
+    replay: bool = False
 
     def __post_init__(self) -> None:
         for name in ("processes", "updates", "timeout_seconds", "limit_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"--{name.removesuffix('_seconds')} {value}: give more than 0")
+        if self.replay and self.watch:
+            raise UsageError(
+                "--replay with --watch: it needs the functions that --watch leaves out; leave out one of them"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +88,7 @@ class Audit:
     words      the script and its arguments
     altered    what was done otherwise than the script says
     unchecked  what could not be checked, or had no occasion
+    replayed   what the replay of the first updates gave, where one was asked for
     """
 
     words: tuple[str, ...]
@@ -88,6 +98,7 @@ class Audit:
     findings: tuple[Finding, ...]
     altered: tuple[str, ...]
     unchecked: tuple[str, ...]
+    replayed: tuple[str, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -103,6 +114,7 @@ class Audit:
             "updates": self.updates,
             "seconds": round(self.seconds, 1),
             "findings": [finding.as_json() for finding in self.findings],
+            "replay": list(self.replayed),
             "altered": list(self.altered),
             "not_checked": list(self.unchecked),
         }
@@ -181,6 +193,7 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
         epochs=0 if options.watch else 2,
         devices=devices,
         modes=not options.watch,
+        replay=min(_REPLAYED, options.updates) if options.replay else 0,
         keep_files=options.watch,
         auditor=os.getpid(),
         main=str(script.absolute()) if script else "",
@@ -218,6 +231,7 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
         tuple(findings.worst_first()),
         tuple(dict.fromkeys(altered)),
         tuple(findings.unchecked),
+        tuple(findings.replayed),
     )
 
 

@@ -40,10 +40,11 @@ class Findings(list[Finding]):
     """In the order found; one for each rule and line: the first update that shows it is enough."""
 
     unchecked: list[str]
+    replayed: list[str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.unchecked = []
+        self.unchecked, self.replayed = [], []
 
     def add(self, level: str, rule: str, place: str, text: str, fix: str = "", also: tuple[str, ...] = ()) -> None:
         """Keep it unless the same rule has named that line already."""

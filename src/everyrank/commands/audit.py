@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch", action="store_true", help="only what costs little, and let the script run to its end"
     )
+    parser.add_argument(
+        "--replay", action="store_true", help="the first updates once more in one process and float64, to compare with"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds without a sign of life")
     parser.add_argument("--limit", type=float, default=900.0, metavar="S", help="seconds in all (default 900)")
     parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     words = args.script[1:] if args.script[:1] == ["--"] else args.script
     if args.module is not None:
         words = ["-m", *args.module]
-    options = AuditOptions(args.processes, args.updates, args.watch, args.timeout, args.limit)
+    options = AuditOptions(args.processes, args.updates, args.watch, args.timeout, args.limit, args.replay)
     check_html(args)
     for path in (args.json, args.html):
         check_writable(path)

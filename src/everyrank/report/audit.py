@@ -50,7 +50,7 @@ def print_audit(audit: Audit) -> None:
         if finding.also:
             also = ", ".join(short_place(place) for place in finding.also)
             console.print(Padding(Text(f"see also {printable(also)}", style="dim"), (0, 0, 0, 6), expand=False))
-    for kind, lines in (("altered", audit.altered), ("not checked", audit.unchecked)):
+    for kind, lines in (("replay", audit.replayed), ("altered", audit.altered), ("not checked", audit.unchecked)):
         for line in lines:
             console.print(Text(f"{kind}: {printable(line)}", style="dim"))
     console.print(Text(printable(summary(audit)), style="bold"))

@@ -4,6 +4,7 @@ data.py          which samples the ranks read
 gradients.py     what each backward weighs in the gradient that steps
 loss_terms.py    what each term of a loss weighs in it
 clipping.py      whether gradients are clipped when they are whole
+replay.py        whether that is the gradient of one process; how far batch norm couples samples
 replicas.py      whether the ranks hold the same model
 evaluation.py    what an evaluation counts
 collectives.py   whether the ranks call the same, and where a run that hangs stands

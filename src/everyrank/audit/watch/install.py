@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ import torch
 from everyrank.audit.watch.collectives import Collectives, install_process_group
 from everyrank.audit.watch.files import install_files
 from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.keeper import Keeper, install_keeper
 from everyrank.audit.watch.loaders import Loaders, install_loaders
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.place import chain, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
+from everyrank.audit.watch.replay import run_replay
 from everyrank.audit.watch.steps import install_sharding, install_steps
 
 __all__ = ["install"]
@@ -58,9 +61,13 @@ def install() -> None:
     if settings.modes:
         Functions(recorder, losses, pretend).__enter__()
         Collectives(recorder).__enter__()
+    if settings.replay:
+        keeper = Keeper(recorder, losses, gradients)
+        install_keeper(keeper)
+        end.replay = functools.partial(run_replay, keeper)
     if settings.auditor:
         threading.Thread(target=_end_with, args=(settings.auditor,), daemon=True).start()
-    recorder.event("start", pid=os.getpid(), modes=settings.modes, devices=settings.devices)
+    recorder.event("start", pid=os.getpid(), modes=settings.modes, devices=settings.devices, replay=settings.replay)
     end.at_exit()
 
 
@@ -79,6 +86,7 @@ class End:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.replay: Callable[[], None] = lambda: None  # what is still to be done when all have ended
 
     def after_step(self) -> None:
         """Twice the updates that are looked at closely, so that a second epoch begins where epochs are short.
@@ -103,6 +111,7 @@ class End:
         size, begin = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic()
         while time.monotonic() < begin + _WAIT_SECONDS and len(list(recorder.folder.glob("done*"))) < size:
             time.sleep(0.05)
+        self.replay()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -116,6 +125,8 @@ class End:
                 self.recorder.is_done = True
                 self.recorder.event("end")
                 (self.recorder.folder / f"done{self.recorder.rank}").touch()
+                if not hasattr(sys, "last_type"):  # it has not failed
+                    self.replay()
 
         atexit.register(ended)
 

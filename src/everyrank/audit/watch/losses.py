@@ -43,7 +43,7 @@ WAITS = {
     torch.Tensor.__int__: "int",
 }
 _CUTS = {torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.masked_select, torch.where, torch.narrow}
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 
 class Losses:
@@ -146,7 +146,7 @@ def _drops(func: Any, kwargs: Any) -> bool:
     """Whether this call draws a dropout mask."""
     if func is F.scaled_dot_product_attention:
         return kwargs.get("dropout_p", 0) > 0
-    return func in _DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
+    return func in DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
 def _takes_a_part(args: Any) -> bool:

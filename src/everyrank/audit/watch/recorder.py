@@ -34,6 +34,7 @@ class Settings:
     epochs         of a training loader
     devices        pretended CUDA devices; 0: none are pretended
     modes          whether every torch function and collective is looked at (--watch: no)
+    replay         updates that are kept, and run once more in one process
     keep_files     whether what the script writes goes where it says
     main           the script
     auditor        the process that waits for this one, and with which it ends
@@ -45,6 +46,7 @@ class Settings:
     epochs: int = 2
     devices: int = 0
     modes: bool = True
+    replay: int = 0
     keep_files: bool = False
     auditor: int = 0
     main: str = ""

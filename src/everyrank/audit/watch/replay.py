@@ -1,0 +1,266 @@
+"""The first updates once more, in one process and in float64: what the gradient of all samples of an update is.
+
+Runs on rank 0 when the script is done, on the script's own model: its parameters and buffers are put in for a while
+(`torch.func.functional_call`), as they were before the update, so nothing of the model is copied and no hook of
+DistributedDataParallel runs. Nothing is sent: other ranks may have gone.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from everyrank.audit.watch.gradients import sample
+from everyrank.audit.watch.keeper import Keeper, generator_states
+from everyrank.audit.watch.kept import Kept, KeptBackward, ReplayError, State, backward_path
+from everyrank.audit.watch.recorder import tensors
+from everyrank.audit.watch.stand_in import SendsError, StandIn, as_world_of, undisturbed
+from everyrank.audit.watch.union import as_one_batch, num_rows, part_of, wide
+
+__all__ = ["run_replay", "term_weights"]
+
+_MOST_SECONDS = 60.0  # in all
+_WAIT_SECONDS = 15.0  # for the other ranks to end, too
+_SAME_WEIGHT = 1e-6  # relative
+
+
+def run_replay(keeper: Keeper) -> None:
+    """Replay the updates that were kept, in this process if it is rank 0, and write down what each gives."""
+    recorder, end = keeper.recorder, time.monotonic() + _MOST_SECONDS
+    keeper.is_over = True
+    if keeper.states:
+        _wait_for_all(keeper)
+    for update, state in sorted(keeper.states.items()):
+        if update >= recorder.update:
+            break  # the script has ended before its step
+        begin = time.monotonic()
+        try:
+            with recorder.muted(), undisturbed(keeper.root, state):
+                pieces = _read_pieces(keeper, update)
+                replay = _Replay(keeper, state, pieces, end)
+                recorder.arrays(f"replay{update}", replay.content())
+        except Exception as error:
+            recorder.event("unchecked", what=f"replay of update {update}: {_why(error)}")
+            return  # of the others it would be the same
+        seconds = time.monotonic() - begin
+        weights = {f"{rank}.{micro}": weight for (rank, micro), weight in zip(pieces, replay.weights, strict=True)}
+        recorder.event("replay", of=update, weights=weights, seconds=seconds, **replay.about)
+
+
+def _wait_for_all(keeper: Keeper) -> None:
+    """Until the other ranks have ended, or will not: what they have kept is whole then."""
+    end = time.monotonic() + _WAIT_SECONDS
+    places = [keeper.recorder.folder / f"done{rank}" for rank in range(keeper.world_size)]
+    while not all(place.exists() for place in places) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _why(error: Exception) -> str:
+    """In a line: what we refuse, or why the model fails when it runs once more."""
+    if isinstance(error, ReplayError):
+        return str(error)
+    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"the model does not run once more in float64 ({said[:200]})"
+
+
+def term_weights(pieces: Sequence[KeptBackward]) -> list[float] | None:
+    """By what to multiply the root of each piece, so that each of the N terms of all of them weighs 1/N.
+
+    None where that is not known: no loss was seen, or several that would have to weigh differently.
+    """
+    if len({tuple((loss["name"], loss["line"]) for loss in piece.losses) for piece in pieces}) != 1:
+        return None
+    found: list[list[float]] = []
+    for losses in zip(*(piece.losses for piece in pieces), strict=True):
+        if not all(loss["scale"] and loss["terms"] and loss["reduction"] in ("mean", "sum") for loss in losses):
+            return None
+        count = sum(loss["terms"] for loss in losses)
+        found.append([_terms(loss) / (count * loss["scale"]) for loss in losses])
+    if not found or not np.allclose(found, found[0], rtol=_SAME_WEIGHT, atol=0):
+        return None
+    return found[0]
+
+
+def _terms(loss: dict[str, Any]) -> float:
+    return loss["terms"] if loss["reduction"] == "mean" else 1.0
+
+
+def _read_pieces(keeper: Keeper, update: int) -> dict[tuple[int, int], KeptBackward]:
+    """The backwards of this update on all ranks, by rank and number."""
+    folder = keeper.recorder.folder
+    paths: dict[int, list[Any]] = {}
+    for rank in range(keeper.world_size):
+        paths[rank] = sorted(folder.glob(backward_path(folder, rank, update, "*").name), key=_micro)
+        if not paths[rank]:
+            raise ReplayError(f"rank {rank} has kept nothing of it")
+    device = next(keeper.root.parameters()).device
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.cuda(device.index)
+
+    return {
+        (rank, _micro(path)): torch.load(path, map_location=place, weights_only=False)
+        for rank, own in paths.items()
+        for path in own
+    }
+
+
+def _micro(path: Path) -> int:
+    return int(path.stem.rpartition(".")[2])
+
+
+class _Replay:
+    """One update: its gradient from each backward alone, and from all its samples as one batch."""
+
+    def __init__(self, keeper: Keeper, state: State, pieces: dict[tuple[int, int], KeptBackward], end: float) -> None:
+        self.root, self.state, self.end = keeper.root, state, end
+        self.names = {
+            name: keeper.gradients.names[id(p)] for name, p in self.root.named_parameters() if p.requires_grad
+        }
+        self.places, self.pieces = list(pieces), list(pieces.values())
+        self.world_size = keeper.world_size
+        weights = term_weights(self.pieces)
+        self.weights = weights or [1 / len(self.pieces)] * len(self.pieces)
+        is_weighted = weights is not None and len(self.pieces[0].losses) == 1  # several may weigh as the script likes
+        self.about: dict[str, Any] = {"is_weighted": is_weighted, "coupling": "", "drops": False}
+        self.about["sizes"] = [num_rows(piece) for piece in self.pieces]
+        self.functions = StandIn()
+
+    def content(self) -> dict[str, np.ndarray]:
+        """Samples of the gradients, by "kind name".
+
+        piece.R.M  of backward M of rank R, as its root was
+        whole      their sum, each with its weight: what a step should be given
+        union      of all samples as one batch
+        apart      the same, with batch norm over the samples of one backward at a time
+        alone      as whole, without dropout, as union and apart are
+        """
+        found: dict[str, np.ndarray] = {}
+        try:
+            each = self.each()
+        except SendsError:
+            found |= self._named("union", self.union(None))
+            self.about["coupling"] = "sends"
+            return found
+        for (rank, micro), gradient in zip(self.places, each, strict=True):
+            found |= self._named(f"piece.{rank}.{micro}", gradient)
+        whole = self.weighted(each)
+        found |= self._named("whole", whole)
+        if self.functions.num_norms and len(self.pieces) > 1:
+            try:
+                found |= self._coupling(whole)
+            except Exception as error:
+                self.about["coupling"] = _why(error)
+        return found
+
+    def _coupling(self, whole: dict[str, Any]) -> dict[str, np.ndarray]:
+        if self.functions.has_drawn:
+            self.functions.drops = self.about["drops"] = True
+            whole = self.weighted(self.each())
+        sizes = self.about["sizes"]
+        parts = {"union": self.union(None), "apart": self.union(sizes), "alone": whole}
+        return {key: value for kind, part in parts.items() for key, value in self._named(kind, part).items()}
+
+    def each(self) -> list[dict[str, Any]]:
+        """The gradient of each backward, as float64 gives it."""
+        return [self.gradient(lambda root, piece=piece: self._root_of(root, piece), False) for piece in self.pieces]
+
+    def weighted(self, each: list[dict[str, Any]]) -> dict[str, Any]:
+        names = {name: None for gradient in each for name in gradient}
+        pairs = list(zip(self.weights, each, strict=True))
+        return {name: sum(weight * own[name] for weight, own in pairs if name in own) for name in names}
+
+    def union(self, segments: list[int] | None) -> dict[str, Any]:
+        """The gradient of all samples as one batch; batch norm over so many at a time where `segments` are given."""
+        sizes = [num_rows(piece) for piece in self.pieces]
+        inputs = as_one_batch([piece.inputs for piece in self.pieces], sizes)
+
+        def root_of(root: Any) -> Any:
+            args, kwargs = wide(inputs)
+            outputs = list(tensors(self._forward(root, args, kwargs, self.pieces[0].generator)))
+            if self.functions.has_drawn:
+                raise ReplayError("random numbers are drawn in forward: over one batch they are others")
+            ends = np.cumsum(sizes).tolist()
+            roots = [
+                _follow(piece, [part_of(out, end - size, end, ends[-1]) for out in outputs])
+                for piece, size, end in zip(self.pieces, sizes, ends, strict=True)
+            ]
+            return sum(weight * one for weight, one in zip(self.weights, roots, strict=True))
+
+        self.functions.segments = segments
+        try:
+            return self.gradient(root_of, True)
+        finally:
+            self.functions.segments = None
+
+    def gradient(self, root_of: Callable[[Any], Any], is_whole: bool) -> dict[str, Any]:
+        """Of the number that `root_of(model)` computes, by name; a recomputation in backward finds the same tensors."""
+        if time.monotonic() > self.end:
+            raise ReplayError(f"{_MOST_SECONDS:g} s were spent on the replay")
+        held = {name: wide(value) for name, value in self.state.tensors.items()}
+        trained = {name: held[name].requires_grad_() for name in self.names}
+        holder = _Holder(self.root)
+        self.functions.num_norms, self.functions.has_drawn = 0, False
+
+        def work(root: Any) -> None:
+            torch.autograd.backward(root_of(root))
+
+        size = 1 if is_whole else self.world_size
+        with as_world_of(size), self.functions:
+            inside = {f"root.{name}": value for name, value in held.items()}
+            torch.func.functional_call(holder, inside, (work,))
+        return {name: value.grad for name, value in trained.items() if value.grad is not None}
+
+    def _root_of(self, root: Any, piece: KeptBackward) -> Any:
+        args, kwargs = wide(piece.inputs)
+        return _follow(piece, list(tensors(self._forward(root, args, kwargs, piece.generator))))
+
+    def _forward(self, root: Any, args: Any, kwargs: Any, generator: list[Any]) -> Any:
+        torch.set_rng_state(generator[0])
+        for cuda in generator[1:]:
+            torch.cuda.set_rng_state(cuda, next(root.parameters()).device)
+        out = root(*args, **kwargs)
+        self.functions.has_drawn |= not all(map(torch.equal, generator_states(root), generator))
+        return out
+
+    def _named(self, kind: str, gradient: dict[str, Any]) -> dict[str, np.ndarray]:
+        return {f"{kind} {self.names[name]}": sample(value) for name, value in gradient.items()}
+
+
+class _Holder(torch.nn.Module):
+    """So that work on a model, and not its forward alone, is done while other tensors stand in for its own."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self.root = root
+
+    def forward(self, work: Callable[[Any], Any]) -> Any:
+        return work(self.root)
+
+
+def _follow(piece: KeptBackward, outputs: Sequence[Any]) -> Any:
+    """The root of a piece, from what the model has returned: the same functions, called again."""
+    known = dict(zip(piece.outputs, outputs, strict=True))
+
+    def value_of(value: Any) -> Any:
+        if not isinstance(value, Kept):
+            return wide(value)
+        if known.get(value.number) is None:
+            raise ReplayError("the model returns no row for each sample (its loss is computed inside)")
+        return known[value.number]
+
+    for step in piece.steps:
+        args, kwargs = tree_map(value_of, (step.args, step.kwargs))
+        with torch.set_grad_enabled(step.is_grad):
+            known |= dict(zip(step.results, tensors(step.function(*args, **kwargs)), strict=True))
+    root = value_of(Kept(piece.root))
+    if not root.requires_grad:
+        raise ReplayError("the loss is computed by an autograd.Function of the script's own")
+    return root

@@ -1,0 +1,284 @@
+"""`audit --replay`: the first updates in one process and float64. What it says is right, or it says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from auditing import SCRIPTS, audit_forked, lines_with
+from everyrank.audit import Audit, examine
+from everyrank.audit.rules.gradients import check_gradients
+from everyrank.audit.watch.kept import KeptBackward
+from everyrank.audit.watch.replay import term_weights
+from forkserver import ForkServer
+
+NORMS = Path(__file__).parent / "replay" / "norms.py"
+
+
+def replayed(
+    server: ForkServer, folder: Path, *changes: tuple[str, str], updates: int = 2, processes: int = 2
+) -> Audit:
+    text = NORMS.read_text()
+    for before, after in changes:
+        assert text.count(before) == 1, f"norms.py has changed: {before!r} no longer fits"
+        text = text.replace(before, after)
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(text)
+    return audit_forked(server, folder, folder / "train.py", processes=processes, replay=updates)
+
+
+def said_of_replay(audit: Audit) -> list[str]:
+    return [line for line in audit.unchecked if "replay" in line]
+
+
+def coupling(audit: Audit) -> list[str]:
+    return [finding.text for finding in audit.findings if finding.rule == "replay.batchnorm"]
+
+
+def gradients_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
+    """The first update of norms.py in float64: of the four batches one by one, and of all as one."""
+    script: dict[str, Any] = runpy.run_path(str(NORMS))
+    torch.manual_seed(0)
+    network = script["Network"]().double()
+    batches = []
+    for rank in range(2):
+        torch.manual_seed(1 + rank)
+        batches += [script["get_batch"]() for _ in range(2)]
+    parameters = list(network.parameters())
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, parameters)])
+
+    losses = [F.cross_entropy(network(inputs.double()), labels) for inputs, labels in batches]
+    inputs, labels = (torch.cat(list(part)) for part in zip(*batches, strict=True))
+    return gradient(torch.stack(losses).mean()), gradient(F.cross_entropy(network(inputs.double()), labels))
+
+
+def test_a_right_script_is_equal_and_its_batch_norm_has_a_size(forkserver: ForkServer, tmp_path: Path) -> None:
+    """The size is that of a calculation by hand; the training is the same to the last bit, and its generator, too."""
+    audit = replayed(forkserver, tmp_path / "with", updates=1)
+    [line] = audit.replayed
+    found = re.fullmatch(r"update 0 of 2 ranks in one process and float64: the gradient is equal to (\S+)", line)
+    assert found, line
+    assert 0 < float(found[1]) < 1e-5
+    apart, union = gradients_by_hand()
+    moved = float((apart - union).norm() / union.norm())
+    assert coupling(audit) == [
+        f"update 0: batch norm over 5 samples at a time, not the 20 of an update, moves the gradient by {moved:.1%} of "
+        "its norm"
+    ]
+    [note] = [finding for finding in audit.findings if finding.rule == "replay.batchnorm"]
+    assert note.level == "NOTE"
+    assert int(note.place.rpartition(":")[2]) in lines_with(NORMS.read_text(), "F.cross_entropy(model(inputs)")
+    assert said_of_replay(audit) == []
+    without = replayed(forkserver, tmp_path / "without", updates=0)
+    assert (without.replayed, coupling(without)) == ((), [])
+    assert (tmp_path / "with" / "rank0.txt").read_text() == (tmp_path / "without" / "rank0.txt").read_text() != ""
+
+
+SYNC = """class SyncNorm(nn.Module):
+    def forward(self, inputs):
+        sums = torch.stack([inputs.sum((0, 2)), (inputs * inputs).sum((0, 2))])
+        means = AllReduce.apply(sums) / (inputs[:, 0].numel() * dist.get_world_size())
+        return (inputs - means[0][:, None]) * (means[1] - means[0] ** 2 + 1e-5)[:, None].rsqrt()
+
+
+class AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor
+
+    backward = forward
+
+
+class Network"""
+OWN_LOSS = """class Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, labels):
+        ctx.save_for_backward(labels)
+        return output.gather(1, labels[:, None]).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * F.one_hot(ctx.saved_tensors[0], 3) / SIZE, None
+
+
+class Network"""
+LOSS = "F.cross_entropy(model(inputs), labels)"
+EQUAL, COUPLED, ALONE = r"the gradient is equal to \de-0[6-9]$", "moves the gradient by", ""
+
+# (what is changed, what the replay says, what of batch norm, what is not checked)
+CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
+    "scale": (
+        [("(loss / ACCUMULATE)", "loss")],
+        r"the gradient is 2 times that of the mean over all terms \(see gradient.scale\)",
+        COUPLED,
+        "",
+    ),
+    "changed": (
+        [("        optimizer.step()", "        network.after.weight.grad.sign_()\n        optimizer.step()")],
+        r"of its norm away, most in after.weight, .* \(see gradient.unexplained\)",
+        COUPLED,
+        "",
+    ),
+    "batch norm over all ranks": (
+        [
+            ("class Network", SYNC),
+            ("nn.BatchNorm1d(6)", "SyncNorm()"),
+            ("ACCUMULATE, SIZE = 2", "ACCUMULATE, SIZE = 1"),
+        ],
+        EQUAL,
+        ALONE,
+        "",
+    ),
+    "dropout": (
+        [("self.norm(self.before(inputs))", "F.dropout(self.norm(self.before(inputs)), 0.3, self.training)")],
+        EQUAL,
+        r"of its norm \(without dropout\)$",
+        "",
+    ),
+    "noise": (
+        [(".relu()", ".relu().add(torch.randn(1))")],
+        EQUAL,
+        ALONE,
+        "how far batch norm couples samples: random numbers are drawn in forward: over one batch they are others",
+    ),
+    "a loss inside of the model": (
+        [
+            ("def forward(self, inputs):", "def forward(self, inputs, labels):"),
+            ("return self.after(", "return F.cross_entropy(self.after("),
+            (".mean(-1))", ".mean(-1)), labels)"),
+            (LOSS, "model(inputs, labels)"),
+        ],
+        EQUAL,
+        ALONE,
+        "couples samples: the model returns no row for each sample",
+    ),
+    "recomputation": (
+        [
+            ("return self.after(", "return torch.utils.checkpoint.checkpoint(lambda inputs: self.after("),
+            (".mean(-1))", ".mean(-1)), inputs, use_reentrant=False)"),
+            ("self.norm(self.before(inputs))", "self.before(inputs)"),
+            (", nn.BatchNorm1d(6),", ", nn.Identity(),"),
+        ],
+        EQUAL,
+        ALONE,
+        "",
+    ),
+    "two losses": (
+        [(LOSS, "F.cross_entropy(output := model(inputs), labels) + 0.1 * output.square().mean()")],
+        r"the gradient is a multiple, equal to \de-0[6-9]: not one loss was seen",
+        COUPLED,
+        "",
+    ),
+    "a loss of parameters": (
+        [(LOSS, f"{LOSS} + sum(parameter.square().sum() for parameter in model.parameters())")],
+        "",
+        ALONE,
+        "replay: the loss is of more than the model's output",
+    ),
+    "an own autograd.Function": (
+        [("class Network", OWN_LOSS), (LOSS, "Chosen.apply(model(inputs), labels)")],
+        "",
+        ALONE,
+        "replay of update 0: the loss is computed by an autograd.Function",
+    ),
+    "state outside of buffers": (
+        [
+            (
+                "        return self.after(",
+                "        self.n = getattr(self, 'n', 0) + 1\n        return self.n * self.after(",
+            )
+        ],
+        "",
+        ALONE,
+        "replay of update 0: backward 0 of rank 0, run once more in one process, gives another gradient",
+    ),
+    "two forwards": (
+        [(LOSS, f"{LOSS} + F.mse_loss(model(inputs), model(inputs))")],
+        "",
+        ALONE,
+        "replay: two forwards of the model, then a backward",
+    ),
+    "autocast": (
+        [(LOSS, "torch.autocast('cpu', torch.bfloat16)(lambda: F.cross_entropy(model(inputs).float(), labels))()")],
+        "",
+        ALONE,
+        "replay: forward runs under autocast",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_said_is_right_or_why_not(forkserver: ForkServer, tmp_path: Path, name: str) -> None:
+    changes, line, note, unchecked = CASES[name]
+    audit = replayed(forkserver, tmp_path, *changes)
+    assert bool(audit.replayed) == bool(line), (audit.replayed, audit.unchecked)
+    assert all(re.search(line, said) for said in audit.replayed), audit.replayed
+    assert bool(coupling(audit)) == bool(note), (coupling(audit), audit.unchecked)
+    assert all(re.search(note, said) for said in coupling(audit)), coupling(audit)
+    assert bool(said_of_replay(audit)) == bool(unchecked), audit.unchecked
+    assert all(unchecked in said for said in said_of_replay(audit)), audit.unchecked
+    assert not [finding for finding in audit.findings if finding.rule == "replay.differs"]
+
+
+def test_accumulation_in_one_process(forkserver: ForkServer, tmp_path: Path) -> None:
+    audit = replayed(forkserver, tmp_path, processes=1)
+    [line] = audit.replayed
+    assert re.search(f"updates 0 to 1 of 1 rank .*{EQUAL}", line)
+    [text] = coupling(audit)
+    assert "batch norm over 5 samples at a time, not the 10 of an update" in text
+
+
+def test_sharded_parameters_are_not_replayed(forkserver: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text((SCRIPTS / "sharded.py").read_text())
+    audit = audit_forked(forkserver, tmp_path, tmp_path / "train.py", replay=2)
+    assert audit.replayed == ()
+    assert said_of_replay(audit) == ["replay: the parameters are sharded (fully_shard, FSDP or DTensor)"]
+
+
+def test_without_the_live_oracle_the_replay_names_a_wrong_scale(
+    forkserver: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What agrees with it does so of its own accord."""
+    others = tuple(rule for rule in examine._RULES if rule is not check_gradients)
+    assert len(others) == len(examine._RULES) - 1
+    monkeypatch.setattr(examine, "_RULES", others)
+    audit = replayed(forkserver, tmp_path, *CASES["scale"][0])
+    [finding] = [finding for finding in audit.findings if finding.rule == "replay.differs"]
+    assert finding.level == "WARN"
+    assert finding.text.endswith("in one process and float64: the gradient is 2 times that of the mean over all terms")
+    assert int(finding.place.rpartition(":")[2]) in lines_with((tmp_path / "train.py").read_text(), "optimizer.step()")
+
+
+def piece(*losses: tuple[float, float, str]) -> KeptBackward:
+    rows = [
+        {"name": "cross_entropy", "line": f"train.py:{place}", "scale": scale, "terms": terms, "reduction": reduction}
+        for place, (scale, terms, reduction) in enumerate(losses)
+    ]
+    return dataclasses.replace(KeptBackward(None, []), losses=rows)
+
+
+WEIGHTS = [
+    ([piece((1, 4, "mean")), piece((1, 12, "mean"))], [0.25, 0.75]),
+    ([piece((0.5, 4, "sum")), piece((2, 12, "sum"))], [1 / 8, 1 / 32]),
+    ([piece((1, 4, "mean"), (0.1, 4, "mean"))], None),  # weighed otherwise: by the script's choice
+    ([piece((1, 4, "mean")), piece((1, 4, "mean"), (1, 4, "mean"))], None),
+    ([piece((1, 4, "none"))], None),
+    ([piece()], None),
+]
+
+
+@pytest.mark.parametrize(("pieces", "weights"), WEIGHTS)
+def test_each_term_is_to_weigh_the_same(pieces: list[KeptBackward], weights: list[float] | None) -> None:
+    found = term_weights(pieces)
+    assert found == (None if weights is None else pytest.approx(weights))
