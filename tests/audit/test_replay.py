@@ -152,6 +152,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ALONE,
         "how far batch norm couples samples: random numbers are drawn in forward: over one batch they are others",
     ),
+    "another coupling": (
+        [(".relu()", ".sub(inputs.mean()).relu()")],
+        EQUAL,
+        ALONE,
+        "how far batch norm couples samples: something else depends on the batch, too",
+    ),
     "a loss inside of the model": (
         [
             ("def forward(self, inputs):", "def forward(self, inputs, labels):"),
