@@ -101,6 +101,18 @@ class AllReduce(torch.autograd.Function):
 
 
 class Network"""
+SUM = """def sum_over_ranks(value):
+    dist.all_reduce(value)
+    return value
+
+
+def gathered(value):
+    values = [torch.zeros_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, value)
+    return torch.stack(values).amax()
+
+
+class Network"""
 OWN_LOSS = """class Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, labels):
@@ -130,6 +142,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         COUPLED,
         "",
     ),
+    "float32 alone": (
+        [("self.before(inputs)", "self.before(inputs + 300)")],
+        r"is \de-0[34] of its norm away, as each backward is from its own replay \(float32 rounding\)$",
+        COUPLED,
+        "",
+    ),
     "batch norm over all ranks": (
         [
             ("class Network", SYNC),
@@ -139,6 +157,18 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         EQUAL,
         ALONE,
         "",
+    ),
+    "a collective that is no mean over the batch": (
+        [(".mean(-1))", ".mean(-1)) * sum_over_ranks(inputs.max())"), ("class Network", SUM)],
+        "",
+        ALONE,
+        "replay of update 0: the model calls collectives in its forward",
+    ),
+    "a collective that is no all-reduce": (
+        [(".mean(-1))", ".mean(-1)) + gathered(inputs.mean())"), ("class Network", SUM)],
+        "",
+        ALONE,
+        "in its forward; as one batch: the model or the loss calls a collective",
     ),
     "dropout": (
         [("self.norm(self.before(inputs))", "F.dropout(self.norm(self.before(inputs)), 0.3, self.training)")],

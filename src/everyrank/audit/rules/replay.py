@@ -93,6 +93,9 @@ def _judge(evidence: Evidence, event: Event, findings: Findings) -> _Verdict | N
         findings.not_checked(f"replay of update {update}: other backwards were kept than those that step")
         return None
     steps = [{**samples.steps, **samples.clipped} for samples in own.values() if samples]
+    if _differ_in_shape(*steps, *live.values(), *replayed.values()):
+        findings.not_checked(f"replay of update {update}: several models have parameters of the same names")
+        return None
     if event["coupling"] == "sends":
         return _of_one_batch(update, steps, replayed["union"], findings)
     rounding, whole = 0.0, replayed["whole"]
@@ -155,7 +158,8 @@ def _say(verdicts: list[_Verdict], is_weighted: bool, evidence: Evidence, findin
         distance = max(verdict.distance if is_weighted else verdict.residual for verdict in equal)
         text = f"the gradient is equal to {distance:.0e}"
         if distance > _ROUNDING:
-            text = f"the gradient is {distance:.0e} of its norm away, as far as that of each backward: rounding?"
+            cause = "see replicas.drift" if findings.has("replicas.drift") else "float32 rounding"
+            text = f"the gradient is {distance:.0e} of its norm away, as each backward is from its own replay ({cause})"
         if not is_weighted:
             text = f"the gradient is a multiple, equal to {distance:.0e}: {_UNCOUNTED}"
         findings.replayed.append(f"{_updates([verdict.update for verdict in equal])} {ranks} {place}{text}")
@@ -221,6 +225,11 @@ def _distance(one: Gradient, other: Gradient, whole: Gradient) -> float:
     names = set(one) & set(whole) | set(other) & set(whole)
     difference = {name: one.get(name, 0.0 * whole[name]) - other.get(name, 0.0 * whole[name]) for name in names}
     return _norm(difference) / max(_norm(whole), 1e-300)
+
+
+def _differ_in_shape(*gradients: Gradient) -> bool:
+    shapes = [(name, value.shape) for gradient in gradients for name, value in gradient.items()]
+    return len(set(shapes)) > len(dict(shapes))
 
 
 def _norm(gradient: Gradient) -> float:

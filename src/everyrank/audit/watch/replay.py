@@ -64,6 +64,8 @@ def _wait_for_all(keeper: Keeper) -> None:
 
 def _why(error: Exception) -> str:
     """In a line: what we refuse, or why the model fails when it runs once more."""
+    if isinstance(error, SendsError):
+        return "the model or the loss calls a collective"
     if isinstance(error, ReplayError):
         return str(error)
     said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -146,9 +148,13 @@ class _Replay:
         try:
             each = self.each()
         except SendsError:
-            found |= self._named("union", self.union(None))
             self.about["coupling"] = "sends"
-            return found
+            try:
+                return self._named("union", self.union(None))
+            except Exception as error:
+                raise ReplayError(
+                    f"the model calls a collective in its forward; as one batch: {_why(error)}"
+                ) from error
         for (rank, micro), gradient in zip(self.places, each, strict=True):
             found |= self._named(f"piece.{rank}.{micro}", gradient)
         whole = self.weighted(each)
@@ -252,7 +258,9 @@ def _follow(piece: KeptBackward, outputs: Sequence[Any]) -> Any:
     def value_of(value: Any) -> Any:
         if not isinstance(value, Kept):
             return wide(value)
-        if known.get(value.number) is None:
+        if value.number not in known:
+            raise ReplayError("the loss is of something that torch does not show to come of the model's output")
+        if known[value.number] is None:
             raise ReplayError("the model returns no row for each sample (its loss is computed inside)")
         return known[value.number]
 
