@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from everyrank.commands import audit, bench, checkpoint, doctor, new, predict, report, train, verify
+from everyrank.commands import audit, bench, checkpoint, comm, doctor, new, predict, report, train, verify
 
 __all__ = ["COMMANDS"]
 
@@ -19,6 +19,7 @@ COMMANDS: dict[str, ModuleType] = {
     "predict": predict,
     "checkpoint": checkpoint,
     "report": report,
+    "comm": comm,
     "doctor": doctor,
     "new": new,
 }

@@ -1,0 +1,77 @@
+"""All-reduce by recursive halving and doubling: as little traffic as the ring, in 2 log2 N steps.
+
+Ranks whose numbers differ in one bit exchange halves, farthest first: each keeps one half and adds what comes. After
+log2 N steps a rank has 1/N of the sum; going back, the same pairs exchange what they have. Four ranks, parts a b c d:
+
+               rank 0         rank 1         rank 2         rank 3
+    0-2, 1-3   keeps ab       keeps ab       keeps cd       keeps cd       half the tensor travels
+    0-1, 2-3   a              b              c              d              a quarter of it
+    0-1, 2-3   ab             ab             cd             cd             and back: a quarter
+    0-2, 1-3   abcd           abcd           abcd           abcd           half
+
+Where N is no power of two, as many ranks as are too many hand all they have to a neighbour first, wait, and get the sum
+at the end: for them, and their neighbours, the whole tensor travels twice more.
+Source: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everyrank.collectives.links import Links, Traffic
+
+__all__ = ["halving_all_reduce", "halving_traffic"]
+
+
+def halving_all_reduce(tensor: Tensor, links: Links) -> None:
+    """Replace `tensor`, shape (length,), by its sum over the ranks; any length, any number of ranks."""
+    power = 1 << (links.size.bit_length() - 1)
+    num_extra = links.size - power
+    has_partner = links.rank < 2 * num_extra
+    received = torch.empty_like(tensor)
+    if has_partner and links.rank % 2 == 0:
+        links.send(tensor, links.rank + 1)
+        links.receive(tensor, links.rank + 1)
+        return
+    if has_partner:
+        links.receive(received, links.rank - 1)
+        tensor += received
+    number = links.rank // 2 if has_partner else links.rank - num_extra  # among those that take part: 0 to power - 1
+    low, high, distance = 0, len(tensor), power // 2
+    before: list[tuple[int, int, int]] = []
+    while distance:
+        peer = _rank_of(number ^ distance, num_extra)
+        middle = (low + high) // 2
+        kept, given = ((middle, high), (low, middle)) if number & distance else ((low, middle), (middle, high))
+        before.append((low, high, peer))
+        links.exchange(tensor[slice(*given)], peer, received[slice(*kept)], peer)
+        tensor[slice(*kept)] += received[slice(*kept)]
+        (low, high), distance = kept, distance // 2
+    for whole_low, whole_high, peer in reversed(before):
+        others = tensor[whole_low:low] if low > whole_low else tensor[high:whole_high]
+        links.exchange(tensor[low:high], peer, others, peer)
+        low, high = whole_low, whole_high
+    if has_partner:
+        links.send(tensor, links.rank - 1)
+
+
+def _rank_of(number: int, num_extra: int) -> int:
+    return 2 * number + 1 if number < num_extra else number + num_extra
+
+
+def halving_traffic(rank: int, size: int, length: int) -> Traffic:
+    """What the theory says of one rank: steps, and elements sent."""
+    power = 1 << (size.bit_length() - 1)
+    num_extra = size - power
+    has_partner = rank < 2 * num_extra
+    if has_partner and rank % 2 == 0:
+        return Traffic(2, length)
+    number = rank // 2 if has_partner else rank - num_extra
+    kept, num_elements, num_steps, distance = length, 0, 0, power // 2
+    while distance:
+        upper = kept - kept // 2
+        mine = upper if number & distance else kept // 2
+        num_elements += (kept - mine) + mine  # given away on the way down, handed back on the way up
+        kept, num_steps, distance = mine, num_steps + 2, distance // 2
+    return Traffic(num_steps + 2 * has_partner, num_elements + length * has_partner)

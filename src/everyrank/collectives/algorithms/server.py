@@ -1,0 +1,39 @@
+r"""All-reduce over one rank, as a parameter server does it: simple, and that rank carries everything.
+
+    rank 1 --\                      /--> rank 1
+    rank 2 ---> rank 0 adds up ------> rank 2        one after the other: 2 (N - 1) whole tensors through one link
+    rank 3 --/                      \--> rank 3
+
+A worker sends one tensor and receives one; rank 0 receives and sends N - 1 of each, so the time grows with N, where
+that of the ring hardly does.
+Source: Li et al. 2014, Scaling distributed machine learning with the parameter server.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everyrank.collectives.links import Links, Traffic
+
+__all__ = ["server_all_reduce", "server_traffic"]
+
+
+def server_all_reduce(tensor: Tensor, links: Links) -> None:
+    """Replace `tensor`, shape (length,), by its sum over the ranks."""
+    if links.rank != 0:
+        links.send(tensor, 0)
+        links.receive(tensor, 0)
+        return
+    received = torch.empty_like(tensor)
+    for worker in range(1, links.size):
+        links.receive(received, worker)
+        tensor += received
+    for worker in range(1, links.size):
+        links.send(tensor, worker)
+
+
+def server_traffic(rank: int, size: int, length: int) -> Traffic:
+    """What the theory says of one rank: steps, and elements sent."""
+    num_messages = size - 1 if rank == 0 else 1
+    return Traffic(2 * num_messages, num_messages * length) if size > 1 else Traffic()

@@ -1,0 +1,50 @@
+r"""All-reduce along a binary tree: few steps for small tensors, but the whole tensor on every link.
+
+Sums go up from the leaves to rank 0, the total comes down the same way. Rank r stands under rank (r - 1) // 2:
+
+            0                up:   3 and 4 send to 1, 5 and 6 to 2; then 1 and 2, with what they have added up, to 0
+          /   \              down: 0 sends the total to 1 and 2, these to 3, 4, 5 and 6
+         1     2
+        / \   / \
+       3   4 5   6
+
+The total is there after about 2 log2 N messages one after the other, each of the whole tensor: good where a message
+costs more than its bytes. (NCCL's double binary tree cuts the tensor in two, and every rank is a leaf in one of two
+trees: the same number of steps, and all links busy.)
+Source: Sanders, Speck and Träff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everyrank.collectives.links import Links, Traffic
+
+__all__ = ["tree_all_reduce", "tree_traffic"]
+
+
+def tree_all_reduce(tensor: Tensor, links: Links) -> None:
+    """Replace `tensor`, shape (length,), by its sum over the ranks."""
+    parent, children = _above_and_below(links.rank, links.size)
+    received = torch.empty_like(tensor)
+    for child in children:
+        links.receive(received, child)
+        tensor += received
+    if parent is not None:
+        links.send(tensor, parent)
+        links.receive(tensor, parent)
+    for child in children:
+        links.send(tensor, child)
+
+
+def _above_and_below(rank: int, size: int) -> tuple[int | None, list[int]]:
+    parent = (rank - 1) // 2 if rank else None
+    return parent, [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+
+
+def tree_traffic(rank: int, size: int, length: int) -> Traffic:
+    """What the theory says of one rank: steps, and elements sent. One message to and from each neighbour."""
+    parent, children = _above_and_below(rank, size)
+    num_neighbours = len(children) + (parent is not None)
+    return Traffic(2 * num_neighbours, num_neighbours * length)

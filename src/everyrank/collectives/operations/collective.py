@@ -1,0 +1,182 @@
+"""Operations that all ranks of a group call together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyrank.collectives.algorithms import ALGORITHMS
+from everyrank.collectives.links import Links
+from everyrank.collectives.operations.case import Call, Case, writing_call
+
+__all__ = [
+    "make_all_gather",
+    "make_all_gather_into_tensor",
+    "make_all_reduce",
+    "make_all_to_all",
+    "make_all_to_all_uneven",
+    "make_barrier",
+    "make_broadcast",
+    "make_gather",
+    "make_monitored_barrier",
+    "make_reduce",
+    "make_reduce_scatter",
+    "make_scatter",
+]
+
+# torch 2.13 has new names for these, and warns of the old ones
+_ALL_GATHER_SINGLE: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+_REDUCE_SCATTER_SINGLE: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
+
+
+def make_broadcast(case: Case) -> Call:
+    """What rank 0 has, on all ranks."""
+    tensor, initial = case.empty(), case.values(0) if case.rank == 0 else case.empty()
+    return writing_call(
+        case,
+        lambda is_async: dist.broadcast(tensor, group=case.group, group_src=0, async_op=is_async),
+        tensor,
+        initial,
+        case.values(0),
+    )
+
+
+def make_reduce(case: Case) -> Call:
+    """The reduction of what all ranks have, on rank 0."""
+    tensor = case.empty()
+    right = case.reduced() if case.rank == 0 else None  # elsewhere it may hold parts of the sum
+    return writing_call(
+        case,
+        lambda is_async: dist.reduce(tensor, group=case.group, group_dst=0, op=case.op, async_op=is_async),
+        tensor,
+        case.values(case.rank),
+        right,
+    )
+
+
+def make_all_reduce(case: Case) -> Call:
+    """The same on all ranks; by one of `ALGORITHMS` where the case names it."""
+    tensor = case.empty()
+
+    def start(is_async: bool) -> Any:
+        if case.algorithm is None:
+            return dist.all_reduce(tensor, op=case.op, group=case.group, async_op=is_async)
+        return ALGORITHMS[case.algorithm].all_reduce(tensor, Links(case.rank, range(case.size), case.group))
+
+    return writing_call(case, start, tensor, case.values(case.rank), case.reduced())
+
+
+def make_gather(case: Case) -> Call:
+    """A part of each rank, joined on rank 0."""
+    whole, own = case.empty(), case.values(case.rank, case.length // case.size)
+    parts = list(whole.split(len(own))) if case.rank == 0 else None
+    right = _joined(case) if case.rank == 0 else None
+    return writing_call(
+        case,
+        lambda is_async: dist.gather(own, parts, group=case.group, group_dst=0, async_op=is_async),
+        whole,
+        case.empty(),
+        right,
+    )
+
+
+def _joined(case: Case) -> Tensor:
+    return torch.cat([case.values(rank, case.length // case.size) for rank in range(case.size)])
+
+
+def make_scatter(case: Case) -> Call:
+    """What rank 0 has, cut into a part for each rank."""
+    own, whole = case.empty(case.length // case.size), case.values(0)
+    parts = list(whole.split(len(own))) if case.rank == 0 else None
+    return writing_call(
+        case,
+        lambda is_async: dist.scatter(own, parts, group=case.group, group_src=0, async_op=is_async),
+        own,
+        case.empty(len(own)),
+        whole[case.part(case.rank)],
+    )
+
+
+def make_all_gather(case: Case) -> Call:
+    """A part of each rank, as a list of all parts on every rank."""
+    whole, own = case.empty(), case.values(case.rank, case.length // case.size)
+    parts = list(whole.split(len(own)))
+    return writing_call(
+        case,
+        lambda is_async: dist.all_gather(parts, own, group=case.group, async_op=is_async),
+        whole,
+        case.empty(),
+        _joined(case),
+    )
+
+
+def make_all_gather_into_tensor(case: Case) -> Call:
+    """A part of each rank, joined in one tensor on every rank."""
+    whole, own = case.empty(), case.values(case.rank, case.length // case.size)
+    return writing_call(
+        case,
+        lambda is_async: _ALL_GATHER_SINGLE(whole, own, group=case.group, async_op=is_async),
+        whole,
+        case.empty(),
+        _joined(case),
+    )
+
+
+def make_reduce_scatter(case: Case) -> Call:
+    """The reduction of what all ranks have, cut into a part for each rank."""
+    own, whole = case.empty(case.length // case.size), case.values(case.rank)
+    return writing_call(
+        case,
+        lambda is_async: _REDUCE_SCATTER_SINGLE(own, whole, op=case.op, group=case.group, async_op=is_async),
+        own,
+        case.empty(len(own)),
+        case.reduced()[case.part(case.rank)],
+    )
+
+
+def make_all_to_all(case: Case) -> Call:
+    """Part s of what rank r has goes to rank s, and stands there as part r."""
+    received = case.empty()
+    right = torch.cat([case.values(rank)[case.part(case.rank)] for rank in range(case.size)])
+    sent = case.values(case.rank)
+    return writing_call(
+        case,
+        lambda is_async: dist.all_to_all_single(received, sent, group=case.group, async_op=is_async),
+        received,
+        case.empty(),
+        right,
+    )
+
+
+def make_all_to_all_uneven(case: Case) -> Call:
+    """Rank r sends s + 1 shares to rank s."""
+    share = case.length // (case.size * (case.size + 1) // 2)
+    given = [share * (place + 1) for place in range(case.size)]
+    taken = [share * (case.rank + 1)] * case.size
+    sent, received = case.values(case.rank, sum(given)), case.empty(sum(taken))
+    first = sum(given[: case.rank])
+    right = torch.cat([case.values(rank, sum(given))[first : first + given[case.rank]] for rank in range(case.size)])
+    return writing_call(
+        case,
+        lambda is_async: dist.all_to_all_single(received, sent, taken, given, group=case.group, async_op=is_async),
+        received,
+        case.empty(len(received)),
+        right,
+    )
+
+
+def make_barrier(case: Case) -> Call:
+    """Nobody goes on before all have come."""
+    nothing = case.empty(0)
+    return writing_call(
+        case, lambda is_async: dist.barrier(group=case.group, async_op=is_async), nothing, nothing.clone(), None
+    )
+
+
+def make_monitored_barrier(case: Case) -> Call:
+    """The same, and rank 0 can name who has not come. Of gloo alone."""
+    nothing = case.empty(0)
+    return writing_call(case, lambda _: dist.monitored_barrier(group=case.group), nothing, nothing.clone(), None)

@@ -1,0 +1,83 @@
+"""everyrank comm"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from everyrank.collectives.question import ALGORITHM_NAMES, DTYPE_BYTES, REDUCTION_NAMES, CommOptions, parse_sizes
+from everyrank.commands.launching import add_launching, launch_of
+from everyrank.commands.shared import check_writable, close_output
+from everyrank.errors import CHECK_FAILED, UsageError, printable
+from everyrank.launch import Launch, run_ranks
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "what the links between ranks give: every collective, timed and checked"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and how the ranks start."""
+    parser.add_argument("--op", nargs="+", action="extend", default=[], metavar="O", help="default: every operation")
+    parser.add_argument(
+        "--sizes", nargs="+", action="extend", default=[], metavar="S", help="64KiB, or 4:64MiB (default), x4 each"
+    )
+    parser.add_argument("--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPE_BYTES)}; default: float32")
+    parser.add_argument("--reduction", default="sum", metavar="R", help=f"{', '.join(REDUCTION_NAMES)}; default: sum")
+    parser.add_argument(
+        "--algorithm", metavar="A", help=f"all_reduce in plain sends and receives: {', '.join(ALGORITHM_NAMES)}"
+    )
+    parser.add_argument("--async", dest="is_async", action="store_true", help="call with async_op=True, then wait")
+    parser.add_argument("--group-size", type=int, metavar="K", help="in groups of K ranks, all at the same time")
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, metavar="S", help="repeat each operation at each size for so long"
+    )
+    add_launching(parser, default_processes=2)
+    parser.set_defaults(timeout=60.0, workers=0, workload="comm")  # the name of a batch job
+    parser.add_argument("--json", type=Path, metavar="F", help="write the rows, and latency and bandwidth of each")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table; 1 where an element was wrong."""
+    from everyrank.report.comm import comm_json, print_comm
+
+    options = CommOptions(
+        tuple(args.op),
+        parse_sizes(args.sizes),
+        args.dtype,
+        args.reduction,
+        args.algorithm,
+        args.is_async,
+        args.group_size,
+        args.seconds,
+    )
+    launch = launch_of(args)
+    _check_groups(options, launch)
+    check_writable(args.json)
+    found: dict[int, dict[str, Any]] = run_ranks(
+        launch, "everyrank.collectives.sweep:sweep_rank", launch, options, True
+    )
+    if not found.get(0):
+        return 0  # a rank of a launcher outside: rank 0 has the word
+    rows, world = found[0]["rows"], found[0]["world"]
+    if args.json is not None:
+        args.json.write_text(json.dumps(comm_json(rows, world, args.words), indent=1) + "\n", encoding="utf-8")
+    try:
+        print_comm(rows, world)
+        if args.json is not None:
+            print(f"wrote {printable(str(args.json))}")
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+        close_output()
+    return CHECK_FAILED if any(row["num_wrong"] for row in rows) else 0
+
+
+def _check_groups(options: CommOptions, launch: Launch) -> None:
+    if options.group_size is not None and launch.processes % options.group_size:
+        raise UsageError(
+            f"--group-size {options.group_size}: {launch.processes} ranks make no groups of that size; "
+            f"give a divisor of {launch.processes}"
+        )

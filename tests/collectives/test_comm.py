@@ -1,0 +1,176 @@
+"""everyrank comm: every operation has the right answer, a wrong one is seen, and what cannot be asked is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from everyrank.collectives.algorithms import ALGORITHMS
+from everyrank.collectives.cost import fit_cost
+from everyrank.collectives.operations import OPERATIONS, Case
+from everyrank.collectives.question import ALGORITHM_NAMES, OPERATION_NAMES, parse_sizes, size_text
+from processes import refused
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+
+
+def test_names_are_those_of_the_tables() -> None:
+    """The words of the command line, which needs no torch, are the keys of what does."""
+    assert tuple(OPERATIONS) == OPERATION_NAMES
+    assert tuple(ALGORITHMS) == ALGORITHM_NAMES
+
+
+def tried(world: Any, size: int, length: int) -> list[str]:
+    """Every operation, dtype and reduction, blocking and asynchronous: those with a wrong element."""
+    group = world.group
+    if size < world.size:
+        group = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
+    found = []
+    for name, operation in OPERATIONS.items():
+        for dtype in DTYPES if operation.has_size else DTYPES[:1]:
+            for reduction in reductions(name, dtype):
+                for is_async in {False, operation.has_async}:
+                    step = operation.multiple(size)
+                    case = Case(world.rank % size, size, group, -(-length // step) * step, dtype)
+                    case = Case(**{**vars(case), "reduction": reduction, "is_async": is_async})
+                    call = operation.make(case)
+                    call.reset()
+                    call.run()
+                    if call.wrong():
+                        found.append(f"{name} {dtype} {reduction} {is_async}")
+    return found
+
+
+def reductions(name: str, dtype: torch.dtype) -> list[str]:
+    if name not in ("reduce", "all_reduce", "reduce_scatter"):
+        return ["sum"]
+    return ["sum", "product", "min", "max", *(["avg"] if dtype.is_floating_point else ["band", "bor", "bxor"])]
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 2), (3, 3), (4, 2)])
+def test_every_operation_has_the_right_answer(ranks: Any, count: int, size: int) -> None:
+    """In all dtypes and reductions, of lengths that are no round number; also in two groups at the same time."""
+    for length in (1, 1001):
+        assert ranks(count, tried, size, length) == [[]] * count
+
+
+def spoilt(world: Any) -> dict[str, int]:
+    """What `wrong` counts when one element of what each operation has written is another one."""
+    found = {}
+    for name, operation in OPERATIONS.items():
+        if not operation.has_size or "object" in name:
+            continue
+        step = operation.multiple(2)
+        case = Case(world.rank, 2, world.group, -(-8 // step) * step)
+        call = operation.make(case)
+        call.reset()  # what is there before a call is no right answer
+        found[name] = call.wrong()
+    return found
+
+
+def test_an_answer_that_never_came_is_wrong(ranks: Any) -> None:
+    """Rank 1 is told how many elements are wrong where the operation has not run; of send it is the one that gets."""
+    first, second = ranks(2, spoilt)
+    assert all(second[name] > 0 for name in second if name not in ("reduce", "gather"))
+    assert all(first[name] > 0 for name in ("reduce", "gather", "all_reduce", "all_gather", "isend"))
+
+
+def test_command(everyrank: Any, tmp_path: Path) -> None:
+    """Rows with times and bandwidths by their definitions, the costs, exit status 0."""
+    words = ["--op", "all_reduce", "barrier", "--sizes", "4:1KiB", "--seconds", "0.01", "--json", "c.json"]
+    done = everyrank(tmp_path, "comm", *words)
+    assert done.returncode == 0, done.stderr
+    assert "no wrong element" in done.stdout
+    found = json.loads((tmp_path / "c.json").read_text())
+    *sizes, barrier = found["rows"]
+    assert [row["num_bytes"] for row in sizes] == [4, 16, 64, 256, 1024]
+    for row in sizes:
+        assert row["algorithm_bandwidth"] == pytest.approx(row["num_bytes"] / row["mean_seconds"])
+        assert row["bus_bandwidth"] == pytest.approx(row["algorithm_bandwidth"])  # 2 (N - 1) / N is 1 for two ranks
+        assert 0 < row["p50_seconds"] <= row["p99_seconds"]
+    assert (barrier["num_bytes"], barrier["bus_bandwidth"]) == (0, None)
+    assert [cost["operation"] for cost in found["costs"]] == ["all_reduce"]
+
+
+BROKEN = """
+import torch.distributed as dist
+right = dist.all_reduce
+def all_reduce(tensor, *args, **kwargs):
+    work = right(tensor, *args, **kwargs)
+    if tensor.numel() == 5:
+        tensor[3] += 1
+    return work
+dist.all_reduce = all_reduce
+from everyrank.cli import main
+raise SystemExit(main())
+"""
+
+
+def test_a_wrong_element_is_status_1(forge: Any, tmp_path: Path) -> None:
+    """A backend that gets one element wrong, on both ranks, before and after the timed calls."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    done = forge(tmp_path, "comm", "--op", "all_reduce", "--sizes", "20B", size=2, script="broken.py")
+    assert done.statuses[0] == 1, done
+    assert "4 wrong elements" in done.out
+
+
+def test_algorithms_by_the_command(everyrank: Any, tmp_path: Path) -> None:
+    """With steps and bytes of the busiest rank."""
+    done = everyrank(
+        tmp_path,
+        "comm", "--op", "all_reduce", "--algorithm", "ring", "--sizes", "1KiB", "--processes", "3", "--seconds", "0.01",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce ring: the busiest rank sends 1368 B in 4 steps" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("--op allreduce", "--op allreduce: give one of send"),
+        ("--sizes 5KX", "--sizes 5KX: give bytes, as in 64KiB"),
+        ("--sizes 0", "--sizes 0: give bytes"),
+        ("--sizes 64KiB:4", "give the smaller size first"),
+        ("--dtype int8", "--dtype int8: give one of float32"),
+        ("--backend foo", "--backend foo"),
+        ("--algorithm ring", "the algorithms are of all_reduce"),
+        ("--op all_reduce --algorithm star", "--algorithm star: give one of ring"),
+        ("--op all_reduce --algorithm ring --reduction max", "it adds up"),
+        ("--op all_reduce --reduction band", "give --dtype int64"),
+        ("--op all_reduce --reduction avg --dtype int64", "give a floating --dtype"),
+        ("--group-size 3 --processes 4", "give a divisor of 4"),
+        ("--seconds 0", "give more than 0"),
+    ],
+)
+def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], words: str, fragment: str) -> None:
+    """One line, status 2, and no process is started."""
+    assert fragment in refused(capsys, "comm", *words.split())
+
+
+def test_sizes() -> None:
+    """Ranges go up by four, and are said as they were."""
+    assert parse_sizes(["4:1KiB"]) == (4, 16, 64, 256, 1024)
+    assert parse_sizes(["1MB", "3", "3"]) == (10**6, 3)
+    assert [size_text(count) for count in (3, 1024, 1025, 2**26)] == ["3 B", "1 KiB", "1025 B", "64 MiB"]
+
+
+def test_cost_of_known_times() -> None:
+    """Latency and bandwidth come back to what the times were made of; neither is negative; the error is said."""
+    size = np.array([4.0, 1e3, 1e5, 1e7])
+    cost = fit_cost(size.tolist(), (1e-4 + size / 2e9).tolist())
+    assert cost.latency_seconds == pytest.approx(1e-4)
+    assert cost.bytes_per_second == pytest.approx(2e9)
+    assert cost.largest_error < 1e-9
+    assert cost.seconds(2e9) == pytest.approx(1 + 1e-4)
+    falling = fit_cost(size.tolist(), [4e-4, 3e-4, 2e-4, 1e-4])
+    assert falling.bytes_per_second == float("inf")
+    assert 1e-4 < falling.latency_seconds < 4e-4
+    assert falling.largest_error > 0.1
+    through_zero = fit_cost([1e6, 1e7, 1e8], [1e-4, 1.1e-2, 1.1e-1])
+    assert through_zero.latency_seconds == 0.0
