@@ -5,5 +5,6 @@ install.py                all hooks in order, and the end of the run
 recorder.py               the files that are written
 place.py                  whose line is it
 losses.py, modules.py, gradients.py, steps.py, collectives.py, loaders.py, files.py    one kind of event each
+frameworks.py             Lightning, where there is no GPU
 pretend_cuda.py           for scripts that say cuda, where there is none
 """
