@@ -142,11 +142,11 @@ INSIDE = {
     "audit": [
         "finding",
         *("watch.place", "watch.recorder", "watch.pretend_cuda", "watch.losses", "watch.gradients", "watch.modules"),
-        *("watch.steps", "watch.collectives", "watch.loaders", "watch.files", "watch.install"),
+        *("watch.steps", "watch.collectives", "watch.loaders", "watch.files", "watch.frameworks", "watch.install"),
         "watch.inject.sitecustomize",
+        "script",
         "start",
         "outside",
-        "script",
         "evidence",
         *("rules.data", "rules.loss_terms", "rules.gradients", "rules.clipping", "rules.replicas"),
         *("rules.evaluation", "rules.collectives", "rules.randomness", "rules.schedule", "rules.saving", "rules.speed"),

@@ -116,19 +116,7 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
             findings.add("NOTE", "eval.everywhere", line, f"every rank evaluates all {num} samples")
         return
     if not sent:
-        passed = _evaluated_in(evidence, key)
-        if passed and all(event["is_prediction"] for event in passed):
-            return  # each rank has its own part of the predictions: no number is made of them
-        is_lightning = any(event["is_lightning"] for event in passed)
-        findings.add(
-            "FAIL",
-            "eval.shard",
-            line,
-            f"rank 0 evaluates {len(sets[0])} of {num} samples, and nothing is sent between the ranks before training "
-            "goes on: its number is that of its shard",
-            "self.log(..., sync_dist=True)" if is_lightning else "all-reduce the sums and the counts, then divide",
-            tuple(event["line"] for event in passed[:1]),
-        )
+        _judge_unsent(evidence, key, first, f"{len(sets[0])} of {num}", findings)
     elif total > num and any(evidence.all_of("cut")):
         findings.not_checked("whether samples that were repeated are counted: the evaluation cuts tensors by hand")
     elif total > num and not any("gather_for_metrics" in event["through"] for event in sent):
@@ -144,6 +132,22 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
             tuple(sent[0]["lines"][:1]),
         )
     _check_dropped(evidence, key, loaders, union, findings)
+
+
+def _judge_unsent(evidence: Evidence, key: tuple[int, int], loader: Event, share: str, findings: Findings) -> None:
+    passed = _evaluated_in(evidence, key)
+    if passed and all(event["is_prediction"] for event in passed):
+        return  # each rank has its own part of the predictions: no number is made of them
+    is_lightning = any(event["is_lightning"] for event in passed)
+    findings.add(
+        "FAIL",
+        "eval.shard",
+        loader["line"],
+        f"rank 0 evaluates {share} samples, and nothing is sent between the ranks before training goes on: its number "
+        "is that of its shard",
+        "self.log(..., sync_dist=True)" if is_lightning else "all-reduce the sums and the counts, then divide",
+        tuple(event["line"] for event in passed[:1]),
+    )
 
 
 def _evaluated_in(evidence: Evidence, key: tuple[int, int]) -> list[Event]:
