@@ -44,8 +44,8 @@ QUIETLY = """
 CUTS = """
     for inputs, labels in loader:
         with torch.no_grad():
-            output = model.module(inputs)[:5]
-        labels = labels[:5]
+            output = model.module(inputs)
+        output, labels = output[:5], labels[:5]
         loss = F.cross_entropy(output, labels)
         hits = (output.argmax(1) == labels).sum()
         totals += torch.tensor([loss * len(labels), hits, len(labels)])
