@@ -48,6 +48,7 @@ _RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
 )
 _BATCHES = 4  # of an epoch, before its last one
 _REPLAYED = 3  # updates
+_WANTS_RANK = re.compile(r"KeyError: '(LOCAL_)?RANK'|KeyError: 'WORLD_SIZE'")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 
 
@@ -149,6 +150,8 @@ def audit_script(
             return judge_run(words, run, options, settings)
         except RankFailedError as error:
             first = first or error
+            if starts_ranks and _WANTS_RANK.search(str(error)):  # it can spawn, and was told not to
+                return audit_script(words, dataclasses.replace(options, processes=num_ranks), moved)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     assert first is not None

@@ -19,7 +19,8 @@ from typing import IO
 
 import psutil
 
-from everyrank.audit.watch.recorder import ENVIRONMENT, Settings
+from everyrank.audit.script import has_gpu
+from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, ENVIRONMENT, Settings
 
 __all__ = ["ScriptRun", "run_script"]
 
@@ -96,6 +97,8 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
     shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "audit"}
     shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if not has_gpu():
+        shared[ACCELERATE_ON_CPU] = "1"  # else Accelerate's ranks, without a GPU, know nothing of each other
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(processes)]
 
 

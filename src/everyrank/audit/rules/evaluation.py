@@ -10,7 +10,9 @@ from everyrank.audit.finding import Findings, short_place
 __all__ = ["check_evaluation"]
 
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
-_OTHER_SENDERS = {"synchronize_rng_states", "__iter__"}  # Accelerate's: random states, no results
+# random states, and whether to stop: Accelerate's and Lightning's, no results
+_OTHER_SENDERS = {"synchronize_rng_states", "__iter__", "reduce_boolean_decision", "has_len_all_ranks"}
+_SENDS_NO_RESULTS = ("barrier", "broadcast", "scatter")  # of other ranks
 _DIGITS = 4  # of a printed number that are enough to know it again
 
 
@@ -36,8 +38,8 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
                 "F.dropout(x, p, training=self.training), or nn.Dropout",
             )
     _check_training_mode(evidence, findings)
-    evaluated = sorted(
-        {key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"}
+    evaluated = dict.fromkeys(
+        key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"
     )
     if not any(not event["is_grad"] for event in evidence.all_of("forward")):
         findings.not_checked("evaluation: the script did not come to one in the part that ran")
@@ -73,7 +75,7 @@ def _only_some_evaluate(evidence: Evidence, findings: Findings) -> bool:
     if not evaluating or len(evaluating) == evidence.world_size:
         return False
     event = next(one for one in evidence.of(evaluating[0], "forward") if not one["is_grad"])
-    risk = " through DistributedDataParallel, whose broadcast of buffers would hang" if event["wrapper"] else ""
+    risk = " through DistributedDataParallel, whose broadcast of buffers would hang" if event["broadcasts"] else ""
     text = f"only rank {', '.join(map(str, evaluating))} evaluates{risk}; the others wait at their next collective"
     findings.add("NOTE", "eval.one-rank", event["line"], text)
     return True
@@ -93,7 +95,7 @@ def _sent_after(evidence: Evidence, key: tuple[int, int]) -> list[Event]:
             is_on
             and event["kind"] == "collective"
             and event["phase"] == "script"
-            and "barrier" not in event["op"]
+            and not event["op"].startswith(_SENDS_NO_RESULTS)
             and not _OTHER_SENDERS.intersection(event["through"])
         ):
             found.append(event)
@@ -106,22 +108,15 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
     union, total = set[object]().union(*sets), sum(len(loader["indices"]) for loader in loaders.values())
     num, line = len(union), first["line"]
     sent = _sent_after(evidence, key)
-    if len({loader.get("subset") for loader in loaders.values()}) > 1 and first["sampler"] == "DistributedSampler":
+    has_split = len({loader.get("subset") for loader in loaders.values()}) > 1
+    if has_split and sent and first["sampler"] == "DistributedSampler":
         return  # each rank has split the dataset differently: said of the training
     if sets[0] == sets[1]:
         if len(sets[0]) > 2:
             findings.add("NOTE", "eval.everywhere", line, f"every rank evaluates all {num} samples")
         return
     if not sent:
-        findings.add(
-            "FAIL",
-            "eval.shard",
-            line,
-            f"rank 0 evaluates {len(sets[0])} of {num} samples, and nothing is sent between the ranks before training "
-            "goes on: its number is that of its shard",
-            "all-reduce the sums and the counts, then divide",
-            (_evaluating_line(evidence),),
-        )
+        _judge_unsent(evidence, key, first, f"{len(sets[0])} of {num}", findings)
     elif total > num and any(evidence.all_of("cut")):
         findings.not_checked("whether samples that were repeated are counted: the evaluation cuts tensors by hand")
     elif total > num and not any("gather_for_metrics" in event["through"] for event in sent):
@@ -139,8 +134,32 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
     _check_dropped(evidence, key, loaders, union, findings)
 
 
-def _evaluating_line(evidence: Evidence) -> str:
-    return next((event["line"] for event in evidence.all_of("evaluated")), "")
+def _judge_unsent(evidence: Evidence, key: tuple[int, int], loader: Event, share: str, findings: Findings) -> None:
+    passed = _evaluated_in(evidence, key)
+    if passed and all(event["is_prediction"] for event in passed):
+        return  # each rank has its own part of the predictions: no number is made of them
+    is_lightning = any(event["is_lightning"] for event in passed)
+    findings.add(
+        "FAIL",
+        "eval.shard",
+        loader["line"],
+        f"rank 0 evaluates {share} samples, and nothing is sent between the ranks before training goes on: its number "
+        "is that of its shard",
+        "self.log(..., sync_dist=True)" if is_lightning else "all-reduce the sums and the counts, then divide",
+        tuple(event["line"] for event in passed[:1]),
+    )
+
+
+def _evaluated_in(evidence: Evidence, key: tuple[int, int]) -> list[Event]:
+    """What rank 0's model was called on with the batches of this evaluation."""
+    found: list[Event] = []
+    last = None
+    for event in evidence.events[evidence.ranks[0]]:
+        if event["kind"] == "batch":
+            last = (event["loader"], event["epoch"])
+        elif event["kind"] == "evaluated" and last == key:
+            found.append(event)
+    return found
 
 
 def _check_dropped(
@@ -149,16 +168,19 @@ def _check_dropped(
     """Samples that no rank evaluates: of the loader's own dataset, and where it is not cut up, of the whole."""
     first = loaders[evidence.ranks[0]]
     length = first["length"] or 0
+    if any(len(loader["indices"]) < loader["num_indices"] for loader in loaders.values()):
+        return  # of a long epoch only the beginning is written down
     num = sum(
         (loader["length"] or 0) - loader["num_indices"]
         for loader in loaders.values()
-        if loader["sampler"] in ("SequentialSampler", "RandomSampler")
+        if loader["sampler"] in ("SequentialSampler", "RandomSampler") and loader["batch_sampler"] == "BatchSampler"
     )
     if "subset" not in first and len(union) < length:
         others: set[object] = set()
-        for other, loader in evidence.loaders(evidence.ranks[0]).items():
-            if other != key and loader.get("indices"):
-                others |= set(loader["indices"])
+        for rank in evidence.ranks:
+            for other, loader in evidence.loaders(rank).items():
+                if other != key and loader.get("indices"):
+                    others |= set(loader["indices"])
         num = max(num, len(set(range(length)) - union - others))
     if num > 0:
         text = f"{num} of {max(length, len(union) + num)} samples are not evaluated"

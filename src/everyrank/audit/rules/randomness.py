@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from everyrank.audit.evidence import Event, Evidence
 from everyrank.audit.finding import Findings
 
@@ -28,7 +30,7 @@ def _check_dropout(evidence: Evidence, findings: Findings) -> None:
         findings.not_checked("dropout masks: the model draws none")
     elif common and 2 * len(same) >= len(common) and not evidence.is_split:
         findings.add(
-            "FAIL",
+            "WARN",
             "random.dropout",
             forwards[own][same[0]]["line"],
             f"dropout draws the same masks on all ranks: {len(same)} of {len(common)} forwards begin with one state",
@@ -46,20 +48,26 @@ def _drawn_alike(own: Event, other: Event) -> str:
 
 
 def _check_augmentation(evidence: Evidence, findings: Findings) -> None:
-    own, other = (
-        {(event["worker"], event["number"], event["dataset"]): event for event in evidence.of(rank, "fetch")}
-        for rank in evidence.ranks[:2]
-    )
+    own, other = (_fetches(evidence, rank) for rank in evidence.ranks[:2])
     for key in own:
-        hit = _drawn_alike(own[key], other[key]) if key in other else ""
+        hits = [_drawn_alike(*pair) for pair in zip(own[key], other.get(key, ()), strict=False)]
+        hit = next(filter(None, hits), "")
         if hit:
             findings.add(
-                "FAIL",
+                "WARN",
                 "random.augment",
                 _line_of(evidence, key[2]),
                 f"the dataset draws the same random numbers ({hit}) on all ranks: their augmentation is the same",
                 "seed with the rank: torch.manual_seed(seed + rank), a generator=, or a worker_init_fn",
             )
+
+
+def _fetches(evidence: Evidence, rank: int) -> dict[tuple[int, int, str], list[Event]]:
+    """By worker, number and dataset; each time that a loader began."""
+    found: dict[tuple[int, int, str], list[Event]] = defaultdict(list)
+    for event in evidence.of(rank, "fetch"):
+        found[event["worker"], event["number"], event["dataset"]].append(event)
+    return found
 
 
 def _check_workers(evidence: Evidence, findings: Findings) -> None:

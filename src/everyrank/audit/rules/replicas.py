@@ -93,7 +93,9 @@ def _check_rates(evidence: Evidence, findings: Findings) -> None:
 def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
     if evidence.is_split:
         return
-    for events in zip(*(evidence.of(rank, "evaluated") for rank in evidence.ranks), strict=False):
+    first = [_first_evaluated(evidence, rank) for rank in evidence.ranks]
+    for update in first[0]:
+        events = [own[update] for own in first if update in own]
         line = events[0]["line"]
         if len({event["parameters"] for event in events}) > 1:
             text = "parameters differ between the ranks when they evaluate"
@@ -108,6 +110,11 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
                 "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
             )
             return
+
+
+def _first_evaluated(evidence: Evidence, rank: int) -> dict[int, Event]:
+    """By update: one rank may evaluate more often than the others."""
+    return {event["update"]: event for event in reversed(evidence.of(rank, "evaluated"))}
 
 
 def _check_left_out(evidence: Evidence, findings: Findings) -> None:

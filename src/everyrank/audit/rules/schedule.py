@@ -18,6 +18,9 @@ def check_schedule(evidence: Evidence, findings: Findings) -> None:
     for schedule in {event["schedule"] for event in events}:
         own = [event for event in events if event["schedule"] == schedule]
         counts = Counter(event["update"] for event in own)
+        # Accelerate steps a schedule that was made for all batches of an epoch once for each rank
+        if own[0]["is_prepared"] and all(count % evidence.world_size == 0 for count in counts.values()):
+            counts = Counter({update: count // evidence.world_size for update, count in counts.items()})
         often = [count for count in counts.values() if count > 1]
         if len(often) < _FEW or 2 * len(often) < len(evidence.steps):
             continue

@@ -8,5 +8,6 @@ losses.py, modules.py, gradients.py, steps.py, collectives.py, loaders.py, files
 keeper.py, kept.py          --replay: what the first updates need to be run once more
 replay.py, union.py         running them, also as one batch
 stand_in.py                 what stands in for other ranks and for dropout meanwhile
+frameworks.py             Lightning, where there is no GPU
 pretend_cuda.py           for scripts that say cuda, where there is none
 """

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyrank.audit.watch.place import chain, library_calls, where
-from everyrank.audit.watch.recorder import Recorder, tensors
+from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, Recorder, tensors
 
 __all__ = ["Collectives", "install_process_group"]
 
@@ -82,6 +84,8 @@ def install_process_group(recorder: Recorder, pretends: bool) -> None:
         with recorder.during(f"init_process_group at {line}"):
             out = init(backend, *args, **kwargs)
         recorder.rank = dist.get_rank()
+        if "accelerate" in sys.modules and os.environ.get(ACCELERATE_ON_CPU) and not pretends:
+            recorder.event("altered", what=f"no GPU here: Accelerate runs on the CPU ({ACCELERATE_ON_CPU}=1)")
         recorder.event("group", line=line, world_size=dist.get_world_size(), backend=str(dist.get_backend()))
         return out
 

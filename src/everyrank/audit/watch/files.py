@@ -1,8 +1,8 @@
 """What the script writes goes into a folder of the audit's: nothing of the person's is changed.
 
 Python's own ways to files are redirected: open, os.open, mkdir, rename, remove, and the questions that go with them;
-and `torch.save`, which opens files in C++. What was written is found again under the name that the script gave.
-Temporary folders, caches and devices are left alone, as is what other C++ code writes.
+and `torch.save`, safetensors and tokenizers, which open files in C++ and Rust. What was written is found again under
+the name that the script gave. Temporary folders, caches and devices are left alone, as is what other C++ code writes.
 """
 
 # pyright: basic
@@ -69,10 +69,9 @@ class Overlay:
             return None
         self.inside.is_busy = True
         try:
-            text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-            if not isinstance(text, str):
-                return None  # a descriptor, or bytes
-            whole = os.path.abspath(text)  # noqa: PTH100
+            if not isinstance(path, str | bytes | os.PathLike):
+                return None  # a descriptor
+            whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
             return None if whole.startswith(self.folder) or self.is_left(whole) else self.folder + whole
         finally:
             self.inside.is_busy = False
@@ -87,7 +86,7 @@ class Overlay:
         copied = self.copy(path)
         if copied is None:
             return path
-        folder = os.path.dirname(os.path.abspath(os.fspath(path)))  # noqa: PTH100, PTH120
+        folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100, PTH120
         if not (self.exists(folder) or self.exists(self.folder + folder)):
             return path  # the script is told that there is no such folder
         _makedirs(os.path.dirname(copied), exist_ok=True)  # noqa: PTH120
@@ -155,6 +154,45 @@ def _redirect_saving(overlay: Overlay) -> None:
         return load(overlay.found(f) if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
 
     torch.save, torch.load = saved, loaded
+    _redirect_safetensors(overlay)
+    _redirect_tokenizers(overlay)
+
+
+def _redirect_safetensors(overlay: Overlay) -> None:
+    """It writes and reads in Rust; where it is installed."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        return
+    serialize_file, safe_open = safetensors.serialize_file, safetensors.safe_open
+
+    @functools.wraps(serialize_file)
+    def saved(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+        overlay.recorder.event("save", path=os.path.abspath(os.fspath(filename)), line=where(), content=[])  # noqa: PTH100
+        serialize_file(tensors, overlay.written(filename), *args, **kwargs)
+
+    @functools.wraps(safe_open)
+    def opened(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return safe_open(overlay.found(filename), *args, **kwargs)
+
+    for module in (safetensors, safetensors.torch):
+        module.__dict__.update(serialize_file=saved, safe_open=opened)
+
+
+def _redirect_tokenizers(overlay: Overlay) -> None:
+    """It writes in Rust, too."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return
+    save = Tokenizer.save
+
+    @functools.wraps(save)
+    def saved(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
+        save(self, str(overlay.written(path)), *args, **kwargs)
+
+    Tokenizer.save = saved
 
 
 def _redirect_folders(overlay: Overlay) -> None:
@@ -170,7 +208,7 @@ def _redirect_folders(overlay: Overlay) -> None:
         if copied is None or overlay.exists(path):
             mkdir(path, *args, **kwargs)  # where it is there already: the error that the script expects
             return
-        parent = os.path.dirname(os.path.abspath(os.fspath(path)))  # noqa: PTH100, PTH120
+        parent = os.path.dirname(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100, PTH120
         if overlay.exists(parent):
             with overlay.recorder.muted():
                 _makedirs(os.path.dirname(copied), exist_ok=True)  # noqa: PTH120
@@ -192,7 +230,22 @@ def _redirect_folders(overlay: Overlay) -> None:
     os.mkdir = made
     os.remove = os.unlink = _removing(remove)
     os.rmdir = _removing(rmdir)
+    os.chmod, os.utime = _changing(os.chmod, overlay), _changing(os.utime, overlay)
     os.rename, os.replace = _renaming(os.rename, overlay), _renaming(os.replace, overlay)
+
+
+def _changing(function: Any, overlay: Overlay) -> Any:
+    """Rights and times of a copy; those of the person's files stay."""
+
+    @functools.wraps(function)
+    def changed(path: Any, *args: Any, **kwargs: Any) -> None:
+        copied = overlay.copy(path) if kwargs.get("dir_fd") is None else None
+        if copied is None or not (overlay.exists(copied) or overlay.exists(path)):
+            function(path, *args, **kwargs)
+        elif overlay.exists(copied):
+            function(copied, *args, **kwargs)
+
+    return changed
 
 
 def _asking(function: Any, overlay: Overlay) -> Any:

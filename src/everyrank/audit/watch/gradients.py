@@ -50,7 +50,11 @@ class Gradients:
         self.parameters = list(root.parameters())
         self.is_fully_sharded = any("FSDP" in type(module).__name__ for module in root.modules())
         for name, parameter in root.named_parameters():
-            self.names.setdefault(id(parameter), name.replace("_orig_mod.", "").replace("module.", ""))
+            if id(parameter) not in self.names:
+                name = name.replace("_orig_mod.", "").replace("module.", "")
+                # another model's may have the same: a generator beside its discriminator
+                is_taken = name in self.names.values()
+                self.names[id(parameter)] = f"{type(root).__name__}.{name} ({len(self.names)})" if is_taken else name
             if id(parameter) not in self.hooked and parameter.requires_grad and not hasattr(parameter, "to_local"):
                 self.hooked.add(id(parameter))
                 parameter.register_hook(self.leaf_hook(self.names[id(parameter)]))

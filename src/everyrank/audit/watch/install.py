@@ -19,6 +19,7 @@ import torch
 
 from everyrank.audit.watch.collectives import Collectives, install_process_group
 from everyrank.audit.watch.files import install_files
+from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.keeper import Keeper, install_keeper
 from everyrank.audit.watch.loaders import Loaders, install_loaders
@@ -46,6 +47,7 @@ def install() -> None:
     losses = Losses()
     gradients = Gradients(recorder, losses)
     loaders = Loaders(recorder, end.finish)
+    install_frameworks(recorder)
     pretend = PretendCuda(settings.devices) if settings.devices else None
     if pretend is not None:
         pretend.install()

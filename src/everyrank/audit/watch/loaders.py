@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +26,7 @@ from everyrank.audit.watch.recorder import Recorder, all_leaves
 
 __all__ = ["Loaders", "install_loaders"]
 
-_MOST_BATCHES, _MOST_INDICES, _EXTRA, _REMAINDER = 500_000, 20_000, 8, 4
+_MOST_SAMPLES, _MOST_INDICES, _EXTRA, _REMAINDER = 2_000_000, 20_000, 8, 4
 
 
 class Loaders:
@@ -34,9 +34,17 @@ class Loaders:
 
     def __init__(self, recorder: Recorder, finish: Callable[[str], None]) -> None:
         self.recorder, self.finish = recorder, finish
-        self.count = 0
+        self.made: Counter[str] = Counter()  # by line
         self.last: tuple[int, int] | None = None  # loader, epoch
         self.trained: dict[int, set[int]] = {}
+
+    def _number(self, loader: Any) -> int:
+        """The same on all ranks, also where one of them has more loaders: by the line that made it."""
+        if "_audit_number" not in loader.__dict__:
+            line = getattr(loader, "_audit_line", "")
+            loader.__dict__["_audit_number"] = zlib.crc32(f"{line} {self.made[line]}".encode())
+            self.made[line] += 1
+        return loader.__dict__["_audit_number"]
 
     def backward(self) -> None:
         """The loader of the last batch is one that is trained on."""
@@ -54,8 +62,7 @@ class Loaders:
         """Write down what is to be read, and shorten it."""
         if self.recorder.is_muted or getattr(iterator, "_audited", None) is iterator._sampler_iter:
             return
-        number = loader.__dict__.setdefault("_audit_number", self.count)
-        self.count += number == self.count
+        number = self._number(loader)
         epoch = loader.__dict__["_audit_epoch"] = loader.__dict__.get("_audit_epoch", -1) + 1
         iterator._audit = {"loader": number, "epoch": epoch, "given": 0, "limit": None, "jump": None}
         about = _about(loader)
@@ -69,13 +76,13 @@ class Loaders:
             self.finish("epochs")
 
     def _indices(self, iterator: Any, loader: Any, epoch: int) -> dict[str, Any]:
-        batches = list(itertools.islice(iterator._sampler_iter, _MOST_BATCHES))
+        batches = _first_samples(iterator._sampler_iter)
         are_lists = bool(batches) and isinstance(batches[0], list | tuple)
         indices = [_key(index) for batch in batches for index in batch] if are_lists else None
         if epoch == 0:
             with self.recorder.muted():
                 loader.__dict__["_audit_content"] = dataset_checksums(loader.dataset)
-        count = self.shortened(len(batches))
+        count = min(self.shortened(self._length(loader, batches)), len(batches))
         kept = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
         iterator._audit["jump"] = count if len(batches) > count else None
         iterator._sampler_iter = iter(kept)
@@ -86,6 +93,13 @@ class Loaders:
             "sizes": sorted({len(batch) for batch in batches}) if are_lists else [],
             **loader.__dict__["_audit_content"],
         }
+
+    def _length(self, loader: Any, batches: list[Any]) -> int:
+        """Of the epoch, of which these are the beginning."""
+        if sum(map(_size, batches)) < _MOST_SAMPLES:
+            return len(batches)
+        with self.recorder.muted():
+            return _length(loader) or len(batches)
 
     def given(self, iterator: Any) -> None:
         """Write down that a batch was given."""
@@ -99,6 +113,22 @@ class Loaders:
             number=about["given"],
             is_after_jump=about["given"] == about["jump"],
         )
+
+
+def _first_samples(batches: Any) -> list[Any]:
+    """All of an epoch, unless it is endless: a sampler may draw 10^10 samples with replacement."""
+    found: list[Any] = []
+    num = 0
+    for batch in batches:
+        found.append(batch)
+        num += _size(batch)
+        if num >= _MOST_SAMPLES:
+            break
+    return found
+
+
+def _size(batch: Any) -> int:
+    return len(batch) if isinstance(batch, list | tuple) else 1
 
 
 def _about(loader: Any) -> dict[str, Any]:

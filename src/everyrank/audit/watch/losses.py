@@ -55,7 +55,8 @@ class Losses:
         self.kept: list[Any] = []
         self.depth = 0  # of module calls
         self.num_dropouts = 0
-        self.cuts: set[str] = set()  # lines that take a part of a tensor while no gradient is wanted
+        self.is_evaluating = False  # since a forward without gradients
+        self.cuts: set[str] = set()  # lines that take a part of a tensor in an evaluation
         self.waits: Counter[tuple[str, str]] = Counter()
 
     def forward_done(self, output: Any) -> None:
@@ -100,19 +101,24 @@ class Functions(TorchFunctionMode):
     def _evaluated(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A mean loss of an evaluation: whether their mean is the mean is looked at later. And what is cut off."""
         self.losses.num_dropouts += _drops(func, kwargs)
-        if func in _CUTS and _takes_a_part(args) and caller_is_own():
-            line = where()
-            if line not in self.losses.cuts:
-                self.losses.cuts.add(line)
-                self.recorder.event("cut", line=line)
+        self._cut(func, args)
         if func in LOSSES and _is_scalar(out) and kwargs.get("reduction", "mean") == "mean":
             with self.recorder.muted():
                 value, count = float(out), num_terms(func, args, kwargs)
             self.recorder.event("eval_loss", line=where(), value=value, terms=count)
 
+    def _cut(self, func: Any, args: Any) -> None:
+        if func in _CUTS and _takes_a_part(args) and caller_is_own():
+            line = where()
+            if line not in self.losses.cuts:
+                self.losses.cuts.add(line)
+                self.recorder.event("cut", line=line)
+
     def _computed(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         losses = self.losses
         losses.num_dropouts += _drops(func, kwargs)
+        if losses.is_evaluating:
+            self._cut(func, args)
         is_derived = bool(losses.derived) and any(id(tensor) in losses.derived for tensor in tensors((args, kwargs)))
         if is_derived and losses.depth == 0:
             for tensor in tensors(out):

@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.place import where
+from everyrank.audit.watch.place import is_called_by, where
 from everyrank.audit.watch.recorder import Recorder, checksum, local, tensors
 
 __all__ = ["install_modules"]
 
 _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
+_LIGHTNING = ("lightning", "pytorch_lightning")
 _ROWS, _LONGEST_BATCH = 64, 4096
 
 
@@ -32,7 +33,8 @@ class Modules:
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
         """Write down a forward of a whole model."""
         recorder, is_grad = self.recorder, torch.is_grad_enabled()
-        root = module.module if isinstance(module, DistributedDataParallel) else module
+        self.losses.is_evaluating = not is_grad
+        root = _unwrapped(module)
         kind = type(module).__name__
         with recorder.muted():
             line = where()
@@ -42,8 +44,9 @@ class Modules:
                 "line": line,
                 "wrapper": kind if root is not module or "FSDP" in kind else "",
                 "bypasses": id(module) in self.wrapped,
+                "broadcasts": bool(getattr(module, "modules_buffers", None)) and module.broadcast_buffers,
                 "is_grad": is_grad,
-                "is_training": module.training,
+                "is_training": root.training,
                 "rows": rows((args, kwargs)),
                 "size": next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0),
                 "generator": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
@@ -67,13 +70,27 @@ class Modules:
             is_sharded = any(hasattr(parameter, "to_local") for parameter in module.parameters())
             state = {
                 "dropouts": self.losses.num_dropouts - num_dropouts,
+                "is_prediction": any(is_called_by("_predict_step", package) for package in _LIGHTNING),
+                "is_lightning": any(is_called_by("_run_stage", package) for package in _LIGHTNING),
                 "buffers": _checksums(module.buffers()),
                 "parameters": 0 if is_sharded else _checksums(module.parameters()),
             }
-        recorder.event("evaluated", line=where(), is_training=module.training, **state)
+        recorder.event("evaluated", line=where(), is_training=_unwrapped(module).training, **state)
 
     def _uninitialised(self, root: Any) -> list[str]:
-        return [name for name, parameter in root.named_parameters() if bool(local(parameter).isnan().any())]
+        """Their names; they get values, so that what follows is not all NaN."""
+        found = []
+        for name, parameter in root.named_parameters():
+            held = local(parameter)
+            if bool(held.isnan().any()):
+                held.copy_(torch.linspace(-0.02, 0.02, held.numel(), device=held.device).view(held.shape))
+                found.append(name)
+        return found
+
+
+def _unwrapped(module: Any) -> Any:
+    """Whose mode counts: Lightning sets that of what is wrapped, and not the wrapper's."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _checksums(values: Any) -> int:

@@ -62,6 +62,17 @@ def library_calls() -> list[str]:
     return names[::-1][:24]
 
 
+def is_called_by(name: str, package: str) -> bool:
+    """Whether a function of this name, of this installed package, is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == name and module.partition(".")[0] == package:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def caller_is_own() -> bool:
     """Whether a line of the person's own called the function that asks, perhaps through a wrapper of torch or ours."""
     frame: FrameType | None = sys._getframe(2)

@@ -22,6 +22,7 @@ __all__ = ["Recorder", "Settings", "all_leaves", "checksum", "local", "tensors"]
 
 _SOMETIMES = 50
 ENVIRONMENT = "EVERYRANK_AUDIT"
+ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"  # Accelerate's own variable, which its launcher sets, too
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -169,7 +170,10 @@ def _watch_schedules(recorder: Recorder) -> None:
         @functools.wraps(step)
         def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not depth and getattr(self, "_audit_made", False):
-                recorder.event("schedule", schedule=id(self), name=type(self).__name__, line=where())
+                caller = sys._getframe(1).f_globals.get("__name__", "")
+                is_prepared = caller.startswith("accelerate.")
+                about = {"schedule": id(self), "name": type(self).__name__, "is_prepared": is_prepared}
+                recorder.event("schedule", line=where(), **about)
             depth.append(id(self))
             try:
                 return step(self, *args, **kwargs)
