@@ -141,7 +141,15 @@ INSIDE = {
     "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],
     "audit": [
         "finding",
-        *("watch.place", "watch.recorder", "watch.pretend_cuda", "watch.losses", "watch.gradients", "watch.modules"),
+        *(
+            "watch.place",
+            "watch.recorder",
+            "watch.sync_batch_norm",
+            "watch.pretend_cuda",
+            "watch.losses",
+            "watch.gradients",
+            "watch.modules",
+        ),
         *("watch.steps", "watch.collectives", "watch.loaders", "watch.files", "watch.install"),
         "watch.inject.sitecustomize",
         "start",

@@ -152,7 +152,7 @@ def _check_dropped(
     num = sum(
         (loader["length"] or 0) - loader["num_indices"]
         for loader in loaders.values()
-        if loader["sampler"] in ("SequentialSampler", "RandomSampler")
+        if loader["sampler"] in ("SequentialSampler", "RandomSampler") and loader["batch_sampler"] == "BatchSampler"
     )
     if "subset" not in first and len(union) < length:
         others: set[object] = set()

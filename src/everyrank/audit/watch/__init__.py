@@ -6,4 +6,5 @@ recorder.py               the files that are written
 place.py                  whose line is it
 losses.py, modules.py, gradients.py, steps.py, collectives.py, loaders.py, files.py    one kind of event each
 pretend_cuda.py           for scripts that say cuda, where there is none
+sync_batch_norm.py        of these, on CPU
 """

@@ -88,7 +88,7 @@ class End:
         recorder = self.recorder
         if not recorder.settings.modes:
             return
-        is_alone = recorder.num_sent == 0 and os.environ.get("WORLD_SIZE", "1") != "1"
+        is_alone = recorder.num_sent == 0 and recorder.world_size > 1
         if recorder.update >= (_ALONE if is_alone else 2) * recorder.settings.updates:
             self.finish("updates")
 
@@ -100,13 +100,16 @@ class End:
         recorder.is_done = True
         recorder.event("finish", why=why, lines=chain())
         (recorder.folder / f"done{recorder.rank}").touch()
-        size, begin = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic()
-        while time.monotonic() < begin + _WAIT_SECONDS and len(list(recorder.folder.glob("done*"))) < size:
+        begin = time.monotonic()
+        while time.monotonic() < begin + _WAIT_SECONDS and self._num_done() < recorder.world_size:
             time.sleep(0.05)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(0)
+
+    def _num_done(self) -> int:
+        return len(list(self.recorder.folder.glob("done*")))
 
     def at_exit(self) -> None:
         pid = os.getpid()
