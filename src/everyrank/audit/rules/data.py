@@ -177,9 +177,10 @@ def _check_epochs(epochs: list[Event], findings: Findings) -> None:
     if len(epochs) < 2 or len(epochs[0]["indices"]) <= _FEW or epochs[0]["indices"] != epochs[1]["indices"]:
         return
     order = epochs[0]["indices"]
-    if order == sorted(order) or epochs[1]["sampler_epoch"] is None:
+    is_meant = order == sorted(order) or epochs[1]["shuffles"] is False
+    if is_meant or epochs[1]["sampler_epoch"] is None:
         findings.add(
-            "WARN" if order == sorted(order) else "FAIL",
+            "WARN" if is_meant else "FAIL",
             "data.epoch",
             epochs[1]["line"],
             "the second epoch has the order of the first: nothing shuffles",
@@ -226,7 +227,7 @@ def _compare_ranks(
         text = f"in {len(same)} of {len(common)} steps the ranks feed the model the same samples"
         text += "; right for tensor or context parallelism only" if level != "FAIL" else ""
         fix = "divide each batch by rank, or draw with a seed that contains the rank"
-        findings.add(level, "data.rows", first[same[0]]["line"], text, fix if level == "FAIL" else "")
+        findings.add(level, "data.rows", first[same[0]]["line"], text, fix if level != "NOTE" else "")
         return
     pools = [_until_repeated(some) for some in rows]
     smaller, both = min(map(len, pools)), len(pools[0] & pools[1])

@@ -93,7 +93,7 @@ def _check_rates(evidence: Evidence, findings: Findings) -> None:
 def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
     if evidence.is_split:
         return
-    for events in zip(*(evidence.of(rank, "evaluated") for rank in evidence.ranks), strict=False):
+    for events in _first_evaluated(evidence):
         line = events[0]["line"]
         if len({event["parameters"] for event in events}) > 1:
             text = "parameters differ between the ranks when they evaluate"
@@ -108,6 +108,12 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
                 "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
             )
             return
+
+
+def _first_evaluated(evidence: Evidence) -> list[list[Event]]:
+    """Of each evaluation the first forward on each rank: ranks may have other numbers of batches."""
+    own = [{event["update"]: event for event in reversed(evidence.of(rank, "evaluated"))} for rank in evidence.ranks]
+    return [[events[update] for events in own] for update in sorted(set[int](own[0]).intersection(*own))]
 
 
 def _check_left_out(evidence: Evidence, findings: Findings) -> None:

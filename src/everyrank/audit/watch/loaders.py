@@ -111,6 +111,7 @@ def _about(loader: Any) -> dict[str, Any]:
         "batch_sampler": type(getattr(loader, "batch_sampler", None)).__name__,
         "sampled": _length(getattr(sampler, "dataset", None)),
         "sampler_epoch": getattr(sampler, "epoch", None),
+        "shuffles": getattr(sampler, "shuffle", None),
         "workers": loader.num_workers,
         "length": _length(loader.dataset),
     }
