@@ -22,7 +22,7 @@ from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.loaders import Loaders, install_loaders
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
-from everyrank.audit.watch.place import chain, where
+from everyrank.audit.watch.place import caller_is_own, chain, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.steps import install_sharding, install_steps
@@ -53,6 +53,7 @@ def install() -> None:
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
     install_loaders(recorder, loaders)
     _leave_uncompiled(recorder)
+    _watch_seeds(recorder)
     if not settings.keep_files:
         install_files(recorder, recorder.folder / "files")
     if settings.modes:
@@ -121,6 +122,19 @@ class End:
                 (self.recorder.folder / f"done{self.recorder.rank}").touch()
 
         atexit.register(ended)
+
+
+def _watch_seeds(recorder: Recorder) -> None:
+    """Which seed the script's own lines give torch's generator: models are drawn from it."""
+    manual_seed = torch.manual_seed
+
+    @functools.wraps(manual_seed)
+    def seeded(seed: Any) -> Any:
+        if caller_is_own():
+            recorder.event("seed", line=where(), seed=int(seed))
+        return manual_seed(seed)
+
+    torch.manual_seed = seeded
 
 
 def _stays_uncompiled(self: Any, *_args: Any, **_kwargs: Any) -> None:

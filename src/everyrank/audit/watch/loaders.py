@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import random
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -87,8 +88,8 @@ class Loaders:
             **loader.__dict__["_audit_content"],
         }
 
-    def given(self, iterator: Any) -> None:
-        """Write down that a batch was given."""
+    def given(self, iterator: Any, seconds: float) -> None:
+        """Write down that a batch was given, and how long it was waited for."""
         about = iterator._audit
         about["given"] += 1
         self.last = about["loader"], about["epoch"]
@@ -97,6 +98,7 @@ class Loaders:
             loader=about["loader"],
             epoch=about["epoch"],
             number=about["given"],
+            seconds=seconds,
             is_after_jump=about["given"] == about["jump"],
         )
 
@@ -234,8 +236,9 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
             return following(self)
         if about["limit"] is not None and about["given"] >= about["limit"]:
             raise StopIteration
+        begin = time.perf_counter()
         batch = following(self)
-        loaders.given(self)
+        loaders.given(self, time.perf_counter() - begin)
         return batch
 
     iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch
