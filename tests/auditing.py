@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.audit.examine import Audit, AuditOptions, judge_run
-from everyrank.audit.start import ScriptRun, rank_environments
+from everyrank.audit.start import ScriptRun, _ask_for_stacks, rank_environments
 from everyrank.audit.watch.recorder import ENVIRONMENT, Settings
-from forkserver import ForkServer, run_python
+from forkserver import Forked, ForkServer, run_python
 
 SCRIPTS = Path(__file__).parent / "audit" / "scripts"
 
@@ -25,10 +25,22 @@ def run_watched(words: list[str]) -> None:
     run_python(words)
 
 
-def audit_forked(
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What the watched processes of a script have written down; judged without them, as often as wanted."""
+
+    words: list[str]
+    run: ScriptRun
+    settings: Settings
+
+    def judge(self) -> Audit:
+        return judge_run(self.words, self.run, AuditOptions(self.run.world_size), self.settings)
+
+
+def record_forked(
     server: ForkServer, folder: Path, script: Path, *words: str, processes: int = 2, **settings: Any
-) -> Audit:
-    """As `audit_script`, on a script that ends by itself."""
+) -> Recorded:
+    """Run a script that ends by itself, watched."""
     records = folder / "records"
     records.mkdir()
     chosen = dataclasses.replace(Settings(str(records), main=str(script)), **settings)
@@ -45,14 +57,35 @@ def audit_forked(
             )
     begin = time.monotonic()
     try:
-        codes = tuple(rank.wait(120) for rank in ranks)
+        hangs = _wait(ranks, records)
+        codes = tuple(rank.poll() for rank in ranks)
     finally:
         for rank in ranks:
             rank.close()
     texts = tuple(output.read_text() for output in outputs)
-    status = "failed" if any(codes) else "finished"
-    run = ScriptRun(records, processes, status, codes, texts, time.monotonic() - begin)
-    return judge_run([str(script)], run, AuditOptions(processes), chosen)
+    status = "hangs" if hangs else "failed" if any(codes) else "finished"
+    return Recorded(
+        [str(script)], ScriptRun(records, processes, status, codes, texts, time.monotonic() - begin), chosen
+    )
+
+
+def _wait(ranks: list[Forked], records: Path) -> bool:
+    """Until all have ended, or those that do not have all written a file `hangs...`, or wait for one that has."""
+    deadline = time.monotonic() + 120
+    while any(rank.poll() is None for rank in ranks):
+        assert time.monotonic() < deadline
+        hanging = len(list((records / "files").rglob("hangs*")))
+        sent = {path.read_text().count('"kind": "collective"') for path in records.glob("pid*.jsonl")}
+        if hanging == len(ranks) or (hanging and len(sent) > 1):
+            _ask_for_stacks(records)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def audit_forked(server: ForkServer, folder: Path, script: Path, *words: str, **how: Any) -> Audit:
+    """As `audit_script`, on a script that ends by itself."""
+    return record_forked(server, folder, script, *words, **how).judge()
 
 
 def lines_with(text: str, part: str) -> Iterator[int]:

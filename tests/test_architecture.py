@@ -152,8 +152,9 @@ INSIDE = {
     "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],
     "audit": [
         "finding",
-        *("watch.place", "watch.recorder", "watch.pretend_cuda", "watch.losses", "watch.gradients", "watch.modules"),
-        *("watch.steps", "watch.collectives", "watch.loaders", "watch.files", "watch.frameworks"),
+        *("watch.place", "watch.recorder", "watch.sync_batch_norm", "watch.pretend_cuda", "watch.losses"),
+        *("watch.gradients", "watch.modules", "watch.steps", "watch.collectives", "watch.loaders", "watch.files"),
+        "watch.frameworks",
         *("watch.kept", "watch.keeper", "watch.stand_in", "watch.union", "watch.replay", "watch.install"),
         "watch.inject.sitecustomize",
         "script",

@@ -100,13 +100,14 @@ def test_megabytes_are_no_burden(everyrank: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_script_that_hangs_before_it_trains(cli: Cli) -> None:
-    (cli.folder / "train.py").write_text("import time\ntime.sleep(1000)\n")
+@pytest.mark.parametrize(("imported", "said"), [("time", ""), ("time, torch", ": rank 0 stands at train.py:2; rank 1")])
+def test_a_script_that_hangs_before_it_trains(cli: Cli, imported: str, said: str) -> None:
+    (cli.folder / "train.py").write_text(f"import {imported}\ntime.sleep(1000)\n")
     begin = time.monotonic()
     cli.start("audit", "--processes", 2, "--timeout", 2, "train.py")
     status, _, err = cli.end()
     assert status == 4
-    assert "train.py: no sign of life for 2 s before its first update" in last_line(err)
+    assert f"train.py: no sign of life for 2 s before its first update{said}" in last_line(err)
     assert time.monotonic() < begin + 60
     assert cli.left() == {}
 

@@ -26,7 +26,7 @@ PARTS = {
     "mpi": r"(\b|_)mpi",
     "ray": r"\bray\b|test_ray",
     "hosts": r"three_hosts",
-    "recipes": r"test_recipe_commands",
+    "recipes": r"test_recipe_commands|test_audit_recipes",
     "benches": r"test_benches|test_benchmarks",
     "package": r"test_wheel|test_notebook",
     "models": r"test_odd_models|test_causal_lm",

@@ -106,20 +106,24 @@ def test_slurm_batch_script(forge: Forge, tmp_path: Path, slurm: dict[str, str])
     assert distance(read((tmp_path / "out").read_text()), library(forge, "slurm")) <= 1e-12
 
 
-@pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
-def test_mpi(forge: Forge, programs: Path, tmp_path: Path, program: str) -> None:
-    """By the header's mpirun, over a file; and over an address, which several hosts would need."""
+def mpirun(folder: Path, program: str) -> dict[str, str]:
+    """The variables with which the header's own command finds this `mpirun`."""
     found = shutil.which("mpirun.mpich") if program == "MPICH" else shutil.which(str(MPIRUN))
     if found is None:
         pytest.skip(f"not verified here: needs {program}")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "tmp").mkdir()
-    # the header's own command: `mpirun` is this one
+    (folder / "bin").mkdir()
+    (folder / "tmp").mkdir()
     root = " --allow-run-as-root --oversubscribe" if program == "Open MPI" else ""
-    (tmp_path / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec "{found}"{root} "$@"\n')
-    (tmp_path / "bin" / "mpirun").chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PATH": path, "TMPDIR": str(tmp_path / "tmp")}
+    (folder / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec "{found}"{root} "$@"\n')
+    (folder / "bin" / "mpirun").chmod(0o755)
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "TMPDIR": str(folder / "tmp")}
+
+
+@pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
+def test_mpi(forge: Forge, programs: Path, tmp_path: Path, program: str) -> None:
+    """By the header's mpirun, over a file; and over an address, which several hosts would need."""
+    variables = mpirun(tmp_path, program)
     right = read(by_its_command(tmp_path, "mpi", **variables).stdout)
     assert not list((tmp_path / "tmp").glob("mpi-*/*"))  # the file they met over is gone
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}

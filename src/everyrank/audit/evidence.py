@@ -147,6 +147,11 @@ class Evidence:
         return {event["update"] for event in self.all_of("batch") if event["is_after_jump"]}
 
     @functools.cached_property
+    def is_opaque(self) -> bool:
+        """Whether gradients and parameters are kept where they cannot be looked at: FSDP1, DeepSpeed, hooks of DDP."""
+        return any(self.all_of("opaque"))
+
+    @functools.cached_property
     def groups(self) -> set[str]:
         """The names of the process groups that something was sent over."""
         return {event["group"] for event in self.all_of("collective")}
@@ -154,6 +159,8 @@ class Evidence:
     @functools.cached_property
     def is_split(self) -> bool:
         """Whether the ranks hold parts of layers: tensor, pipeline or expert parallelism, also by hand."""
+        if self.is_opaque:
+            return False
         if any(event["is_split"] for event in self.all_of("step")):
             return True
         if any(event["op"].startswith(("send", "recv")) and event["update"] for event in self.all_of("collective")):

@@ -13,9 +13,9 @@ from typing import Any
 
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Finding, Findings, short_place
-from everyrank.audit.outside import is_rank, shared_folder, together
+from everyrank.audit.outside import rank_from_outside, shared_folder, together
 from everyrank.audit.rules.clipping import check_clipping
-from everyrank.audit.rules.collectives import check_collectives
+from everyrank.audit.rules.collectives import check_collectives, stands
 from everyrank.audit.rules.data import check_data
 from everyrank.audit.rules.evaluation import check_evaluation
 from everyrank.audit.rules.gradients import check_gradients
@@ -25,11 +25,20 @@ from everyrank.audit.rules.replicas import check_replicas
 from everyrank.audit.rules.saving import check_saving
 from everyrank.audit.rules.schedule import check_schedule
 from everyrank.audit.rules.speed import check_speed
-from everyrank.audit.script import find_script, has_gpu, is_distributed, names_cuda, own_text, starts_ranks_itself
+from everyrank.audit.script import (
+    check_arguments,
+    find_script,
+    has_gpu,
+    is_distributed,
+    names_cuda,
+    own_text,
+    starts_ranks_itself,
+)
 from everyrank.audit.start import ScriptRun, rank_environments, run_script
 from everyrank.audit.watch.place import is_own_file
 from everyrank.audit.watch.recorder import Settings
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
+from everyrank.launch.rank_info import RankInfo
 
 __all__ = ["Audit", "AuditOptions", "audit_script", "judge_run"]
 
@@ -137,9 +146,12 @@ def audit_script(
     text = own_text(script) if script else ""
     num_ranks = options.processes or (2 if words[0] == "-m" or is_distributed(text) else 1)
     devices = 0 if has_gpu() or not names_cuda(f"{text} {' '.join(words)}") else num_ranks
-    if is_rank(os.environ):
-        return _audit_from_outside(words, script, options, devices, moved)
+    info = rank_from_outside(os.environ)
+    if info is not None:
+        return _audit_from_outside(words, script, options, info, info.size if devices else 0, moved)
     starts_ranks = options.processes is None and starts_ranks_itself(text)
+    if num_ranks > 1 and not starts_ranks:
+        check_arguments(words)
     ranks = [{}] if starts_ranks else rank_environments(num_ranks)
     first: RankFailedError | None = None
     for attempt in _attempts(options, devices):
@@ -159,19 +171,28 @@ def audit_script(
 
 
 def _audit_from_outside(
-    words: Sequence[str], script: Path | None, options: AuditOptions, devices: int, moved: Callable[[int], None]
+    words: Sequence[str],
+    script: Path | None,
+    options: AuditOptions,
+    info: RankInfo,
+    devices: int,
+    moved: Callable[[int], None],
 ) -> Audit | None:
-    """In a rank that somebody else's launcher has started: this one's script; on rank 0 then the judgement."""
-    folder, size = shared_folder(os.environ), int(os.environ["WORLD_SIZE"])
-    settings = _settings(folder, script, options, size if devices else 0, 0 if options.watch else _BATCHES)
+    """In a rank that somebody else's launcher has started: this one's script; on rank 0 then the judgement.
+
+    Where torchrun starts all ranks again, after a failure, epochs are left whole.
+    """
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    folder = shared_folder(info, os.environ)
+    settings = _settings(folder, script, options, devices, 0 if options.watch or is_again else _BATCHES)
     try:
         run = run_script(
-            words, settings, [{}], options.timeout_seconds, options.limit_seconds, size, moved, ends_all=False
+            words, settings, [{}], options.timeout_seconds, options.limit_seconds, info.size, moved, ends_all=False
         )
-        whole = together(run, os.environ)
+        whole = together(run, info)
         return None if whole is None else judge_run(words, whole, options, settings)
     finally:
-        if os.environ["RANK"] == "0":
+        if info.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -207,7 +228,7 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
     """What the records of a run come to. Raises as `audit_script` does."""
     evidence = read_evidence(run)
     findings = Findings()
-    if run.status == "failed" and not _mismatch(evidence):
+    if run.status == "failed" and not _has_seen_enough(evidence) and not _mismatch(evidence):
         _raise_own_error(run)
     if not evidence.ranks or not evidence.all_of("step"):
         _raise_never_trained(words, run, evidence, options)
@@ -236,6 +257,11 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
         tuple(findings.unchecked),
         tuple(findings.replayed),
     )
+
+
+def _has_seen_enough(evidence: Evidence) -> bool:
+    """Whether we have ended all ranks: whoever waited for what they were still to do may have failed of that."""
+    return bool(evidence.ranks) and all(evidence.of(rank, "finish") for rank in evidence.ranks)
 
 
 def _mismatch(evidence: Evidence) -> bool:
@@ -271,7 +297,10 @@ def _last_error(lines: Sequence[str]) -> str:
 def _raise_never_trained(words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions) -> None:
     name = " ".join(words[:2]) if words[0] == "-m" else words[0]
     if run.status == "hangs":
-        raise EveryrankError(f"{name}: no sign of life for {options.timeout_seconds:g} s before its first update")
+        standing = {rank: stands(evidence, rank) for rank in evidence.ranks}
+        places = "; ".join(f"rank {rank} stands at {short_place(place)}" for rank, place in standing.items() if place)
+        said = f"{name}: no sign of life for {options.timeout_seconds:g} s before its first update"
+        raise EveryrankError(said + (f": {places}" if places else ""))
     if run.status == "long":
         raise EveryrankError(f"{name}: no update within {options.limit_seconds:g} s; --limit gives it longer")
     if evidence.ranks and evidence.all_of("backward"):

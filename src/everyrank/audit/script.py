@@ -10,9 +10,20 @@ from pathlib import Path
 
 from everyrank.errors import UsageError, describe
 
-__all__ = ["find_script", "has_gpu", "is_distributed", "names_cuda", "own_text", "starts_ranks_itself"]
+__all__ = [
+    "check_arguments",
+    "find_script",
+    "has_gpu",
+    "is_distributed",
+    "names_cuda",
+    "own_text",
+    "starts_ranks_itself",
+]
 
-_STARTS_RANKS = re.compile(r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(")
+_STARTS_RANKS = re.compile(
+    r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(|^\s*(import|from) ray\b",
+    re.MULTILINE,
+)
 _IS_DISTRIBUTED = re.compile(
     r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|accelerate|lightning|transformers|deepspeed|horovod"
 )
@@ -38,6 +49,16 @@ def find_script(words: Sequence[str]) -> Path | None:
     except ValueError as error:  # a null byte
         raise UsageError(f"{path.name}: {type(error).__name__}: {error}") from None
     return path
+
+
+def check_arguments(words: Sequence[str]) -> None:
+    """Raises `UsageError` where they are those of one rank: all ranks that we start are given the same."""
+    names = {word.partition("=")[0].replace("_", "-") for word in words}
+    if {"--rank", "--world-size"} <= names:
+        raise UsageError(
+            f"{words[0]} --rank ...: these are the arguments of one rank; start each of N by itself, with both: "
+            f"RANK=0 WORLD_SIZE=N everyrank audit {words[0]} --rank 0 ..."
+        )
 
 
 def own_text(script: Path) -> str:

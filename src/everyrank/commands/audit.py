@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Audit a script, print what was found; 1 where a number of it is wrong."""
     from everyrank.audit import AuditOptions, audit_script
+    from everyrank.launch.environments import is_rank_0_of_all
     from everyrank.progress import progress
     from everyrank.report import audit_page, print_audit
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and words and path.absolute() == Path(words[0]).absolute():
             raise UsageError(f"{path}: that is the script; give another place")
     done = -1
-    with progress(options.updates, show=os.environ.get("RANK", "0") == "0") as begin:
+    with progress(options.updates, show=is_rank_0_of_all(os.environ)) as begin:
 
         def moved(updates: int) -> None:
             nonlocal done

@@ -177,9 +177,10 @@ def _check_epochs(epochs: list[Event], findings: Findings) -> None:
     if len(epochs) < 2 or len(epochs[0]["indices"]) <= _FEW or epochs[0]["indices"] != epochs[1]["indices"]:
         return
     order = epochs[0]["indices"]
-    if order == sorted(order) or epochs[1]["sampler_epoch"] is None:
+    is_meant = order == sorted(order) or epochs[1]["shuffles"] is False
+    if is_meant or epochs[1]["sampler_epoch"] is None:
         findings.add(
-            "WARN" if order == sorted(order) else "FAIL",
+            "WARN" if is_meant else "FAIL",
             "data.epoch",
             epochs[1]["line"],
             "the second epoch has the order of the first: nothing shuffles",
@@ -226,7 +227,9 @@ def _compare_ranks(
         text = f"in {len(same)} of {len(common)} steps the ranks feed the model the same samples"
         text += "; right for tensor or context parallelism only" if level != "FAIL" else ""
         fix = "divide each batch by rank, or draw with a seed that contains the rank"
-        findings.add(level, "data.rows", first[same[0]]["line"], text, fix if level == "FAIL" else "")
+        findings.add(
+            level, "data.rows", first[same[0]]["line"], text, fix if level != "NOTE" else "", _read_at(evidence)
+        )
         return
     pools = [_until_repeated(some) for some in rows]
     smaller, both = min(map(len, pools)), len(pools[0] & pools[1])
@@ -238,7 +241,15 @@ def _compare_ranks(
             first[common[0]]["line"],
             f"{both} of {smaller} samples that rank 0 feeds the model are fed by rank 1 too, at another step",
             "divide the samples by rank: these ranks draw from one random stream, shifted",
+            _read_at(evidence),
         )
+
+
+def _read_at(evidence: Evidence) -> tuple[str, ...]:
+    """The loaders that are trained from, as the script makes them."""
+    own = evidence.loaders(evidence.ranks[0])
+    trained = [key for key, kind in evidence.epochs[evidence.ranks[0]].items() if kind == "train"]
+    return tuple(dict.fromkeys(own[key]["line"] for key in trained if key in own))
 
 
 def _until_repeated(rows: list[set[str]]) -> set[str]:

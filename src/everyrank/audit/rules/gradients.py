@@ -78,6 +78,8 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
         text = f"all gradients are exactly zero in all {len(zeros)} updates: nothing is trained"
         findings.add("FAIL", "gradient.zero", line, text, "look at the loss: is it constant, or of one class only?")
         return
+    if evidence.is_opaque:
+        return  # said by `check_replicas`
     if evidence.is_split:
         findings.not_checked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
         return
@@ -110,10 +112,10 @@ def _read(evidence: Evidence, number: int) -> _Update | None:
         whole = _put_together(list(stepping.values()))
         stepping = dict.fromkeys(stepping, whole)
     names = [name for name in stepping[evidence.ranks[0]] if all(name in each for each in stepping.values())]
-    shapes = {tuple(each[name].shape for name in names) for each in stepping.values()}
-    if not names or len(shapes) > 1:
-        return None
     pieces = {(rank, micro): piece for rank, samples in own.items() for micro, piece in samples.pieces.items()}
+    every = [*stepping.values(), *pieces.values()]
+    if not names or any(len({each[name].shape for each in every if name in each}) > 1 for name in names):
+        return None
     first = steps[evidence.ranks[0]]
     return _Update(
         first["origin"],

@@ -138,15 +138,15 @@ def _cause(total: float, reduced: float, num_ranks: int, num_backwards: int, usu
     several, are_more = num_ranks > 1, num_backwards > 1
     by_ranks = "divide by the number of ranks once: DistributedDataParallel already does"
     by_backwards = f"(loss / {max(num_backwards, usual)}).backward() for each micro-batch"
+    if num_backwards != usual and is_about(total * usual, num_backwards):
+        why = f"divided by {usual} backwards, but this update has {num_backwards}: the rest of an epoch"
+        return why, "divide by the micro-batches that this update has"
     if several and is_about(reduced, num_ranks):
         return f"summed over the {num_ranks} ranks, not averaged", "divide the sum by dist.get_world_size()"
     if several and (is_about(reduced * num_ranks, 1) or is_about(total * num_ranks, 1)):
         return f"divided by the {num_ranks} ranks once too often", by_ranks
     if are_more and is_about(total, num_backwards):
         return f"not divided by the {num_backwards} backwards of an update", by_backwards
-    if num_backwards != usual and is_about(total * usual, num_backwards):
-        why = f"divided by {usual} backwards, but this update has {num_backwards}: the rest of an epoch"
-        return why, "divide by the micro-batches that this update has"
     if are_more and is_about(total * num_backwards, 1):
         return f"divided by the {num_backwards} backwards twice", by_backwards
     if several and is_about(total, num_ranks):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections import Counter
 
-from everyrank.audit.evidence import Evidence
+from everyrank.audit.evidence import Event, Evidence
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_speed"]
+
+_SMALL_BYTES, _BUCKET_BYTES = 2**18, 25 * 2**20  # of an all-reduce that is mostly latency; of DDP's own buckets
+_FEW_STEPS, _SHORT_SECONDS, _MOST = 6, 0.02, 0.8  # too few, or too short, to say what a step waits for
 
 
 def check_speed(evidence: Evidence, findings: Findings) -> None:
@@ -15,6 +20,8 @@ def check_speed(evidence: Evidence, findings: Findings) -> None:
     _check_syncs(evidence, findings)
     _check_waits(evidence, findings)
     _check_wrapping(evidence, findings)
+    _check_buckets(evidence, findings)
+    _check_loader(evidence, findings)
 
 
 def _check_syncs(evidence: Evidence, findings: Findings) -> None:
@@ -71,3 +78,52 @@ def _check_wrapping(evidence: Evidence, findings: Findings) -> None:
             text = f"{event['num_batch_norms']} batch-norm layers normalise over the {size} samples of one rank"
             fix = "SyncBatchNorm.convert_sync_batchnorm(model) normalises over those of all ranks"
             findings.add("NOTE", "ddp.batchnorm", event["line"], text, fix)
+
+
+def _check_buckets(evidence: Evidence, findings: Findings) -> None:
+    """Buckets that the script has made so small that many times the all-reduces travel: each costs its latency."""
+    rank = evidence.ranks[0]
+    wraps = [event for event in evidence.of(rank, "wrap") if event["bucket_mb"] is not None]
+    sent = [
+        event
+        for event in evidence.of(rank, "collective")
+        if event["op"].startswith("allreduce") and event["phase"].startswith("backward") and event["update"] > 0
+    ]
+    if len(wraps) != 1 or not sent:
+        return
+    count = statistics.median(Counter((event["update"], event["micro"]) for event in sent).values())
+    size = statistics.mean(event["bytes"] for event in sent)
+    needed = 2 + int(count * size) // _BUCKET_BYTES  # DDP's first bucket is smaller than the others
+    if size < _SMALL_BYTES and count >= 2 * needed:
+        findings.add(
+            "PERF",
+            "ddp.buckets",
+            wraps[0]["line"],
+            f"bucket_cap_mb={wraps[0]['bucket_mb']:g}: {count:g} all-reduces of {size:,.0f} bytes a backward, where "
+            f"{needed} would do",
+            "leave bucket_cap_mb out (25)",
+        )
+
+
+def _check_loader(evidence: Evidence, findings: Findings) -> None:
+    """Steps that mostly wait for a loader without workers. Our hooks make the rest of a step longer, not this."""
+    rank = evidence.ranks[0]
+    batches: dict[int, list[Event]] = {}
+    for event in evidence.of(rank, "batch"):
+        batches.setdefault(event["update"], []).append(event)
+    shares, waits = list[float](), list[float]()
+    for before, after in itertools.pairwise(evidence.of(rank, "step")):
+        own = batches.get(after["update"], [])
+        if own and after["update"] == before["update"] + 1 and all(event["number"] > 1 for event in own):
+            waits.append(sum(event["seconds"] for event in own))
+            shares.append(waits[-1] / max(after["time"] - before["time"], 1e-9))
+    if len(waits) < _FEW_STEPS or statistics.median(waits) < _SHORT_SECONDS or statistics.median(shares) < _MOST:
+        return
+    number = next(iter(batches.values()))[0]["loader"]
+    loader = next((event for event in evidence.of(rank, "loader") if event["loader"] == number), None)
+    if loader is not None and loader["workers"] == 0:
+        text = (
+            f"{statistics.median(shares):.0%} of a step waits for the loader, which has no workers "
+            f"({statistics.median(waits) * 1000:.0f} ms, median of {len(waits)})"
+        )
+        findings.add("NOTE", "loader.starves", loader["line"], text, "DataLoader(..., num_workers=4)")

@@ -10,4 +10,5 @@ replay.py, union.py         running them, also as one batch
 stand_in.py                 what stands in for other ranks and for dropout meanwhile
 frameworks.py             Lightning, where there is no GPU
 pretend_cuda.py           for scripts that say cuda, where there is none
+sync_batch_norm.py        of these, on CPU
 """

@@ -83,10 +83,10 @@ def install_process_group(recorder: Recorder, pretends: bool) -> None:
         line = where()
         with recorder.during(f"init_process_group at {line}"):
             out = init(backend, *args, **kwargs)
-        recorder.rank = dist.get_rank()
+        recorder.rank, recorder.world_size = dist.get_rank(), dist.get_world_size()
         if "accelerate" in sys.modules and os.environ.get(ACCELERATE_ON_CPU) and not pretends:
             recorder.event("altered", what=f"no GPU here: Accelerate runs on the CPU ({ACCELERATE_ON_CPU}=1)")
-        recorder.event("group", line=line, world_size=dist.get_world_size(), backend=str(dist.get_backend()))
+        recorder.event("group", line=line, world_size=recorder.world_size, backend=str(dist.get_backend()))
         return out
 
     c10d.init_process_group = dist.init_process_group = init_process_group

@@ -141,11 +141,12 @@ def _redirect_saving(overlay: Overlay) -> None:
     @functools.wraps(save)
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         recorder = overlay.recorder
-        if isinstance(f, str | os.PathLike) and not recorder.is_muted:
+        name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # a file that is open already
+        if isinstance(name, str | os.PathLike) and not recorder.is_muted:
             content = sorted(map(str, obj)) if isinstance(obj, dict) else []
-            path = os.path.abspath(os.fspath(f))  # noqa: PTH100
+            path = os.path.abspath(os.fspath(name)).removeprefix(overlay.folder)  # noqa: PTH100
             recorder.event("save", path=path, line=where(), content=content[:100])
-            f = overlay.written(f)
+            f = overlay.written(f) if name is f else f
         with recorder.muted():
             save(obj, f, *args, **kwargs)
 

@@ -25,7 +25,7 @@ from everyrank.audit.watch.keeper import Keeper, install_keeper
 from everyrank.audit.watch.loaders import Loaders, install_loaders
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
-from everyrank.audit.watch.place import chain, where
+from everyrank.audit.watch.place import caller_is_own, chain, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.replay import run_replay
@@ -58,6 +58,7 @@ def install() -> None:
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
     install_loaders(recorder, loaders)
     _leave_uncompiled(recorder)
+    _watch_seeds(recorder)
     if not settings.keep_files:
         install_files(recorder, recorder.folder / "files")
     if settings.modes:
@@ -98,7 +99,7 @@ class End:
         recorder = self.recorder
         if not recorder.settings.modes:
             return
-        is_alone = recorder.num_sent == 0 and os.environ.get("WORLD_SIZE", "1") != "1"
+        is_alone = recorder.num_sent == 0 and recorder.world_size > 1
         if recorder.update >= (_ALONE if is_alone else 2) * recorder.settings.updates:
             self.finish("updates")
 
@@ -110,14 +111,17 @@ class End:
         recorder.is_done = True
         recorder.event("finish", why=why, lines=chain())
         (recorder.folder / f"done{recorder.rank}").touch()
-        size, begin = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic()
-        while time.monotonic() < begin + _WAIT_SECONDS and len(list(recorder.folder.glob("done*"))) < size:
+        begin = time.monotonic()
+        while time.monotonic() < begin + _WAIT_SECONDS and self._num_done() < recorder.world_size:
             time.sleep(0.05)
         self.replay()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(0)
+
+    def _num_done(self) -> int:
+        return len(list(self.recorder.folder.glob("done*")))
 
     def at_exit(self) -> None:
         pid = os.getpid()
@@ -131,6 +135,19 @@ class End:
                     self.replay()
 
         atexit.register(ended)
+
+
+def _watch_seeds(recorder: Recorder) -> None:
+    """Which seed the script's own lines give torch's generator: models are drawn from it."""
+    manual_seed = torch.manual_seed
+
+    @functools.wraps(manual_seed)
+    def seeded(seed: Any) -> Any:
+        if caller_is_own():
+            recorder.event("seed", line=where(), seed=int(seed))
+        return manual_seed(seed)
+
+    torch.manual_seed = seeded
 
 
 def _stays_uncompiled(self: Any, *_args: Any, **_kwargs: Any) -> None:

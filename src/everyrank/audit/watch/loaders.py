@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -101,8 +102,8 @@ class Loaders:
         with self.recorder.muted():
             return _length(loader) or len(batches)
 
-    def given(self, iterator: Any) -> None:
-        """Write down that a batch was given."""
+    def given(self, iterator: Any, seconds: float) -> None:
+        """Write down that a batch was given, and how long it was waited for."""
         about = iterator._audit
         about["given"] += 1
         self.last = about["loader"], about["epoch"]
@@ -111,6 +112,7 @@ class Loaders:
             loader=about["loader"],
             epoch=about["epoch"],
             number=about["given"],
+            seconds=seconds,
             is_after_jump=about["given"] == about["jump"],
         )
 
@@ -141,6 +143,7 @@ def _about(loader: Any) -> dict[str, Any]:
         "batch_sampler": type(getattr(loader, "batch_sampler", None)).__name__,
         "sampled": _length(getattr(sampler, "dataset", None)),
         "sampler_epoch": getattr(sampler, "epoch", None),
+        "shuffles": getattr(sampler, "shuffle", None),
         "workers": loader.num_workers,
         "length": _length(loader.dataset),
     }
@@ -263,8 +266,9 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
             return following(self)
         if about["limit"] is not None and about["given"] >= about["limit"]:
             raise StopIteration
+        begin = time.perf_counter()
         batch = following(self)
-        loaders.given(self)
+        loaders.given(self, time.perf_counter() - begin)
         return batch
 
     iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch

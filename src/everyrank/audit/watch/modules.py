@@ -20,6 +20,10 @@ __all__ = ["install_modules"]
 _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 _LIGHTNING = ("lightning", "pytorch_lightning")
 _ROWS, _LONGEST_BATCH = 64, 4096
+OPAQUE = {  # whose gradients and parameters are not those of the script's own tensors
+    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP1), whose shards are flat: fully_shard can be looked at",
+    "DeepSpeedEngine": "DeepSpeed, which keeps them elsewhere",
+}
 
 
 class Modules:
@@ -29,6 +33,7 @@ class Modules:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
         self.wrapped: dict[int, Any] = {}  # the wrapper, by the id of what DistributedDataParallel wraps
         self.emptied = ""  # the line of a to_empty whose values are still to come
+        self.said = set[str]()  # kinds of modules that cannot be looked at
 
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
         """Write down a forward of a whole model."""
@@ -40,6 +45,7 @@ class Modules:
             line = where()
             if is_grad:
                 self.gradients.watch(root)
+                kinds = {type(inner).__name__ for inner in module.modules()} - self.said
             about = {
                 "line": line,
                 "wrapper": kind if root is not module or "FSDP" in kind else "",
@@ -54,10 +60,21 @@ class Modules:
                 "syncs": bool(getattr(module, "require_backward_grad_sync", True)),
             }
             empty = self._uninitialised(root) if is_grad and self.emptied else []
+        if is_grad:
+            self._say_opaque(kinds, line)
         if empty:
             recorder.event("uninitialised", line=self.emptied, names=empty[:6], num=len(empty))
         self.emptied = "" if is_grad else self.emptied
         recorder.event("forward", **about)
+
+    def _say_opaque(self, kinds: set[str], line: str) -> None:
+        """What cannot be looked at, once."""
+        self.said |= kinds
+        for kind in sorted(kinds & OPAQUE.keys()):
+            self.recorder.event("opaque", line=line, what=f"gradients and replicas under {OPAQUE[kind]}")
+        if "DataParallel" in kinds:
+            what = "what the copies of DataParallel compute: DistributedDataParallel can be looked at"
+            self.recorder.event("unchecked", what=what)
 
     def after(self, module: Any, output: Any, num_dropouts: int) -> None:
         """Write down how it ended; `num_dropouts` had been drawn before."""
@@ -150,6 +167,7 @@ def _watch_wrapping(modules: Modules, pretends: bool) -> None:
             about = {
                 "num_batch_norms": sum(isinstance(inner, is_local) for inner in module.modules()),
                 "finds_unused": bool(kwargs.get("find_unused_parameters")),
+                "bucket_mb": kwargs.get("bucket_cap_mb"),
                 "numel": sum(parameter.numel() for parameter in module.parameters()),
             }
         recorder.event("wrap", line=line, **about)
@@ -157,7 +175,15 @@ def _watch_wrapping(modules: Modules, pretends: bool) -> None:
             init(self, module, device_ids, output_device, *args, **kwargs)
         modules.wrapped[id(module)] = self
 
-    DistributedDataParallel.__init__ = wrap
+    register = DistributedDataParallel.register_comm_hook
+
+    @functools.wraps(register)
+    def registered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        what = "gradients and replicas: a communication hook of DistributedDataParallel changes them on the way"
+        recorder.event("opaque", line=where(), what=what)
+        return register(self, *args, **kwargs)
+
+    DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, registered
 
 
 def _watch_to_empty(modules: Modules) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from everyrank.audit.watch.place import caller_is_own
+from everyrank.audit.watch.sync_batch_norm import install_sync_batch_norm
 
 __all__ = ["PretendCuda"]
 
@@ -54,6 +55,7 @@ class PretendCuda:
         self._meshes()
         self._modules()
         self._precision()
+        install_sync_batch_norm()
 
     def _devices(self) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -69,6 +69,7 @@ class Recorder:
         self.settings = settings
         self.folder = Path(settings.folder)
         self.rank = int(os.environ.get("RANK", "-1"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.update = 0  # optimizer steps done
         self.micro = 0  # backwards since the last of them
         self.phase = "script"  # whose collectives these are: the script's, or those of a forward, a backward...

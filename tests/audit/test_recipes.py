@@ -1,0 +1,61 @@
+"""Every recipe under audit, as it is: no FAIL, no WARN, and where it cannot be looked at, a line that says so.
+
+Here ranks are forked as torchrun would start them; tests/integration types the command of each header.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from auditing import audit_forked
+from forkserver import ForkServer
+from recipes.test_recipes import ALL, beside
+
+SPLIT = "gradients: layers are split over ranks"
+# ranks, and what the audit has to say that it cannot see
+RECIPES = {
+    "checkpoint_resume": (2, ""),
+    "context": (2, SPLIT),
+    "contrastive": (2, "samplers: no DataLoader is trained from"),
+    "dataparallel": (1, "what ranks do to each other: it is one process"),
+    "ddp_accumulate": (2, ""),
+    "ddp_amp": (2, ""),
+    "ddp_torchrun": (2, ""),
+    "fsdp": (2, "whether samples that were repeated are counted"),
+    "iterable_sharding": (2, "the order of epochs: the data is a stream"),
+    "model_parallel_two_devices": (1, "what ranks do to each other: it is one process"),
+    "pipeline": (2, SPLIT),
+    "single": (1, "what ranks do to each other: it is one process"),
+    "tensor": (2, SPLIT),
+    "zero1": (2, ""),
+}
+# much like one of those, or with four ranks
+MORE = {
+    "ddp_env": (2, ""),
+    "distributed_evaluation": (2, ""),
+    "elastic_torchrun": (2, ""),
+    "fsdp_tensor": (4, SPLIT),
+    "hsdp": (4, "whether samples that were repeated are counted"),
+    "multi_node": (2, ""),
+}
+BY_COMMAND = {"ddp_file", "ddp_spawn", "ddp_tcp", "imagenet_ddp", "mpi", "ray_actors", "slurm"}  # in tests/integration
+
+
+def test_none_is_left_out() -> None:
+    assert {*RECIPES, *MORE, *BY_COMMAND} == set(ALL)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])
+def test_nothing_is_said_of_a_recipe(forkserver: ForkServer, tmp_path: Path, name: str) -> None:
+    processes, unseen = {**RECIPES, **MORE}[name]
+    beside(tmp_path, name)
+    # elastic_torchrun knows the updates of an epoch: a shortened one would end before its first checkpoint
+    whole = {"batches": 0} if name == "elastic_torchrun" else {}
+    audit = audit_forked(forkserver, tmp_path, tmp_path / f"{name}.py", processes=processes, **whole)
+    assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
+    assert audit.world_size == processes
+    assert audit.updates >= 4
+    assert any(line.startswith(unseen) for line in audit.unchecked), audit.unchecked
+    assert not list(tmp_path.glob("*/0*")), "checkpoints go elsewhere"

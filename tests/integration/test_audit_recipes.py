@@ -1,0 +1,86 @@
+"""Recipes by the command in their header, with the audit before the script: no FAIL, no WARN."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from integration.test_recipe_commands import mpirun
+from processes import free_port
+from recipes.test_recipes import RECIPES, beside, images, typed
+
+__all__ = ["images"]
+
+
+def audited(folder: Path, name: str, status: int = 0, more: str = "", **variables: str) -> str:
+    """What the lines of its header print, with `-m everyrank audit` before the script, `more` after the program."""
+    beside(folder, name)
+    commands = re.findall(r"^Run: (.*)$", (RECIPES / f"{name}.py").read_text(), re.MULTILINE)
+    lines = [re.sub(rf"\b{name}\.py", f"-m everyrank audit {name}.py", command) for command in commands]
+    program, _, rest = "\n".join(lines).partition(" ")
+    done = typed(folder, f"{program} {more} {rest}", status, **variables)
+    return done.stdout + done.stderr
+
+
+def check(said: str, num_ranks: int = 2) -> None:
+    assert " FAIL" not in said
+    assert " WARN" not in said
+    assert said.count(f"updates on {num_ranks} ranks") == 1, said
+
+
+@pytest.mark.parametrize("name", ["ddp_env", "ddp_spawn", "ddp_torchrun", "elastic_torchrun"])
+def test_by_its_own_command(tmp_path: Path, name: str) -> None:
+    check(audited(tmp_path, name))
+
+
+@pytest.mark.parametrize("name", ["ddp_file", "ddp_tcp"])
+def test_ranks_by_their_arguments(tmp_path: Path, name: str) -> None:
+    """Started by us, all ranks would be rank 0: audit says how they are started."""
+    meeting = tmp_path / "meeting"
+    beside(tmp_path, name)
+    where = meeting.as_uri() if name == "ddp_file" else f"tcp://127.0.0.1:{free_port()}"
+    line = "python -m everyrank audit {name}.py --rank {rank} --world-size 2 --init {where}"
+    refused = typed(tmp_path, line.format(name=name, rank=0, where=where), 2).stderr
+    assert "these are the arguments of one rank; start each of N by itself" in refused
+    lines = [f"RANK={rank} WORLD_SIZE=2 {line}".format(name=name, rank=rank, where=where) for rank in range(2)]
+    check(typed(tmp_path, " &\n".join(lines)).stdout)
+
+
+def test_several_hosts(tmp_path: Path) -> None:
+    """Two nodes of torchrun cannot be looked at: both say so."""
+    said = audited(tmp_path, "multi_node", 1)
+    assert said.count("audit from outside looks at the ranks of one host: start all of them on one") == 2
+
+
+def test_slurm(tmp_path: Path, slurm: dict[str, str]) -> None:
+    check(audited(tmp_path, "slurm", **slurm))
+
+
+@pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
+def test_mpi(tmp_path: Path, program: str) -> None:
+    """Over an address: the file that its ranks meet over by themselves is named after their parent, the audit."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
+    check(audited(tmp_path, "mpi", more=words, **mpirun(tmp_path, program), **meeting))
+
+
+def test_ray(tmp_path: Path) -> None:
+    """The actors are watched, wherever Ray starts them on this host."""
+    if find_spec("ray") is None:
+        pytest.skip("not verified here: needs Ray")
+    check(audited(tmp_path, "ray_actors"))
+
+
+def test_imagenet(tmp_path: Path, images: Path) -> None:
+    """SyncBatchNorm on pretended devices, batches by a list of indices, a checkpoint through an open file."""
+    (tmp_path / "images").symlink_to(images)
+    words = "--batch 16 --size 32 --width 8 --workers 1 --epochs 2"
+    beside(tmp_path, "imagenet_ddp")
+    line = "torchrun --standalone --nproc-per-node 2 -m everyrank audit imagenet_ddp.py images"
+    said = typed(tmp_path, f"{line} {words}").stdout
+    check(said)
+    assert "no torch.save" not in said
+    assert not list(tmp_path.glob("*.pt")), "checkpoints go elsewhere"
