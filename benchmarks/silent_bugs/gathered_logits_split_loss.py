@@ -116,6 +116,10 @@ def loss(model, tokens, targets):
     return model(tokens, targets)
 
 
+def terms(mean, targets):
+    return mean * targets.numel(), targets.numel()
+
+
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=AXES)

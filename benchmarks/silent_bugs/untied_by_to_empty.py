@@ -72,6 +72,10 @@ def loss(model, tokens, targets):
     return F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten())
 
 
+def terms(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=AXES)
