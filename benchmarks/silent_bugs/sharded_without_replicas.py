@@ -3,6 +3,8 @@
 Reported: https://github.com/verl-project/verl/issues/7493
 Wrong: each rank is a group of its own, and trains a model of its own on its part of the batch.
 Kind: parallelize
+Mesh: replicate=2,shard=1
+Expected: gradients of all tensors; their mean over replicate; nothing averages them
 Reads: its rows of the batch
 Right: fully_shard over both axes: sharded along the one, averaged over the other
 """

@@ -3,6 +3,7 @@
 Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 12)
 Wrong: loading is strict and succeeds; every stage has the weights of the first layers.
 Kind: script
+Expected: weights.same
 Right: the number of the stage's first layer is added
 """
 
