@@ -66,8 +66,15 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
                 f"{len(names)} of {len(first['checksums'])} parameters differ between the ranks {since}: "
                 f"{', '.join(names[:4])} (rank 0's and those of rank {', '.join(map(str, others))})",
                 "begin with rank 0's weights on all ranks, and average every gradient",
+                _broadcasts(evidence) if update == min(evidence.steps) else (),
             )
             return
+
+
+def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
+    """Where the script itself broadcasts before the first update: a view goes over gloo in the order of its memory."""
+    events = [event for event in evidence.of(evidence.ranks[0], "collective") if event["op"] == "broadcast_"]
+    return tuple(dict.fromkeys(line for event in events if not event["update"] for line in event["lines"][:1]))
 
 
 def _values(steps: dict[int, Event], name: str) -> set[int]:
@@ -108,6 +115,7 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
                 line,
                 "buffers (the statistics of batch norm) differ between the ranks when they evaluate",
                 "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
+                tuple(event["line"] for event in evidence.of(evidence.ranks[0], "wrap")[:1]),
             )
             return
 

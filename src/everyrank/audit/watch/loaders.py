@@ -21,6 +21,7 @@ import torch
 import torch.utils.data.dataloader as torch_loader
 from torch.utils.data import DistributedSampler, Subset, _utils, get_worker_info
 
+from everyrank.audit.watch.modules import rows
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves
 
@@ -101,8 +102,8 @@ class Loaders:
         with self.recorder.muted():
             return _length(loader) or len(batches)
 
-    def given(self, iterator: Any) -> None:
-        """Write down that a batch was given."""
+    def given(self, iterator: Any, batch: Any) -> None:
+        """Write down that a batch was given, and a checksum of each of its samples."""
         about = iterator._audit
         about["given"] += 1
         self.last = about["loader"], about["epoch"]
@@ -111,6 +112,7 @@ class Loaders:
             loader=about["loader"],
             epoch=about["epoch"],
             number=about["given"],
+            rows=rows(batch) if self.recorder.settings.modes else [],
             is_after_jump=about["given"] == about["jump"],
         )
 
@@ -264,7 +266,7 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
         if about["limit"] is not None and about["given"] >= about["limit"]:
             raise StopIteration
         batch = following(self)
-        loaders.given(self)
+        loaders.given(self, batch)
         return batch
 
     iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch
