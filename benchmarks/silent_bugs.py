@@ -105,14 +105,14 @@ def verified(file: Path, is_right: bool) -> tuple[str, float]:
     """What `assert_same_gradients` says of the function in this file, "" where it says nothing; and the seconds."""
     from everyrank.testing import assert_same_gradients
 
-    begin = time.monotonic()
+    begin, name = time.monotonic(), f"{file.stem}_{is_right}"
     os.environ["RIGHT"] = "1" if is_right else ""
     try:
-        spec = importlib.util.spec_from_file_location(f"{file.stem}_{is_right}", file)
+        spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
         module: Any = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # its functions travel to the ranks by value
+        sys.modules[name] = module  # its functions travel to the ranks by value
         spec.loader.exec_module(module)
         mesh = {
             axis: int(size)
@@ -127,6 +127,7 @@ def verified(file: Path, is_right: bool) -> tuple[str, float]:
         return str(error), time.monotonic() - begin
     finally:
         del os.environ["RIGHT"]
+        sys.modules.pop(name, None)
     return "", time.monotonic() - begin
 
 
@@ -186,6 +187,12 @@ def main() -> None:
         args.json.write_text(
             json.dumps({"rows": rows, "correct": correct, "provenance": provenance()}, indent=1) + "\n"
         )
+
+
+def with_rows(record: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The Record with these rows in the place of those of the same name."""
+    anew = {row["name"]: row for row in rows}
+    return {**record, "rows": [anew.get(row["name"], row) for row in record["rows"]], "provenance": provenance()}
 
 
 def provenance() -> dict[str, Any]:

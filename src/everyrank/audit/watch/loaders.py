@@ -107,12 +107,14 @@ class Loaders:
         about = iterator._audit
         about["given"] += 1
         self.last = about["loader"], about["epoch"]
+        with self.recorder.muted():
+            samples = rows(batch) if self.recorder.settings.modes else []
         self.recorder.event(
             "batch",
             loader=about["loader"],
             epoch=about["epoch"],
             number=about["given"],
-            rows=rows(batch) if self.recorder.settings.modes else [],
+            rows=samples,
             is_after_jump=about["given"] == about["jump"],
         )
 
