@@ -184,9 +184,10 @@ def main() -> None:
         print(f"correct/{script.stem}: {', '.join(found) or error or 'nothing wrong found'}", flush=True)
     print(summary(rows, correct))
     if args.json:
-        args.json.write_text(
-            json.dumps({"rows": rows, "correct": correct, "provenance": provenance()}, indent=1) + "\n"
-        )
+        record = {"rows": rows, "correct": correct, "provenance": provenance()}
+        if args.names and args.json.exists():  # some are run again: the others stay
+            record = with_rows(json.loads(args.json.read_text()), rows)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def with_rows(record: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
