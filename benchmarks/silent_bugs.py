@@ -1,18 +1,27 @@
-"""The corpus of silent bugs under `everyrank audit`: found or not, what was named, and false alarms.
+"""The corpus of silent bugs, each under the command that is for it: found or not, what was named, and false alarms.
 
-Run: python benchmarks/silent_bugs.py [--blind] [--json F] [--markdown F] [NAME ...]
+Run: python benchmarks/silent_bugs.py [--blind] [--json F] [--docs] [NAME ...]
 
-Each script of benchmarks/silent_bugs/ is audited as it is, then with --right, its smallest correction; then the scripts
-of silent_bugs/correct/. Found: a FAIL or WARN that the corrected script does not get. Line: the line of the mistake is
-the one that is named, or among those shown with it.
+`Kind: script`: the script of benchmarks/silent_bugs/ under `everyrank audit`, as it is and with --right, its smallest
+correction; then the scripts of correct/. `Kind: parallelize`: its function under
+`everyrank.testing.assert_same_gradients`, which is what `everyrank verify --layout FILE:MESH` looks at first; as it is
+and with RIGHT=1.
 
---blind audits benchmarks/blind_set/ in their place: 15 mistakes and 10 correct scripts by a writer who had seen neither
-the rules nor the corpus. Its first result is what counts; since then it has been looked at, like the others.
+found   audit: a FAIL or WARN that the corrected script does not get; verify: DIFFERENT
+cause   what is named is what the file's own `Expected:` says: a rule of audit, or words that verify has to say, all
+line    audit: the line that the file marks is named, or is among those shown with it; verify names tensors and layers
+A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right function, is a false alarm.
+
+--docs writes the tables of docs/silent-bugs.md from the Record. --blind audits benchmarks/blind_set/ instead: 15
+mistakes and 10 correct scripts by a writer who had seen neither the rules nor the corpus. Its first result is what
+counts; since then it has been looked at, like the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import inspect
 import json
 import os
 import re
@@ -24,10 +33,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FOLDER, BLIND = Path(__file__).parent / "silent_bugs", Path(__file__).parent / "blind_set"
+RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
+DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
 MISTAKE = "# <- the mistake"
+BEGIN, END = "<!-- generated: python benchmarks/silent_bugs.py --docs -->", "<!-- end -->"
+
+
+def field(text: str, name: str) -> str:
+    """A line of the docstring: `Expected: gradient.scale`."""
+    found = re.search(rf"^{name}:\s*(.*?)$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+# --- scripts, under audit
 
 
 def audited(script: Path, *words: str) -> dict[str, Any]:
@@ -55,91 +74,201 @@ def alarms(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f["rule"]: f for f in reversed(result.get("findings", [])) if f["level"] in ("FAIL", "WARN")}
 
 
-def row_of(script: Path) -> dict[str, Any]:
+def by_audit(script: Path) -> dict[str, Any]:
     """One script of the corpus: wrong, then right."""
     text = script.read_text()
     line = next(number for number, content in enumerate(text.splitlines(), 1) if MISTAKE in content)
-    reported = re.search(r"^Reported:\s*(.*?)$", text, re.MULTILINE)
     corrected = script.with_name(f"{script.stem}_right.py")
     wrong, right = audited(script), audited(corrected) if corrected.exists() else audited(script, "--right")
     false = alarms(right)
     found = {rule: finding for rule, finding in alarms(wrong).items() if rule not in false}
     places = [place for finding in found.values() for place in (finding["place"], *finding["also"])]
+    expected = field(text, "Expected")
+    shown = [expected] * (expected in found) + [rule for rule in found if rule != expected]
     return {
-        "name": script.stem,
-        "reported": reported[1] if reported else "",
+        "how": "audit",
         "found": bool(found),
+        "cause": expected in found if expected else None,
         "line": any(place.endswith(f"{script.name}:{line}") for place in places),
-        "rules": list(found),
-        "named": next((finding["text"] for finding in found.values()), ""),
-        "error": (wrong.get("error") or [""])[0],
+        "rules": shown,
+        "named": found[shown[0]]["text"] if shown else "",
+        "error": (wrong.get("error") or right.get("error") or [""])[0],
         "false_alarms": list(false),
         "seconds": wrong["seconds"],
     }
 
 
+# --- parallelize(model, mesh), under verify
+
+
+def verified(file: Path, is_right: bool) -> tuple[str, float]:
+    """What `assert_same_gradients` says of the function in this file, "" where it says nothing; and the seconds."""
+    from everyrank.testing import assert_same_gradients
+
+    begin, name = time.monotonic(), f"{file.stem}_{is_right}"
+    os.environ["RIGHT"] = "1" if is_right else ""
+    try:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # its functions travel to the ranks by value
+        spec.loader.exec_module(module)
+        mesh = {
+            axis: int(size)
+            for axis, _, size in (one.partition("=") for one in field(module.__doc__, "Mesh").split(","))
+        }
+        batch = module.inputs(0)
+        takes_targets = len(inspect.signature(module.build().forward).parameters) == 2  # the loss is inside the model
+        inputs = (batch if takes_targets else batch[0], batch[1])
+        dim = 1 if "context" in mesh else None
+        assert_same_gradients(module.build, module.parallelize, inputs, module.terms, mesh, sequence_dim=dim)
+    except AssertionError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        del os.environ["RIGHT"]
+        sys.modules.pop(name, None)
+    return "", time.monotonic() - begin
+
+
+def by_verify(file: Path) -> dict[str, Any]:
+    """One function of the corpus: wrong, then right."""
+    (wrong, seconds), (right, _) = verified(file, is_right=False), verified(file, is_right=True)
+    expected = field(file.read_text(), "Expected").split("; ")
+    named = wrong.partition("DIFFERENT: ")[2]
+    return {
+        "how": "verify",
+        "found": bool(named),
+        "cause": bool(named) and all(words in named for words in expected),
+        "line": None,
+        "rules": [],
+        "named": named,
+        "error": "" if named or not wrong else wrong,
+        "false_alarms": [right] if right else [],
+        "seconds": round(seconds, 1),
+    }
+
+
+# --- all of them
+
+
+def row_of(file: Path) -> dict[str, Any]:
+    """One bug: where it was reported, and what came of it."""
+    text = file.read_text()
+    result = by_verify(file) if field(text, "Kind") == "parallelize" else by_audit(file)
+    missed = "" if result["found"] and result["cause"] in (True, None) else field(text, "Missed")
+    return {"name": file.stem, "reported": field(text, "Reported"), **result, "missed": missed}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--blind", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--docs", action="store_true")
     args = parser.parse_args()
+    if args.docs:
+        write_docs(json.loads(RECORD.read_text()))
+        return
     folder = BLIND if args.blind else FOLDER
-    scripts = [p for p in sorted(folder.glob("*.py")) if not args.names or p.stem in args.names]
     rows: list[dict[str, Any]] = []
-    for script in scripts:
-        text = script.read_text()
-        if MISTAKE in text and (args.blind or re.search(r"^Kind:\s*script", text, re.MULTILINE)):
-            rows.append(row_of(script))
+    for file in sorted(folder.glob("*.py")):
+        if MISTAKE in file.read_text() and (not args.names or file.stem in args.names):
+            rows.append(row_of(file))
             print(line_of(rows[-1]), flush=True)
-    correct = {}
+    correct: dict[str, Any] = {}
     for script in sorted((folder / "correct").glob("*.py")) if not args.names else ():
         result = audited(script)
-        correct[script.stem] = {"alarms": list(alarms(result)), "error": (result.get("error") or [""])[0]}
-        print(
-            f"correct/{script.stem}: {', '.join(correct[script.stem]['alarms']) or 'nothing wrong found'}", flush=True
-        )
+        found, error = list(alarms(result)), (result.get("error") or [""])[0]
+        correct[script.stem] = {"alarms": found, "error": error, "seconds": result["seconds"]}
+        print(f"correct/{script.stem}: {', '.join(found) or error or 'nothing wrong found'}", flush=True)
     print(summary(rows, correct))
     if args.json:
-        content = {
-            "rows": rows,
-            "correct": correct,
-            "provenance": {
-                "torch": torch.__version__,
-                "cores": os.cpu_count(),
-                "date": f"{datetime.now(UTC):%Y-%m-%d}",
-            },
-        }
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
-    if args.markdown:
-        args.markdown.write_text(markdown(rows))
+        record = {"rows": rows, "correct": correct, "provenance": provenance()}
+        if args.names and args.json.exists():  # some are run again: the others stay
+            record = with_rows(json.loads(args.json.read_text()), rows)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def with_rows(record: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The Record with these rows in the place of those of the same name."""
+    anew = {row["name"]: row for row in rows}
+    return {**record, "rows": [anew.get(row["name"], row) for row in record["rows"]], "provenance": provenance()}
+
+
+def provenance() -> dict[str, Any]:
+    import torch
+
+    return {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def line_of(row: dict[str, Any]) -> str:
-    said = ", ".join(row["rules"]) + ("" if row["line"] else " (another line)") if row["found"] else "not found"
-    alarm = f"  FALSE ALARM with --right: {', '.join(row['false_alarms'])}" if row["false_alarms"] else ""
+    said = "not found"
+    if row["found"]:
+        said = ", ".join(row["rules"]) or row["named"]
+        said += " (another cause)" * (row["cause"] is False) + " (another line)" * (row["line"] is False)
+    alarm = f"  FALSE ALARM: {', '.join(row['false_alarms'])}" if row["false_alarms"] else ""
     return f"{row['name']}: {row['error'] or said}{alarm}"
 
 
 def summary(rows: list[dict[str, Any]], correct: dict[str, Any]) -> str:
+    """`51 of 58 found (88 %), 50 with the right cause, ...`."""
     false = [row["name"] for row in rows if row["false_alarms"]]
     false += [name for name, found in correct.items() if found["alarms"]]
-    found, lines = sum(row["found"] for row in rows), sum(row["line"] for row in rows)
+    lines = [row["line"] for row in rows if row["line"] is not None and row["found"]]
+    found, causes = sum(row["found"] for row in rows), sum(bool(row["cause"]) for row in rows)
     return (
-        f"{found} of {len(rows)} found, {lines} with the line of the mistake; false alarms on {len(false)} of "
-        f"{len(rows) + len(correct)} correct scripts{': ' if false else ''}{', '.join(false)}"
+        f"{found} of {len(rows)} found ({found / max(1, len(rows)):.0%}), {causes} with the right cause; audit names "
+        f"the line of the mistake in {sum(lines)} of {len(lines)}; false alarms on {len(false)} of "
+        f"{len(rows) + len(correct)} correct programs{': ' if false else ''}{', '.join(false)}"
     )
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    head = "| bug | found | what was named | seconds |\n| --- | --- | --- | ---: |\n"
+# --- the page
+
+
+def write_docs(record: dict[str, Any]) -> None:
+    text = DOCS.read_text()
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    DOCS.write_text(f"{before}{tables(record)}{after}")
+
+
+def tables(record: dict[str, Any]) -> str:
+    """What stands in docs/silent-bugs.md, with its marks."""
+    rows, correct = record["rows"], record["correct"]
+    head = "| bug | reported | how | found | cause | line | what was named, or why nothing was | seconds |"
     lines = [
-        f"| `{row['name']}` | {'yes' if row['line'] else 'yes, another line' if row['found'] else 'no'} | "
-        f"{(', '.join(row['rules']) + ': ' + row['named']) if row['found'] else ''} | {row['seconds']:.0f} |"
-        for row in rows
+        BEGIN,
+        "",
+        f"**{summary(rows, correct)}.**",
+        "",
+        head,
+        "| --- | --- | --- | --- | --- | --- | --- | ---: |",
     ]
-    return head + "\n".join(lines) + "\n"
+    lines += [table_row(row) for row in rows]
+    lines += ["", "The scripts without a mistake (each corrected one above was looked at, too):", ""]
+    lines += ["| correct script | FAIL or WARN | seconds |", "| --- | --- | ---: |"]
+    lines += [
+        f"| `{name}` | {', '.join(one['alarms']) or 'none'} | {one['seconds']:.0f} |" for name, one in correct.items()
+    ]
+    return "\n".join([*lines, END])
+
+
+def table_row(row: dict[str, Any]) -> str:
+    said = {True: "yes", False: "no", None: "-"}
+    cells = [f"[`{row['name']}`](../benchmarks/silent_bugs/{row['name']}.py)", link(row["reported"]), row["how"]]
+    cells += [said[row["found"]], *(said[row[what]] if row["found"] else "-" for what in ("cause", "line"))]
+    named = ": ".join(filter(None, [", ".join(row["rules"]), row["named"]])) if row["found"] else row["missed"]
+    return f"| {' | '.join(cells)} | {named.replace('|', '&#124;')} | {row['seconds']:.0f} |"
+
+
+def link(reported: str) -> str:
+    """`[repository#12](https://github.com/owner/repository/issues/12)`; of another place its host."""
+    address = reported.split()[0]
+    found = re.search(r"github\.com/[\w.-]+/([\w.-]+)(?:/(?:issues|pull)/(\d+))?", address)
+    label = f"{found[1]}{f'#{found[2]}' if found[2] else ''}" if found else address.split("/")[2]
+    return f"[{label}]({address})"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Reported: https://github.com/verl-project/verl/issues/2919
           https://github.com/verl-project/verl/pull/3332
 Wrong: the gradient is 4 times that of the batch, as if the learning rate were 4 times as large.
 Kind: script
+Expected: gradient.scale
 Right: loss / ACCUMULATE before backward
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/huggingface/transformers/pull/34191
           https://github.com/huggingface/transformers/pull/34198
 Wrong: a token of a short sequence weighs more than one of a long sequence: not the loss of the batch as a whole.
 Kind: script
+Expected: gradient.ragged
 Right: sums of losses, divided by the number of tokens of all micro-batches and ranks
 """
 

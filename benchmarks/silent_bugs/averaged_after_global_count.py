@@ -4,6 +4,7 @@ Reported: https://github.com/pytorch/torchtitan/issues/2318
           https://github.com/ByteDance-Seed/VeOmni/pull/338
 Wrong: gradients and their norm are world_size times too small; clipping never sets in.
 Kind: script
+Expected: gradient.scale
 Right: times world_size, so that the average of DDP is a sum
 """
 

@@ -4,6 +4,8 @@ Reported: https://github.com/NovaSky-AI/SkyRL/pull/1886
           https://github.com/bigcode-project/Megatron-LM/issues/35
 Wrong: forward is right; the replicated layers below step with other gradients on each rank, and drift apart.
 Kind: parallelize
+Mesh: tensor=2
+Expected: gradients of; norm.weight; the sum over tensor; mlp (ParallelMLP)
 Reads: every rank the same batch
 Right: the gradient of the input is all-reduced in backward
 """
@@ -101,6 +103,10 @@ def inputs(step):
 
 def loss(model, words, labels):
     return F.cross_entropy(model(words), labels)
+
+
+def terms(output, labels):
+    return F.cross_entropy(output, labels, reduction="sum"), labels.numel()
 
 
 def main():

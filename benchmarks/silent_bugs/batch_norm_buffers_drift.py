@@ -5,6 +5,7 @@ Reported: https://github.com/pytorch/pytorch/issues/13711
           https://github.com/mlcommons/training/issues/289
 Wrong: the same image gets another answer on each rank; the checkpoint of rank 0 is not the model that was evaluated.
 Kind: script
+Expected: replicas.buffers
 Right: broadcast_buffers=True, or the buffers of rank 0 are broadcast before the evaluation
 """
 

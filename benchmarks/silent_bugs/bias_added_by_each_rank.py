@@ -4,6 +4,8 @@ Reported: https://github.com/huggingface/text-generation-inference/issues/1036
           https://github.com/Wenyueh/MinivLLM/pull/81
 Wrong: the layer computes Wx + ranks x bias; the model learns around it, and is another one on another number of ranks.
 Kind: parallelize
+Mesh: tensor=2
+Expected: 4 (RowParallel); its bias were added 2 times; along tensor
 Reads: every rank the same batch
 Right: the bias comes after the all-reduce
 """
@@ -94,6 +96,10 @@ def inputs(step):
 
 def loss(model, features, labels):
     return F.cross_entropy(model(features), labels)
+
+
+def terms(output, labels):
+    return F.cross_entropy(output, labels, reduction="sum"), labels.numel()
 
 
 def main():

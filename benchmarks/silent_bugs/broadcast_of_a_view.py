@@ -4,6 +4,7 @@ Reported: https://github.com/pytorch/pytorch/issues/192920
           https://github.com/pytorch/pytorch/issues/24836
 Wrong: the other ranks have the right numbers in the wrong places; no error, no warning, and other models to train.
 Kind: script
+Expected: replicas.drift
 Right: .contiguous() before the broadcast
 """
 

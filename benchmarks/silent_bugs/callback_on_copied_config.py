@@ -3,6 +3,7 @@
 Reported: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6067
 Wrong: no gradient is averaged; each rank trains a model of its own.
 Kind: script
+Expected: gradient.local
 Right: the function is put on model.config, which the training step reads
 """
 

@@ -5,6 +5,7 @@ Reported: https://github.com/pytorch/examples/issues/1196
           https://github.com/rwth-i6/returnn/issues/1590
 Wrong: gradients of norm 65536 x g are clipped to 1 and divided by 65536 afterwards: training all but stands still.
 Kind: script
+Expected: clip.scaled
 Right: scaler.unscale_(optimizer) before the clipping
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/microsoft/DeepSpeed/pull/1801
           https://github.com/OrderLab/TrainCheck-Evaluation-Workloads (deepspeed-1801)
 Wrong: the copies of the layer norms take steps of different lengths, and drift apart, as in the training of BLOOM-176B.
 Kind: script
+Expected: replicas.drift
 Right: the rule is for the norm; all gradients are clipped
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 9)
           https://github.com/NVIDIA/Megatron-LM/pull/7513
 Wrong: prompts are masked and lie in front: the first rank has few valid positions, and each of them weighs too much.
 Kind: script
+Expected: gradient.ragged
 Right: the rank's sum x world_size / the valid positions of all ranks
 """
 

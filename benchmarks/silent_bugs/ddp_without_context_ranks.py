@@ -4,7 +4,9 @@ Reported: https://github.com/ByteDance-Seed/VeOmni/pull/1115
           https://github.com/ByteDance-Seed/VeOmni/issues/1059
 Wrong: with one replica the group has one rank, and averages nothing: each rank steps for its part of the sequence.
 Kind: parallelize
-Reads: every rank the whole sequences; the model takes its positions, and its loss is the mean over them
+Mesh: replicate=1,context=2
+Expected: gradients of all tensors; their mean over context; nothing averages them
+Reads: its positions of all sequences; its loss is the mean over them
 Right: the group of all ranks that read other samples or other positions
 """
 
@@ -53,13 +55,13 @@ class Decoder(nn.Module):
 
     def forward(self, tokens, targets):
         positions = self.own(torch.arange(LENGTH))
-        hidden = self.tokens(self.own(tokens)) + self.positions(positions)
+        hidden = self.tokens(tokens) + self.positions(positions)
         query, key, value = self.qkv(hidden).chunk(3, -1)
         if self.group:
             key, value = Gather.apply(key, self.group), Gather.apply(value, self.group)
         mask = positions[:, None] >= torch.arange(LENGTH)
         hidden = hidden + F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), self.own(targets).flatten())
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
 
 
 def build():
@@ -70,7 +72,10 @@ def build():
 def parallelize(model, mesh):
     model.group = mesh.get_group("context")
     data_parallel = None if RIGHT else mesh.get_group("replicate")
-    return DistributedDataParallel(model, process_group=data_parallel)  # <- the mistake
+    ddp = DistributedDataParallel(model, process_group=data_parallel)  # <- the mistake
+    own = LENGTH // model.group.size()
+    ddp.columns = slice(own * model.group.rank(), own * (model.group.rank() + 1))
+    return ddp
 
 
 def inputs(step):
@@ -80,7 +85,12 @@ def inputs(step):
 
 
 def loss(model, tokens, targets):
-    return model(tokens, targets)
+    columns = getattr(model, "columns", slice(None))
+    return model(tokens[:, columns], targets[:, columns])
+
+
+def terms(mean, targets):
+    return mean * targets.numel(), targets.numel()
 
 
 def main():

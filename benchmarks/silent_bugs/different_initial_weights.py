@@ -4,6 +4,7 @@ Reported: https://github.com/NVIDIA-NeMo/Automodel/pull/3822
           https://github.com/pytorch/pytorch/issues/30718
 Wrong: the ranks apply the same steps to different models, and stay different for ever.
 Kind: script
+Expected: replicas.drift
 Right: the weights of rank 0 are broadcast before training starts
 """
 

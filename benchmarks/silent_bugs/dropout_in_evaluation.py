@@ -4,6 +4,7 @@ Reported: https://github.com/karpathy/nanoGPT/pull/240
           https://github.com/huggingface/transformers/pull/33844
 Wrong: model.eval() changes nothing; the validation loss is noisy and too high.
 Kind: script
+Expected: eval.dropout
 Right: training=self.training
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/huggingface/transformers/issues/31412
           https://github.com/PaddlePaddle/PaddleClas/pull/2497
 Wrong: the masks of the samples of one update are copies of each other; the noise of dropout does not average out.
 Kind: script
+Expected: random.dropout
 Right: after the model is built, each rank goes on with a seed of its own
 """
 

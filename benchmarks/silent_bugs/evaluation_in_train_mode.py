@@ -4,6 +4,7 @@ Reported: https://github.com/wolny/pytorch-3dunet/issues/53
           https://github.com/lucidrains/DALLE2-pytorch/pull/79
 Wrong: the validation loss is noisy and too high, and validation images leak into the running statistics.
 Kind: script
+Expected: eval.mode
 Right: model.eval() before and model.train() after
 """
 

@@ -5,6 +5,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/pull/7207
           https://github.com/tczhangzhi/pytorch-distributed (distributed.py, validate)
 Wrong: the tokens of short documents and of small last batches weigh more; the number changes with ranks and batch size.
 Kind: script
+Expected: eval.mean-of-means
 Right: sums of losses and of tokens over all ranks, divided once
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/modelscope/ms-swift/pull/10088
           https://github.com/NVIDIA/apex/pull/22
 Wrong: the accuracy that is printed, and that chooses the best checkpoint, is that of a part of the validation set.
 Kind: script
+Expected: eval.shard
 Right: the counts are summed over the ranks first
 """
 

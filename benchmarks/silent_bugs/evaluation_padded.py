@@ -4,6 +4,7 @@ Reported: https://github.com/pytorch/pytorch/issues/25162
           https://github.com/huggingface/transformers/issues/3944
 Wrong: with 103 images on 2 ranks 104 are counted; the accuracy is not that of the validation set.
 Kind: script
+Expected: eval.padded
 Right: each rank takes every world_size-th image, and nobody repeats any
 """
 

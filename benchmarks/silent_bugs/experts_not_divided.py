@@ -4,6 +4,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/pull/5956
           https://github.com/pytorch/pytorch/issues/160285
 Wrong: expert gradients are sums over the ranks' mean losses, those of the dense layers averages: world_size times off.
 Kind: script
+Expected: gradient.scale
 Right: expert gradients / world_size
 """
 

@@ -3,6 +3,8 @@
 Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 6: cross-attention)
 Wrong: shapes fit, as both groups have two ranks; half of each hidden vector belongs to a sample of another replica.
 Kind: parallelize
+Mesh: replicate=2,tensor=2
+Expected: 2 (ColumnParallel); of samples 16 to 31; gathered over another axis
 Reads: the rows of its replicate rank; tensor ranks the same ones. Needs 4 ranks
 Right: gather over the tensor-parallel group
 """
@@ -84,6 +86,10 @@ def inputs(step):
 def loss(model, features, labels):
     rows = getattr(model, "rows", slice(None))
     return F.cross_entropy(model(features[rows]), labels[rows])
+
+
+def terms(output, labels):
+    return F.cross_entropy(output, labels, reduction="sum"), labels.numel()
 
 
 def main():

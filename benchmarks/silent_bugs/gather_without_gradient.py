@@ -4,6 +4,7 @@ Reported: https://github.com/modelscope/ms-swift/pull/9516
           https://github.com/NVIDIA-NeMo/Automodel/pull/2995
 Wrong: the loss is right to the last digit; its gradient lacks the terms in which a feature is another's negative.
 Kind: script
+Expected: gradient.lost
 Right: a gather whose backward adds up the gradients of all ranks
 """
 

@@ -3,6 +3,8 @@
 Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 2)
 Wrong: the softmax counts every word once per rank: the loss is too large by log(ranks), and its gradients are wrong.
 Kind: parallelize
+Mesh: tensor=2
+Expected: criterion (VocabularyParallelCrossEntropy); counts each class 2 times
 Reads: every rank the same batch
 Right: the plain cross-entropy for gathered logits
 """
@@ -114,6 +116,10 @@ def inputs(step):
 
 def loss(model, tokens, targets):
     return model(tokens, targets)
+
+
+def terms(mean, targets):
+    return mean * targets.numel(), targets.numel()
 
 
 def main():

@@ -3,6 +3,7 @@
 Reported: https://github.com/pytorch/pytorch/issues/162338
 Wrong: every gradient is world_size times too large, as FSDP2's were under gloo, which took AVG for SUM.
 Kind: script
+Expected: gradient.scale
 Right: gradient / world_size after the all-reduce
 """
 

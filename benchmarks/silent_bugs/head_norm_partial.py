@@ -4,6 +4,8 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 11)
           https://github.com/NVIDIA/Megatron-LM/issues/1446
 Wrong: each rank's copy of the norm learns from its own heads alone; the copies drift apart.
 Kind: parallelize
+Mesh: tensor=2
+Expected: gradients of attention.head_norm.weight; sum over tensor; nothing adds them up
 Reads: every rank the same batch
 Right: the gradient of the norm is all-reduced over the tensor ranks
 """
@@ -77,6 +79,10 @@ def inputs(step):
 
 def loss(model, tokens, targets):
     return model(tokens, targets)
+
+
+def terms(mean, targets):
+    return mean * targets.numel(), targets.numel()
 
 
 def main():

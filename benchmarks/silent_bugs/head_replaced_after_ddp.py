@@ -4,6 +4,7 @@ Reported: https://github.com/pytorch/pytorch/issues/12603
           https://github.com/pytorch/pytorch/issues/104336
 Wrong: the gradients of the new head are not averaged and its initial weights not broadcast: it differs on every rank.
 Kind: script
+Expected: gradient.unsynced
 Right: replace first, wrap afterwards
 """
 

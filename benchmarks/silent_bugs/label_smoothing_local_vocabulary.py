@@ -4,6 +4,8 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 1)
           https://github.com/NVIDIA/Megatron-LM/issues/737
 Wrong: each rank has another loss, none of them that of the whole vocabulary; gradients pull towards the wrong mean.
 Kind: parallelize
+Mesh: tensor=2
+Expected: criterion (VocabularyParallelCrossEntropy); the mean of the ranks' over tensor
 Reads: every rank the same batch
 Right: the logits are summed over all ranks and divided by the size of the whole vocabulary
 """
@@ -115,6 +117,10 @@ def inputs(step):
 
 def loss(model, tokens, targets):
     return model(tokens, targets)
+
+
+def terms(mean, targets):
+    return mean * targets.numel(), targets.numel()
 
 
 def main():

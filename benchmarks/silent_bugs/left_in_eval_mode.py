@@ -4,6 +4,7 @@ Reported: https://github.com/fartashf/vsepp/issues/4
           https://github.com/shubhamagarwal92/mmd/issues/14
 Wrong: from the first validation on there is no dropout, and batch norm uses the statistics it has.
 Kind: script
+Expected: train.mode
 Right: model.train() after the validation
 """
 

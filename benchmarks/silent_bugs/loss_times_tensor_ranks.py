@@ -3,6 +3,7 @@
 Reported: https://github.com/huggingface/transformers/pull/45994
 Wrong: losses and gradients are as many times too large as there are tensor-parallel ranks.
 Kind: script
+Expected: gradient.scale
 Right: times the number of data-parallel ranks
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/intel/e2eAIOK/pull/198
           https://github.com/rosinality/swapping-autoencoder-pytorch/issues/22
 Wrong: no gradient is averaged: each rank trains a model of its own, on its own share of the data.
 Kind: script
+Expected: replicas.unwrapped
 Right: both losses come out of the forward of the wrapped model
 """
 

@@ -3,6 +3,7 @@
 Reported: https://github.com/modelscope/FunASR/pull/3472
 Wrong: what the later micro-batches add stays on its rank; the ranks step with different gradients and drift apart.
 Kind: script
+Expected: gradient.weights
 Right: no_sync() for all micro-batches but the one before optimizer.step()
 """
 

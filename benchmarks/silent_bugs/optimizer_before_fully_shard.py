@@ -4,6 +4,7 @@ Reported: https://github.com/huggingface/accelerate/pull/3394
           https://github.com/pytorch/pytorch/issues/149205
 Wrong: the parameters of the model never change; the loss stays where it began.
 Kind: script
+Expected: weights.not-stepped
 Right: fully_shard first, then the optimizer
 """
 

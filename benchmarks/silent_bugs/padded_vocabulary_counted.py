@@ -3,6 +3,8 @@
 Reported: https://github.com/NVIDIA/Megatron-LM/issues/1754 (the losses differ; this cause is the one re-made here)
 Wrong: words that do not exist get probability; losses and gradients are not those of the model on one device.
 Kind: parallelize
+Mesh: tensor=2
+Expected: head (VocabularyParallelHead) gives 22 features; padded
 Reads: every rank the same batch
 Right: the logits of the padding are -inf
 """
@@ -116,6 +118,10 @@ def inputs(step):
 
 def loss(model, tokens, targets):
     return model(tokens, targets)
+
+
+def terms(mean, targets):
+    return mean * targets.numel(), targets.numel()
 
 
 def main():

@@ -5,6 +5,7 @@ Reported: https://github.com/huggingface/transformers/issues/34242
           https://github.com/NovaSky-AI/SkyRL/pull/925
 Wrong: where one rank has few tokens, each of them pulls several times as hard as those of the other ranks.
 Kind: script
+Expected: gradient.ragged
 Right: the sum over the rank's tokens x world_size / the tokens of all ranks
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/Lightning-AI/pytorch-lightning/issues/7728
           https://github.com/TensorAuto/OpenTau/pull/498
 Wrong: the model has seen most of the validation images; the validation loss is too good.
 Kind: script
+Expected: data.split
 Right: a generator with a fixed seed for the split
 """
 

@@ -3,6 +3,8 @@
 Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 4: full recompute)
 Wrong: forward and loss are right; backward recomputes from activations in which samples of two replicas are mixed.
 Kind: parallelize
+Mesh: replicate=2,tensor=2
+Expected: in backward; 2 (Recomputed)
 Reads: the rows of its replicate rank; tensor ranks the same ones. Needs 4 ranks
 Right: gather over the tensor-parallel group, whose ranks hold the parts
 """
@@ -76,6 +78,10 @@ def inputs(step):
 def loss(model, features, labels):
     rows = getattr(model, "rows", slice(None))
     return F.cross_entropy(model(features[rows]), labels[rows])
+
+
+def terms(output, labels):
+    return F.cross_entropy(output, labels, reduction="sum"), labels.numel()
 
 
 def main():

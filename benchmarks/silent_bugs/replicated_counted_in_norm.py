@@ -5,6 +5,7 @@ Reported: https://github.com/NVIDIA-NeMo/RL/pull/3788
           https://github.com/ByteDance-Seed/VeOmni/issues/184
 Wrong: the norm is too large, and gradients are clipped more than they would be on one device.
 Kind: script
+Expected: clip.norm
 Right: replicated parameters count once
 """
 

@@ -4,6 +4,8 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 10)
           https://github.com/NVIDIA/Megatron-LM/pull/7481
 Wrong: the balancing loss is scaled by the tokens of all ranks instead of the rank's own: world_size times too strong.
 Kind: script
+Expected: collective.overwrites
+Missed: the all-reduce writes over a tensor that is read again: no number says that its old content was meant
 Right: reduce a copy
 """
 

@@ -4,6 +4,8 @@ Reported: https://github.com/pytorch/torchtitan/issues/2387
           https://github.com/pytorch/torchtitan/pull/4054
 Wrong: the experts are split over the ranks, each rank's gradient of the router is a part, and they are never added up.
 Kind: parallelize
+Mesh: tensor=2
+Expected: of router.weight the sum over tensor; nothing adds them up
 Reads: every rank the same batch
 Right: to_local(grad_placements=[Partial()])
 """
@@ -82,6 +84,10 @@ def inputs(step):
 
 def loss(model, features, labels):
     return F.cross_entropy(model(features), labels)
+
+
+def terms(output, labels):
+    return F.cross_entropy(output, labels, reduction="sum"), labels.numel()
 
 
 def main():

@@ -3,6 +3,7 @@
 Reported: https://github.com/NVlabs/LongLive/issues/71
 Wrong: the ranks cut their shares out of different permutations: some samples come twice in an epoch, others never.
 Kind: script
+Expected: data.overlap
 Right: one seed for the samplers of all ranks
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/NVIDIA/apex/issues/886
           https://github.com/tczhangzhi/pytorch-distributed (distributed_slurm_main.py, save_checkpoint)
 Wrong: the batch-norm statistics of whichever rank came last are kept; writing at one time can also tear the file.
 Kind: script
+Expected: save.race
 Right: rank 0 saves, the others wait
 """
 

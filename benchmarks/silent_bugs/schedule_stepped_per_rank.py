@@ -5,6 +5,7 @@ Reported: https://github.com/huggingface/accelerate/issues/2142
           https://github.com/huggingface/transformers/pull/24088
 Wrong: the schedule, made for the number of updates, ends after 1 / world_size of them; the rest trains at zero.
 Kind: script
+Expected: schedule.often
 Right: one step of the schedule for one update
 """
 

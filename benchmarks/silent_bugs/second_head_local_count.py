@@ -4,6 +4,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 3: multi-to
           https://github.com/NVIDIA/Megatron-LM/pull/7498
 Wrong: where ranks hold unequal numbers of tokens, those of the second head weigh unequally; the main head is right.
 Kind: script
+Expected: gradient.ragged
 Right: both are divided by counts over all ranks
 """
 

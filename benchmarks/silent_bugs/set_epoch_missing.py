@@ -4,6 +4,7 @@ Reported: https://github.com/pytorch/pytorch/issues/31771
           https://github.com/lucidrains/DALLE-pytorch/pull/230
 Wrong: shuffle=True shuffles once: the batches of all epochs are the same batches in the same order.
 Kind: script
+Expected: data.epoch
 Right: sampler.set_epoch(epoch) before the loader is read
 """
 

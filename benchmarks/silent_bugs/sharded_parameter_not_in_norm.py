@@ -4,6 +4,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 8: attentio
           https://github.com/NVIDIA/Megatron-LM/pull/5916
 Wrong: the norm of the gradient is too small, and gradients are clipped less than they would be on one device.
 Kind: script
+Expected: clip.norm
 Right: the parameter is marked as split
 """
 

@@ -3,6 +3,8 @@
 Reported: https://github.com/verl-project/verl/issues/7493
 Wrong: each rank is a group of its own, and trains a model of its own on its part of the batch.
 Kind: parallelize
+Mesh: replicate=2,shard=1
+Expected: gradients of all tensors; their mean over replicate; nothing averages them
 Reads: its rows of the batch
 Right: fully_shard over both axes: sharded along the one, averaged over the other
 """
@@ -42,6 +44,10 @@ def inputs(step):
 def loss(model, images, labels):
     rows = getattr(model, "rows", slice(None))
     return F.cross_entropy(model(images[rows]), labels[rows])
+
+
+def terms(output, labels):
+    return F.cross_entropy(output, labels, reduction="sum"), labels.numel()
 
 
 def main():

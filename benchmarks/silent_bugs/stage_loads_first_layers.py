@@ -3,6 +3,8 @@
 Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 12)
 Wrong: loading is strict and succeeds; every stage has the weights of the first layers.
 Kind: script
+Expected: weights.same
+Missed: stages that begin with equal weights may be right (seeded alike): the evidence is the same
 Right: the number of the stage's first layer is added
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/huggingface/datasets/issues/5360
           https://github.com/Lightning-AI/pytorch-lightning/issues/15734
 Wrong: every update sees each sample world_size times; an epoch takes world_size times as many updates as it should.
 Kind: script
+Expected: data.rows
 Right: rank r keeps every world_size-th sample of the stream
 """
 

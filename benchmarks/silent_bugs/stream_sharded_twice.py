@@ -4,6 +4,7 @@ Reported: https://github.com/huggingface/accelerate/pull/4276
           https://github.com/huggingface/accelerate/issues/3547
 Wrong: each rank trains on 1 / world_size of its own share; the other samples are read by nobody.
 Kind: script
+Expected: data.skipped
 Right: only the dataset divides
 """
 

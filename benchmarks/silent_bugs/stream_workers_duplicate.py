@@ -3,6 +3,7 @@
 Reported: https://github.com/huggingface/datasets/issues/3423
 Wrong: with two workers each sample comes twice in an epoch; twice the updates, every sample seen twice.
 Kind: script
+Expected: data.repeat
 Right: the stream is divided over ranks x workers
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/karpathy/build-nanogpt/pull/30
           https://github.com/Haian-Jin/LVSM/pull/22
 Wrong: the last micro-batch is not synchronised; every rank steps with gradients of its own.
 Kind: script
+Expected: gradient.weights
 Right: set it before forward
 """
 

@@ -3,6 +3,8 @@
 Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there the sum was taken, of the wrong parts)
 Wrong: each copy steps with its part of the gradient; what began as one weight is two.
 Kind: script
+Expected: replicas.drift
+Missed: a weight that two stages begin with may be alike by its seed alone: nothing says that it is to stay one
 Right: the two stages add up their gradients of it
 """
 

@@ -4,6 +4,7 @@ Reported: https://github.com/huggingface/transformers/pull/39674
           https://github.com/huggingface/transformers/pull/46775
 Wrong: the loss is divided by as many times too many tokens as there are tensor-parallel ranks; so are the gradients.
 Kind: script
+Expected: gradient.scale
 Right: summed over the data-parallel ranks alone
 """
 

@@ -5,6 +5,8 @@ Reported: https://github.com/verl-project/verl/issues/7834
           https://github.com/mosaicml/composer/pull/1856
 Wrong: embedding and head start with the same values and go different ways: each gets its half of the gradient.
 Kind: parallelize
+Mesh: shard=2
+Expected: embedding.weight and head.weight are one tensor as the model was built, and two
 Reads: its rows of the batch
 Right: tie the weights again after to_empty
 """
@@ -70,6 +72,10 @@ def inputs(step):
 def loss(model, tokens, targets):
     rows = getattr(model, "rows", slice(None))
     return F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten())
+
+
+def terms(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
 def main():

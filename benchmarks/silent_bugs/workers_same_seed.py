@@ -5,6 +5,7 @@ Reported: https://github.com/pytorch/pytorch/issues/5059
           https://github.com/xingyizhou/CenterNet/issues/233
 Wrong: the shifts of one worker are those of all others, and every epoch starts with the same ones again.
 Kind: script
+Expected: random.workers
 Right: seeds come from the worker's own base seed, which torch changes with the worker and the epoch; ranks differ too
 """
 

@@ -4,6 +4,7 @@ Reported: https://x.com/jxmnop/status/1778520637193240892
           https://github.com/OrderLab/TrainCheck-Evaluation-Workloads (x-jxmnop-ddp-out-of-sync)
 Wrong: every other update steps with the gradient of one rank alone, and the ranks drift apart.
 Kind: script
+Expected: replicas.unwrapped
 Right: one wrapper, made once, for all updates
 """
 

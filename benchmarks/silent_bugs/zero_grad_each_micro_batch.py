@@ -5,6 +5,7 @@ Reported: https://github.com/bytetriper/RAE/issues/67
           https://github.com/huggingface/accelerate/issues/616
 Wrong: three quarters of the data are computed and thrown away; what is left counts for a quarter of what it should.
 Kind: script
+Expected: gradient.thrown-away
 Right: zero_grad() once an update
 """
 

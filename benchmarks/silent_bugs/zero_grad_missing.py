@@ -4,6 +4,7 @@ Reported: https://stackoverflow.com/questions/60335387/pytorch-mnist-example-not
           https://github.com/tenstorrent/tt-blacksmith/pull/711
 Wrong: old gradients are carried along and averaged once more by DDP with each update; steps grow and overshoot.
 Kind: script
+Expected: gradient.carried
 Right: optimizer.zero_grad() before backward
 """
 

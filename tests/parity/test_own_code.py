@@ -380,7 +380,11 @@ def test_gradients_that_are_not_what_the_contract_says(check: Any) -> None:
     summed, not_reduced = check(2, "summed", "not_reduced")
     assert summed.status == not_reduced.status == "different"
     assert "2 times that of one device, as many as there are ranks along data: it is a sum over them" in summed.cause
-    assert not_reduced.cause == "ranks hold different weights: gradients are not added up over the ranks"
+    assert not_reduced.cause == (
+        "ranks hold different weights: gradients are not added up over the ranks: the gradients of all tensors "
+        "(embedding.weight first) differ between the ranks along data, and their mean over data is that of one device: "
+        "nothing averages them"
+    )
 
 
 def test_what_cannot_be_put_together_is_said(check: Any) -> None:

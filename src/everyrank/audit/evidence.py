@@ -141,6 +141,21 @@ class Evidence:
                 found[kind][name] = arrays[key]
         return found
 
+    def scaling_lines(self, update: int) -> tuple[str, ...]:
+        """Where rank 0 calls backward in this update, multiplies or divides its loss, and sends something itself."""
+        found: list[str] = []
+        has_begun = update > 0  # before the first one weights are sent, too
+        for event in self.events[self.ranks[0]]:
+            kind, is_own = event["kind"], event["update"] == update
+            has_begun |= is_own and kind == "forward" and event["is_grad"]
+            if is_own and kind == "backward":
+                found.append(event["line"])
+            elif is_own and kind == "backward_end":
+                found += event["scalings"]
+            elif is_own and kind == "collective" and has_begun and event["phase"] == "script":
+                found += event["lines"][:1]
+        return tuple(dict.fromkeys(found))
+
     @functools.cached_property
     def after_jumps(self) -> set[int]:
         """Updates with the last batch of an epoch that was shortened: a script may know its place in the epoch."""
@@ -157,6 +172,11 @@ class Evidence:
         return {event["group"] for event in self.all_of("collective")}
 
     @functools.cached_property
+    def sends_activations(self) -> bool:
+        """Whether the person's own model sends something in its forward."""
+        return any(_is_of_the_model(event) for event in self.all_of("collective"))
+
+    @functools.cached_property
     def is_split(self) -> bool:
         """Whether the ranks hold parts of layers: tensor, pipeline or expert parallelism, also by hand."""
         if self.is_opaque:
@@ -165,8 +185,7 @@ class Evidence:
             return True
         if any(event["op"].startswith(("send", "recv")) and event["update"] for event in self.all_of("collective")):
             return True
-        sends = not self.sees_functions or any(_is_of_the_model(event) for event in self.all_of("collective"))
-        if sends and self._differs_from_the_start:
+        if (not self.sees_functions or self.sends_activations) and self._differs_from_the_start:
             return True
         shapes = [{event["shapes"] for event in self.of(rank, "step")} for rank in self.ranks]
         are_sharded = any(event["is_sharded"] for event in self.all_of("step"))

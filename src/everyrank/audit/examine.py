@@ -14,6 +14,7 @@ from typing import Any
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Finding, Findings, short_place
 from everyrank.audit.outside import rank_from_outside, shared_folder, together
+from everyrank.audit.rules.batches import check_batches
 from everyrank.audit.rules.clipping import check_clipping
 from everyrank.audit.rules.collectives import check_collectives, stands
 from everyrank.audit.rules.data import check_data
@@ -25,6 +26,7 @@ from everyrank.audit.rules.replicas import check_replicas
 from everyrank.audit.rules.saving import check_saving
 from everyrank.audit.rules.schedule import check_schedule
 from everyrank.audit.rules.speed import check_speed
+from everyrank.audit.rules.split_layers import check_split_layers
 from everyrank.audit.script import (
     check_arguments,
     find_script,
@@ -45,8 +47,10 @@ __all__ = ["Audit", "AuditOptions", "audit_script", "judge_run"]
 _RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
     check_collectives,
     check_data,
+    check_batches,
     check_replicas,
     check_gradients,
+    check_split_layers,
     check_clipping,
     check_replay,
     check_evaluation,

@@ -47,7 +47,8 @@ def own_device_mesh(code: OwnCode, world: World) -> DeviceMesh:
 
 def apply_own_code(code: OwnCode, model: nn.Module, mesh: DeviceMesh, world: World) -> nn.Module:
     """What the person's function makes of the model. Raises `WorkloadError` where that is none, or never comes."""
-    with _limited(code, _WAIT * world.timeout_seconds, world.timeout_seconds):
+    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.get_default_dtype())
+    with _limited(code, _WAIT * world.timeout_seconds, world.timeout_seconds), _made_in(dtype):
         made: object = code.function(model, mesh)
     if not isinstance(made, nn.Module):
         hint = ": end it with `return model`" if made is None else ""
@@ -65,6 +66,17 @@ def without_frames() -> Generator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _made_in(dtype: torch.dtype) -> Generator[None]:
+    """What a function builds anew is of the model's own dtype: in float64 a float32 copy would be another model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from everyrank.data import Update
 from everyrank.layout import Layout, find_own_code
 from everyrank.parallel.init_model import on_cpu
+from everyrank.parity.backward import gradients_by_rank
 from everyrank.parity.case import ParityCase, Segments, single_like
 from everyrank.parity.compare import Comparison, largest
 from everyrank.parity.outputs import first_output_that_differs
@@ -33,7 +34,8 @@ _FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first u
 class _Evidence:
     """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on.
 
-    Of own parallel code, where the loss differs, `output` says which module's output is the first that does.
+    Of own parallel code `output` says, where the loss differs, which module's output is the first that does, and
+    `gradients`, where they differ, between which ranks, and what of them together is that of one device.
     """
 
     case: ParityCase
@@ -44,6 +46,7 @@ class _Evidence:
     run: Trace
     watched: Sequence[list[float]]
     output: str = ""
+    gradients: str = ""
 
 
 def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
@@ -63,10 +66,15 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Co
     is_loss_of_own_code = layout.row.any_axes and finding.kind == "loss"
     output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_own_code else ""
 
+    is_of_gradients = layout.row.any_axes and case.by_gradient and finding.kind in ("replicas", "tensor")
+    gradients = gradients_by_rank(case, layout, world, segments[0][0]) if is_of_gradients else ""
+
     def look() -> tuple[str, str | None]:
         assert run is not None
         reference = trace(case, single, single_process_world(world), segments, keep=True)
-        evidence = _Evidence(case, layout, world, segments[0], reference, run, rows or [_counted(run.rows)], output)
+        evidence = _Evidence(
+            case, layout, world, segments[0], reference, run, rows or [_counted(run.rows)], output, gradients
+        )
         if finding.kind == "evaluation":
             cause = probe_evaluation(case, single_process_world(world))
             return finding.what, cause or _about_rows(evidence, len(segments[0]), "evaluation") or _EVALUATION
@@ -161,12 +169,14 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
         return _cause_in_loss(evidence, index)
     if not run.replicas_equal:
-        return "ranks hold different weights: gradients are not added up over the ranks"
+        what = "ranks hold different weights: gradients are not added up over the ranks"
+        return f"{what}: {evidence.gradients}" if evidence.gradients else what
     if "running_" in name or "num_batches_tracked" in name:
         return "only batch norm differs: its statistics are not those of all ranks"
     if evidence.layout.row.any_axes and evidence.case.by_gradient:
         before, after = ((reference.states[place], run.states[place]) for place in (index, done))
-        return cause_in_gradients(before, after, find_own_code(evidence.layout, size), on_cpu(evidence.case.workload))
+        code, model = find_own_code(evidence.layout, size), on_cpu(evidence.case.workload)
+        return cause_in_gradients(before, after, code, model, evidence.gradients)
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
         return f"the update is {ratio:.3g} times that of one device, as many as there are ranks: sum for mean"

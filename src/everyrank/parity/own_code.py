@@ -50,10 +50,12 @@ def gradients_of(case: ParityCase) -> ParityCase:
     return case.of_gradients
 
 
-def cause_in_gradients(before: Sequence[_Tensors], after: Sequence[_Tensors], code: OwnCode, model: nn.Module) -> str:
+def cause_in_gradients(
+    before: Sequence[_Tensors], after: Sequence[_Tensors], code: OwnCode, model: nn.Module, by_rank: str = ""
+) -> str:
     """Why gradients differ: `before` and `after` are the states (of one device, of the layout) around one update.
 
-    `model` is the one that is handed to the person's function.
+    `model` is the one that is handed to the person's function; `by_rank` what `gradients_by_rank` says.
     """
     apart = _split_apart(after[1], model)
     if apart:
@@ -75,10 +77,11 @@ def cause_in_gradients(before: Sequence[_Tensors], after: Sequence[_Tensors], co
         return "the gradients of one update are those of one device, and those of several are not"
     who = "all" if len(wrong) == len(ratios) else f"{len(wrong)} of {len(ratios)}"
     first = next(iter(wrong.values()))
+    said = f": {by_rank}" if by_rank else ""
     if first is None or any(ratio is None or abs(ratio / first - 1.0) > _ROUNDING for ratio in wrong.values()):
         return (
             f"the gradients of {who} tensors ({next(iter(wrong))} first) are no multiple of those of one device: what "
-            "each rank has of them was not added up, or they were computed from something else"
+            f"each rank has of them was not added up, or they were computed from something else{said}"
         )
     subject = f"the gradient{'' if who == 'all' else f's of {who} tensors'}"
     return f"{subject}{' is' if who == 'all' else ' are'} {first:.4g} times that of one device{_of_ranks(code, first)}"

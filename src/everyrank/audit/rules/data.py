@@ -227,9 +227,8 @@ def _compare_ranks(
         text = f"in {len(same)} of {len(common)} steps the ranks feed the model the same samples"
         text += "; right for tensor or context parallelism only" if level != "FAIL" else ""
         fix = "divide each batch by rank, or draw with a seed that contains the rank"
-        findings.add(
-            level, "data.rows", first[same[0]]["line"], text, fix if level != "NOTE" else "", _read_at(evidence)
-        )
+        fix = fix if level != "NOTE" else ""
+        findings.add(level, "data.rows", first[same[0]]["line"], text, fix, _read_at(evidence))
         return
     pools = [_until_repeated(some) for some in rows]
     smaller, both = min(map(len, pools)), len(pools[0] & pools[1])
@@ -285,5 +284,5 @@ def _check_repeats(evidence: Evidence, rank: int, findings: Findings) -> None:
             f"rank {rank} feeds the model samples of the step before again, in {repeated} of {len(pairs)} steps: each "
             f"of {workers} workers reads the whole stream",
             "divide the stream by rank and by torch.utils.data.get_worker_info()",
-            (next(iter(evidence.training_forwards[rank].values()))["line"],),
+            (streams[0]["at"], next(iter(evidence.training_forwards[rank].values()))["line"]),
         )

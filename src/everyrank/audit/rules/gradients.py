@@ -80,6 +80,7 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
         return
     if evidence.is_opaque:
         return  # said by `check_replicas`
+    _check_lost(evidence, findings)
     if evidence.is_split:
         findings.not_checked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
         return
@@ -98,6 +99,26 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             f"zero_grad throws away the gradient of {event['num']} backwards before any optimizer step",
             "zero_grad belongs after the step, or before the first backward of an update",
         )
+
+
+def _check_lost(evidence: Evidence, findings: Findings) -> None:
+    """Features that all_gather has stripped of their gradients, in a loss that is another one on each rank.
+
+    Where all ranks compute the same loss of all features, each has the whole gradient of its own.
+    """
+    for events in zip(*(evidence.of(rank, "backward") for rank in evidence.ranks), strict=False):
+        values = [event.get("value") for event in events]
+        if None not in values and max(values) - min(values) > _TOLERANCE * max(map(abs, values)):
+            findings.add(
+                "WARN",
+                "gradient.lost",
+                events[0]["gathered_at"],
+                "features go into the loss through all_gather, which has no backward: what the losses of other ranks "
+                "say of this rank's features is lost",
+                "torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks",
+                (events[0]["line"],),
+            )
+            return
 
 
 def _read(evidence: Evidence, number: int) -> _Update | None:
@@ -160,6 +181,7 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
             update.line,
             f"update {update.number} still contains the gradient of the update before",
             "optimizer.zero_grad() before the first backward of each update",
+            evidence.scaling_lines(update.number)[:1],
         )
     if all(fit.residual < update.tolerance for fit in fits.values()):
         check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)

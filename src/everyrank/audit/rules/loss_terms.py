@@ -70,17 +70,13 @@ def _judge(
             f"weighs {weights[most] / weights[least]:.3g} times one of rank {least[0]}, backward {least[1]} "
             f"({terms[least]['terms']:g} terms): a mean of means, not the mean of all {count:g}",
             "sum the loss, and divide by the number of terms of all ranks and micro-batches",
-            (_backward_line(evidence, update),),
+            evidence.scaling_lines(update),
         )
     total = sum(weights[piece] * term["terms"] for piece, term in terms.items())
     if first["reduction"] == "mean" and is_only and abs(total - 1) > _OFF:
         _wrong_scale(evidence, update, factor, terms, total, findings)
     elif first["reduction"] == "sum" and is_only and not is_uneven and abs(total - 1) > _UNEVEN:
         _summed(evidence, update, factor, weights[most], terms, findings)
-
-
-def _backward_line(evidence: Evidence, update: int) -> str:
-    return next((one["line"] for one in evidence.of(evidence.ranks[0], "backward") if one["update"] == update), "")
 
 
 def _wrong_scale(
@@ -111,7 +107,7 @@ def _wrong_scale(
         f"update {update}: the gradient is {total:.4g} times that of the mean over all terms: "
         + (cause or "a weight of the script's own?"),
         fix,
-        (_backward_line(evidence, update),),
+        evidence.scaling_lines(update),
     )
 
 

@@ -73,7 +73,7 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
                 f"{len(names)} of {len(first['checksums'])} parameters differ between the ranks {since}: "
                 f"{', '.join(names[:4])} (rank 0's and those of rank {', '.join(map(str, others))}){why}",
                 "begin with rank 0's weights on all ranks, and average every gradient",
-                (first["line"],),
+                (first["line"], *(_broadcasts(evidence) if update == min(evidence.steps) else ())),
             )
             return
 
@@ -88,6 +88,12 @@ def _seeds(evidence: Evidence) -> tuple[str, str]:
         if len({event["seed"] for event in events}) > 1:
             return events[0]["line"], f"; seeds here: {', '.join(str(event['seed']) for event in events)}"
     return "", "" if any(own) else "; no torch.manual_seed before the optimizer was made"
+
+
+def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
+    """Where the script itself broadcasts before the first update: a view goes over gloo in the order of its memory."""
+    events = [event for event in evidence.of(evidence.ranks[0], "collective") if event["op"] == "broadcast_"]
+    return tuple(dict.fromkeys(line for event in events if not event["update"] for line in event["lines"][:1]))
 
 
 def _values(steps: dict[int, Event], name: str) -> set[int]:
@@ -126,6 +132,7 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
                 line,
                 "buffers (the statistics of batch norm) differ between the ranks when they evaluate",
                 "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
+                tuple(event["line"] for event in evidence.of(evidence.ranks[0], "wrap")[:1]),
             )
             return
 

@@ -17,20 +17,23 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import chain, library_calls, where
 from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, Recorder, tensors
 
 __all__ = ["Collectives", "install_process_group"]
 
+_NUMBER = 8  # bytes
 _SHAPES = 4  # of the tensors of one call that are compared
 
 
 class Collectives(TorchDispatchMode):
     """Writes down each collective that this thread calls."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, gradients: Gradients) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.gradients = recorder, gradients
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -47,7 +50,17 @@ class Collectives(TorchDispatchMode):
         about = {"op": name, "group": _group(args), "shapes": shapes, "bytes": size, "reduction": _reduction(args)}
         recorder = self.recorder
         recorder.num_sent += recorder.update > 0 or recorder.phase.startswith("backward")
+        if name == "allreduce_" and recorder.phase == "script" and size <= _NUMBER:
+            about |= self._number(args)
         recorder.event("collective", **about, lines=chain(), phase=recorder.phase, through=library_calls())
+
+    def _number(self, args: Any) -> dict[str, Any]:
+        """A number that the script sends, while gradients stand in .grad: it may be their norm."""
+        sent = next(tensors(args), None)
+        if sent is None or sent.numel() != 1 or not self.gradients.is_wanted:
+            return {}
+        with self.recorder.muted():
+            return {"value": float(sent), "squares": self.gradients.squares()}
 
 
 def _group(args: Any) -> str:
@@ -70,7 +83,7 @@ def _reduction(args: Any) -> str:
     return ""
 
 
-def install_process_group(recorder: Recorder, pretends: bool) -> None:
+def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) -> None:
     """Note who opens the process group; where CUDA is pretended gloo stands in for nccl."""
     c10d: Any = dist.distributed_c10d
     init = c10d.init_process_group
@@ -90,8 +103,23 @@ def install_process_group(recorder: Recorder, pretends: bool) -> None:
         return out
 
     c10d.init_process_group = dist.init_process_group = init_process_group
+    for name in ("all_gather", "all_gather_into_tensor"):
+        setattr(c10d, name, _gathering(getattr(c10d, name), losses))
+        setattr(dist, name, getattr(c10d, name))
     if pretends:
         _average_on_gloo(c10d)
+
+
+def _gathering(function: Any, losses: Losses) -> Any:
+    """These give numbers, and no gradient: whether such numbers go into a loss is looked at later."""
+
+    @functools.wraps(function)
+    def gather(out: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        done = function(out, given, *args, **kwargs)
+        losses.gather_done(given, out, where())
+        return done
+
+    return gather
 
 
 def _average_on_gloo(c10d: Any) -> None:

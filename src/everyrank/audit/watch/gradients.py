@@ -80,6 +80,13 @@ class Gradients:
                 found[self.names[id(parameter)]] = whole_sample(grad) if hasattr(grad, "to_local") else sample(grad)
         return found
 
+    def squares(self) -> dict[str, float]:
+        """Of what this rank holds of each gradient the sum of squares, as it stands in .grad; {} before a backward."""
+        if not self.recorder.micro:
+            return {}
+        own = [parameter for parameter in self.parameters if parameter.grad is not None]
+        return {self.names[id(p)]: float(local(p.grad).double().square().sum()) for p in own if id(p) in self.names}
+
     def begin_backward(self) -> None:
         """A gradient that is there already has been carried over from the update before."""
         if not self.pieces and self.is_wanted:
@@ -125,6 +132,7 @@ class Gradients:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return {
             "checksums": {} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
+            "beside": self._beside(parameters) if is_sharded else {},
             "is_sharded": is_sharded,
             "is_split": any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
             "shapes": zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
@@ -133,6 +141,13 @@ class Gradients:
             "is_zero": bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
             "loss_scale": self.loss_scale,
         }
+
+    def _beside(self, parameters: list[Any]) -> dict[str, int]:
+        """Checksums of parameters that lie whole on each rank, beside others that are sharded."""
+        whole = [
+            p for p in parameters if not hasattr(p, "placements") or all(one.is_replicate() for one in p.placements)
+        ]
+        return {self.names[id(parameter)]: checksum(parameter) for parameter in whole}
 
     def _left_out(self, parameters: list[Any]) -> list[str]:
         """Parameters of the model that have a gradient and are not this optimizer's."""

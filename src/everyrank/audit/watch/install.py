@@ -51,7 +51,7 @@ def install() -> None:
     pretend = PretendCuda(settings.devices) if settings.devices else None
     if pretend is not None:
         pretend.install()
-    install_process_group(recorder, pretend is not None)
+    install_process_group(recorder, losses, pretend is not None)
     if not install_sharding(gradients):
         recorder.event("unchecked", what="gradients under fully_shard: this version of torch keeps them elsewhere")
     install_modules(recorder, losses, gradients, pretend is not None)
@@ -63,7 +63,7 @@ def install() -> None:
         install_files(recorder, recorder.folder / "files")
     if settings.modes:
         Functions(recorder, losses, pretend).__enter__()
-        Collectives(recorder).__enter__()
+        Collectives(recorder, gradients).__enter__()
     if settings.replay:
         keeper = Keeper(recorder, losses, gradients)
         install_keeper(keeper)

@@ -22,6 +22,7 @@ import torch
 import torch.utils.data.dataloader as torch_loader
 from torch.utils.data import DistributedSampler, Subset, _utils, get_worker_info
 
+from everyrank.audit.watch.modules import rows
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves
 
@@ -102,17 +103,20 @@ class Loaders:
         with self.recorder.muted():
             return _length(loader) or len(batches)
 
-    def given(self, iterator: Any, seconds: float) -> None:
-        """Write down that a batch was given, and how long it was waited for."""
+    def given(self, iterator: Any, batch: Any, seconds: float) -> None:
+        """Write down that a batch was given, a checksum of each of its samples, and how long it was waited for."""
         about = iterator._audit
         about["given"] += 1
         self.last = about["loader"], about["epoch"]
+        with self.recorder.muted():
+            samples = rows(batch) if self.recorder.settings.modes else []
         self.recorder.event(
             "batch",
             loader=about["loader"],
             epoch=about["epoch"],
             number=about["given"],
             seconds=seconds,
+            rows=samples,
             is_after_jump=about["given"] == about["jump"],
         )
 
@@ -268,7 +272,7 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
             raise StopIteration
         begin = time.perf_counter()
         batch = following(self)
-        loaders.given(self, time.perf_counter() - begin)
+        loaders.given(self, batch, time.perf_counter() - begin)
         return batch
 
     iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch

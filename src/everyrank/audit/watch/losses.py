@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from everyrank.audit.watch.place import caller_is_own, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
-from everyrank.audit.watch.recorder import Recorder, tensors
+from everyrank.audit.watch.recorder import Recorder, local, tensors
 
 __all__ = ["Functions", "Losses"]
 
@@ -42,6 +42,7 @@ WAITS = {
     torch.Tensor.__float__: "float",
     torch.Tensor.__int__: "int",
 }
+_SCALINGS = {torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__rmul__, torch.mul, torch.div, torch.Tensor.__rdiv__}
 _CUTS = {torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.masked_select, torch.where, torch.narrow}
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
@@ -53,20 +54,27 @@ class Losses:
         self.terms: list[dict[str, Any]] = []
         self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
         self.kept: list[Any] = []
+        self.gathered: dict[int, tuple[Any, str]] = {}  # computed from what all_gather gave: the tensor, and its line
         self.depth = 0  # of module calls
         self.num_dropouts = 0
         self.is_evaluating = False  # since a forward without gradients
         self.cuts: set[str] = set()  # lines that take a part of a tensor in an evaluation
+        self.scalings: list[str] = []  # lines that multiply or divide a number computed from the model's outputs
         self.waits: Counter[tuple[str, str]] = Counter()
 
     def forward_done(self, output: Any) -> None:
         """What is computed from this output may become a loss."""
         self.derived = {id(tensor): tensor for tensor in tensors(output)}
 
+    def gather_done(self, given: Any, out: Any, line: str) -> None:
+        """`out` is what all_gather has made of `given`: numbers without a gradient."""
+        if torch.is_grad_enabled() and isinstance(given, torch.Tensor) and given.requires_grad and given.dim() > 1:
+            self.gathered |= {id(tensor): (tensor, line) for tensor in tensors(out) if not tensor.requires_grad}
+
     def backward_done(self) -> list[dict[str, Any]]:
         """What backward has been through; all others are forgotten."""
         done = [term for term in self.terms if term["scale"] is not None]
-        self.terms, self.kept, self.derived = [], [], {}
+        self.terms, self.kept, self.derived, self.gathered, self.scalings = [], [], {}, {}, []
         return done
 
 
@@ -119,6 +127,9 @@ class Functions(TorchFunctionMode):
         losses.num_dropouts += _drops(func, kwargs)
         if losses.is_evaluating:
             self._cut(func, args)
+        if losses.gathered:
+            line = next((losses.gathered[id(t)][1] for t in tensors((args, kwargs)) if id(t) in losses.gathered), "")
+            losses.gathered |= {id(tensor): (tensor, line) for tensor in tensors(out) if line}
         is_derived = bool(losses.derived) and any(id(tensor) in losses.derived for tensor in tensors((args, kwargs)))
         if is_derived and losses.depth == 0:
             for tensor in tensors(out):
@@ -126,17 +137,23 @@ class Functions(TorchFunctionMode):
                     losses.derived[id(tensor)] = tensor
         if not (_is_scalar(out) and out.requires_grad):
             return
-        if func in LOSSES:
+        if func in _SCALINGS and is_derived and losses.depth == 0 and _is_scalar(args[0]):
+            losses.scalings.append(where())
+        elif func in LOSSES:
             reduction = kwargs.get("reduction", "mean")
             with self.recorder.muted():
                 count = num_terms(func, args, kwargs)
             self._loss(func, out, count, "mean" if reduction == "batchmean" else reduction)
         elif func in REDUCTIONS and is_derived and losses.depth == 0 and args[0].numel() > 1:
-            self._loss(func, out, args[0].numel(), REDUCTIONS[func])
+            with self.recorder.muted():
+                nonzero = int(torch.count_nonzero(local(args[0])))
+            self._loss(func, out, args[0].numel(), REDUCTIONS[func], nonzero)
 
-    def _loss(self, func: Any, out: Any, count: float, reduction: str) -> None:
+    def _loss(self, func: Any, out: Any, count: float, reduction: str, nonzero: int | None = None) -> None:
         recorder, losses = self.recorder, self.losses
-        about = {"name": func.__name__, "terms": count, "reduction": reduction, "line": where()}
+        about = {"name": func.__name__, "terms": count, "reduction": reduction, "line": where(), "nonzero": nonzero}
+        with recorder.muted():
+            about["value"] = float(out.detach()) if type(out) is torch.Tensor else None
         term: dict[str, Any] = {**about, "scale": None}
         losses.terms.append(term)
 

@@ -13,7 +13,7 @@ import torch
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
-from everyrank.audit.watch.recorder import Recorder
+from everyrank.audit.watch.recorder import Recorder, tensors
 
 __all__ = ["install_sharding", "install_steps"]
 
@@ -40,15 +40,25 @@ def _watch_backward(recorder: Recorder, losses: Losses, gradients: Gradients, be
         begin()
         line = where()
         gradients.begin_backward()
-        recorder.event("backward", line=line)
+        recorder.event("backward", line=line, **_lost(roots, losses, recorder))
         try:
             with recorder.during(f"backward at {line}"):
                 return autograd_backward(roots, *args, **kwargs)
         finally:
-            recorder.event("backward_end", losses=losses.backward_done())
+            scalings = list(dict.fromkeys(losses.scalings))
+            recorder.event("backward_end", losses=losses.backward_done(), scalings=scalings)
             recorder.micro += 1
 
     torch.autograd.backward = backward
+
+
+def _lost(roots: Any, losses: Losses, recorder: Recorder) -> dict[str, Any]:
+    """The line of an all_gather without a gradient whose numbers have gone into this loss, and the value of that."""
+    with recorder.muted():
+        for root in tensors(roots):
+            if id(root) in losses.gathered and root.numel() == 1:
+                return {"gathered_at": losses.gathered[id(root)][1], "value": float(root)}
+    return {}
 
 
 def _watch_clipping(recorder: Recorder, gradients: Gradients) -> None:
