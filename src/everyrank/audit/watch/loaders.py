@@ -104,19 +104,14 @@ class Loaders:
 
     def given(self, iterator: Any, batch: Any) -> None:
         """Write down that a batch was given, and a checksum of each of its samples."""
-        about = iterator._audit
+        about, modes = iterator._audit, self.recorder.settings.modes
         about["given"] += 1
         self.last = about["loader"], about["epoch"]
         with self.recorder.muted():
-            samples = rows(batch) if self.recorder.settings.modes else []
-        self.recorder.event(
-            "batch",
-            loader=about["loader"],
-            epoch=about["epoch"],
-            number=about["given"],
-            rows=samples,
-            is_after_jump=about["given"] == about["jump"],
-        )
+            samples = rows(batch) if modes else []
+        number, is_after_jump = about["given"], about["given"] == about["jump"]
+        place = {"loader": about["loader"], "epoch": about["epoch"], "number": number}
+        self.recorder.event("batch", **place, rows=samples, is_after_jump=is_after_jump)
 
 
 def _first_samples(batches: Any) -> list[Any]:
