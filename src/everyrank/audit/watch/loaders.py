@@ -105,20 +105,14 @@ class Loaders:
 
     def given(self, iterator: Any, batch: Any, seconds: float) -> None:
         """Write down that a batch was given, a checksum of each of its samples, and how long it was waited for."""
-        about = iterator._audit
+        about, modes = iterator._audit, self.recorder.settings.modes
         about["given"] += 1
         self.last = about["loader"], about["epoch"]
         with self.recorder.muted():
-            samples = rows(batch) if self.recorder.settings.modes else []
-        self.recorder.event(
-            "batch",
-            loader=about["loader"],
-            epoch=about["epoch"],
-            number=about["given"],
-            seconds=seconds,
-            rows=samples,
-            is_after_jump=about["given"] == about["jump"],
-        )
+            samples = rows(batch) if modes else []
+        number, is_after_jump = about["given"], about["given"] == about["jump"]
+        place = {"loader": about["loader"], "epoch": about["epoch"], "number": number}
+        self.recorder.event("batch", **place, seconds=seconds, rows=samples, is_after_jump=is_after_jump)
 
 
 def _first_samples(batches: Any) -> list[Any]:
