@@ -14,19 +14,8 @@ from typing import Any
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Finding, Findings, short_place
 from everyrank.audit.outside import rank_from_outside, shared_folder, together
-from everyrank.audit.rules.batches import check_batches
-from everyrank.audit.rules.clipping import check_clipping
+from everyrank.audit.rules import RULES
 from everyrank.audit.rules.collectives import check_collectives, stands
-from everyrank.audit.rules.data import check_data
-from everyrank.audit.rules.evaluation import check_evaluation
-from everyrank.audit.rules.gradients import check_gradients
-from everyrank.audit.rules.randomness import check_randomness
-from everyrank.audit.rules.replay import check_replay
-from everyrank.audit.rules.replicas import check_replicas
-from everyrank.audit.rules.saving import check_saving
-from everyrank.audit.rules.schedule import check_schedule
-from everyrank.audit.rules.speed import check_speed
-from everyrank.audit.rules.split_layers import check_split_layers
 from everyrank.audit.script import (
     check_arguments,
     find_script,
@@ -44,21 +33,6 @@ from everyrank.launch.rank_info import RankInfo
 
 __all__ = ["Audit", "AuditOptions", "audit_script", "judge_run"]
 
-_RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
-    check_collectives,
-    check_data,
-    check_batches,
-    check_replicas,
-    check_gradients,
-    check_split_layers,
-    check_clipping,
-    check_replay,
-    check_evaluation,
-    check_randomness,
-    check_schedule,
-    check_saving,
-    check_speed,
-)
 _BATCHES = 4  # of an epoch, before its last one
 _REPLAYED = 3  # updates
 _WANTS_RANK = re.compile(r"KeyError: '(LOCAL_)?RANK'|KeyError: 'WORLD_SIZE'")
@@ -236,7 +210,7 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
         _raise_own_error(run)
     if not evidence.ranks or not evidence.all_of("step"):
         _raise_never_trained(words, run, evidence, options)
-    for rule in _RULES:
+    for rule in RULES:
         rule(evidence, findings)
     if evidence.world_size == 1:
         findings.not_checked(
