@@ -286,9 +286,9 @@ def test_without_the_live_oracle_the_replay_names_a_wrong_scale(
     forkserver: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What agrees with it does so of its own accord."""
-    others = tuple(rule for rule in examine._RULES if rule is not check_gradients)
-    assert len(others) == len(examine._RULES) - 1
-    monkeypatch.setattr(examine, "_RULES", others)
+    others = tuple(rule for rule in examine.RULES if rule is not check_gradients)
+    assert len(others) == len(examine.RULES) - 1
+    monkeypatch.setattr(examine, "RULES", others)
     audit = replayed(forkserver, tmp_path, *CASES["scale"][0])
     [finding] = [finding for finding in audit.findings if finding.rule == "replay.differs"]
     assert finding.level == "WARN"
