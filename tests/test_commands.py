@@ -208,7 +208,7 @@ def test_a_recipe_on_the_screen(words: str, tmp_path: Path) -> None:
 
 
 def test_complaints() -> None:
-    """What the audit says of a padded sampler, a stream read twice, a sample left out."""
+    """What the check of the samples says of a padded sampler, a stream read twice, a sample left out."""
     assert complaints([2, 0, 1], 3, "epoch 0") == []
     assert complaints([0, 1, 2, 0], 3, "epoch 0") == [
         "epoch 0: 1 of 3 samples were read more than once, the first is 0"
@@ -225,7 +225,7 @@ def audit_in_ranks(world: Any, mutation: str) -> list[str]:
     import everyrank.data.parts as parts
     import zoo
     from everyrank.parallel.mesh import open_mesh
-    from everyrank.parity.samples import audit
+    from everyrank.parity.samples import check_samples
 
     workload = zoo.workload("frozen")
     order = parts.epoch_order
@@ -235,15 +235,15 @@ def audit_in_ranks(world: Any, mutation: str) -> list[str]:
         mesh = open_mesh(layout, world)
         if mutation == "same slice":
             mesh = dataclasses.replace(mesh, coordinate={**mesh.coordinate, "replicate": 0})
-        return audit(workload, zoo.Points(23), zoo.Points(13), layout, mesh)[0]
+        return check_samples(workload, zoo.Points(23), zoo.Points(13), layout, mesh)[0]
 
 
 @pytest.mark.parametrize(
     ("mutation", "words"),
     [("", None), ("same slice", "read more than once"), ("epoch not set", "has the order of epoch 0")],
 )
-def test_audit(ranks: Any, mutation: str, words: str | None) -> None:
-    """The audit is silent where samples are read once, and names what is wrong where they are not."""
+def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
+    """The check is silent where samples are read once, and names what is wrong where they are not."""
     for problems in ranks(3, audit_in_ranks, mutation):
         assert bool(problems) == (words is not None)
         assert words is None or words in " ".join(problems)

@@ -1,4 +1,4 @@
-"""Streams over ranks and loader workers, files read by parts: each sample once, and the audit sees when it is not."""
+"""Streams over ranks and loader workers, files read by parts: each sample once, and the check sees when it is not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from everyrank.data.stream import Streamed
 from everyrank.errors import WorkloadError
 from everyrank.loop import evaluate, open_data, run_updates
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity.samples import audit, sample_fingerprint
+from everyrank.parity.samples import check_samples, sample_fingerprint
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 
@@ -197,8 +197,8 @@ def test_a_rank_keeps_to_its_part_of_the_files(ranks: Any) -> None:
         assert len(files) == 3
 
 
-def audited(world: World, fault: str, workers: int = 0) -> list[str]:
-    """What the audit says of data that is broken in this way."""
+def samples_checked(world: World, fault: str, workers: int = 0) -> list[str]:
+    """What the check of the samples says of data that is broken in this way."""
     here = dataclasses.replace(world, loader_workers=workers)
     mesh = open_mesh(parse_layout("ddp"), here)
     if fault == "padded":
@@ -211,7 +211,7 @@ def audited(world: World, fault: str, workers: int = 0) -> list[str]:
     else:
         data = Streamed(Stream(23, fault, world.rank, world.size), 23, True)
     workload = workload_of(data, order="shard" if fault.startswith("files") else "global")
-    return audit(workload, data, None, parse_layout("ddp:accumulate=2"), mesh)[0]
+    return check_samples(workload, data, None, parse_layout("ddp:accumulate=2"), mesh)[0]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def audited(world: World, fault: str, workers: int = 0) -> list[str]:
 )
 def test_the_audit_sees_what_people_do(ranks: Any, fault: str, words: str | None) -> None:
     """A padded DistributedSampler, a forgotten set_epoch, a stream that is divided twice."""
-    for problems in ranks(3, audited, fault):
+    for problems in ranks(3, samples_checked, fault):
         assert bool(problems) == (words is not None), problems
         assert words is None or words in " ".join(problems)
 
@@ -235,7 +235,7 @@ def test_the_audit_sees_what_people_do(ranks: Any, fault: str, words: str | None
 def divided_by_worker(world: World, is_hidden: bool) -> list[str]:
     with contextlib.nullcontext() if is_hidden else mock.patch("everyrank.data.stream._hide_worker"):
         try:
-            return audited(world, "by worker", workers=2)
+            return samples_checked(world, "by worker", workers=2)
         except WorkloadError as error:
             return [str(error)]
 

@@ -20,7 +20,7 @@ from everyrank.errors import UsageError, WorkloadError
 from everyrank.loop import evaluate, open_data, planned_updates, run_updates
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import check_layout, parity_case, trace
-from everyrank.parity.samples import audit
+from everyrank.parity.samples import check_samples
 from everyrank.record import read_records
 from everyrank.runs import About, Checkpoint
 from everyrank.strategies import prepare
@@ -45,7 +45,7 @@ def dropped(world: World) -> tuple[int, list[str], str]:
     mesh = open_mesh(Layout("ddp"), world)
     subject = parity_case(workload, *open_data(workload, world), steps=20)
     counts = trace(subject, Layout("ddp"), world, subject.planned("float64")).counts
-    return int(sum(counts[:3])), *audit(workload, zoo.Points(23), None, Layout("ddp"), mesh)
+    return int(sum(counts[:3])), *check_samples(workload, zoo.Points(23), None, Layout("ddp"), mesh)
 
 
 def test_drop_last_of_less_than_a_batch_is_refused(ranks: Any) -> None:
@@ -119,7 +119,7 @@ def by_weight() -> list[float]:
 
 
 def test_weights_are_drawn_once_for_all_ranks(ranks: Any) -> None:
-    """What torch's WeightedRandomSampler draws, ragged batches and all; the audit knows that samples repeat."""
+    """What torch's WeightedRandomSampler draws, ragged batches and all; the check knows that samples repeat."""
     sampler = torch.utils.data.WeightedRandomSampler(by_weight(), 23, generator=torch.Generator().manual_seed(1))
     orders = ranks(2, drawn)
     assert orders[0] == orders[1]
@@ -135,7 +135,7 @@ def drawn(world: World) -> tuple[list[int], list[str], str]:
     open_data(workload, world)
     mesh = open_mesh(Layout("ddp"), world)
     order = order_of(workload, zoo.Points(23), 1)
-    return [int(sample) for sample in order], *audit(workload, zoo.Points(23), None, Layout("ddp"), mesh)
+    return [int(sample) for sample in order], *check_samples(workload, zoo.Points(23), None, Layout("ddp"), mesh)
 
 
 def test_weights_are_the_same_training_under_every_layout(ranks: Any) -> None:

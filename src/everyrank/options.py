@@ -160,7 +160,7 @@ class VerifyOptions(_Call):
     steps: Annotated[int, Argument("updates to compare (default %(default)s)", "K", minimum=1)] = 20
     quick: Annotated[bool, Argument("float64 alone, six updates; says what it leaves out")] = False
     fresh: Annotated[bool, Argument("run single anew, not as an earlier call has kept it")] = False
-    samples: Annotated[bool, Argument("audit that each sample is read once and evaluated once")] = False
+    samples: Annotated[bool, Argument("check that each sample is read once and evaluated once")] = False
     by_name: bool = True
 
 

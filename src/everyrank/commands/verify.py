@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     records = api.verify(source, layouts, launch, options=options)
     if not records:
         return 0
-    compared = [record for record in records if record.parity.checks]  # compared, or audited at least
+    compared = [record for record in records if record.parity.checks]  # compared, or its samples checked
     lines = [f"{record.layout}: {record.parity.checks[-1]}" for record in compared if args.samples]
     if args.quick:
         lines += dict.fromkeys(

@@ -102,7 +102,9 @@ class StreamReader(Dataset[Any]):
         self.stream, self.seed = stream, seed
         self.decode: Any = getattr(stream.dataset, "decode", None)
         self.is_random = not getattr(stream.dataset, "deterministic", False)
-        self.draws_alike = getattr(stream.dataset, "draws_alike", False)  # in every epoch: an audit tells samples apart
+        self.draws_alike = getattr(
+            stream.dataset, "draws_alike", False
+        )  # in every epoch: a check of the samples tells them apart
         self.epoch = -1
         self.position = 0  # of the item that comes next
         self.items: Iterator[Any] = iter(())

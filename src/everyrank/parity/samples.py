@@ -1,4 +1,4 @@
-"""The audit of the samples: each is read once in every epoch, and counted once in the evaluation.
+"""The check of the samples: each is read once in every epoch, and counted once in the evaluation.
 
 The real loader reads the real dataset under the layout; only what a sample holds is replaced by its number.
 """
@@ -35,14 +35,16 @@ from everyrank.workload import Workload
 from everyrank.world import World
 from everyrank.world.collectives import all_gather
 
-__all__ = ["audit", "complaints"]
+__all__ = ["check_samples", "complaints"]
 
 _NUM_EPOCHS = 2
 _NUM_COMPARED = 64  # samples whose content is compared between ranks
 
 
-def audit(workload: Workload, train_data: Any, eval_data: Any, layout: Layout, mesh: Mesh) -> tuple[list[str], str]:
-    """What is wrong (nothing: []), and what was audited. The same on every rank that takes part; a collective."""
+def check_samples(
+    workload: Workload, train_data: Any, eval_data: Any, layout: Layout, mesh: Mesh
+) -> tuple[list[str], str]:
+    """What is wrong (nothing: []), and what was looked at. The same on every rank that takes part; a collective."""
     problems = _differences(workload, train_data, mesh.world)
     left_out = len(train_data) - samples_per_epoch(workload, len(train_data))
     orders = _orders_of_epochs(workload, train_data, layout, mesh)

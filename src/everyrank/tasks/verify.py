@@ -13,7 +13,7 @@ from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, gradients_of, parity_case
-from everyrank.parity.samples import audit
+from everyrank.parity.samples import check_samples
 from everyrank.progress import progress, row_known, said_once
 from everyrank.record import Parity, Record
 from everyrank.workload import Source, Workload, load
@@ -22,7 +22,7 @@ from everyrank.world import World, on_rank_0, open_world, single_process_world
 __all__ = ["verify_gradients_rank", "verify_rank"]
 
 
-_BY_RANK = "with order=shard the ranks decide which update has which samples; --samples audits that each is read once"
+_BY_RANK = "with order=shard the ranks decide which update has which samples; --samples checks that each is read once"
 
 
 def verify_rank(
@@ -68,25 +68,27 @@ def verify_rank(
 def _compared(
     case: ParityCase, layout: Layout, world: World, index: int, options: VerifyOptions
 ) -> tuple[Parity, list[float]]:
-    """The parity of a layout, with its audit where that was asked for, and its losses. A collective."""
+    """The parity of a layout, with the check of its samples where that was asked for, and its losses. A collective."""
     is_by_rank = case.workload.order == "shard" and layout.axis is not None and world.size > 1
     if is_by_rank:
         parity, losses = Parity("not_verified", reason=_BY_RANK), []
     else:
         parity, losses = check_layout(case, layout, world, f"verify/{index}", options.by_name)
     if options.samples and (is_by_rank or parity.status in ("equal", "different")):
-        parity = _audited(parity, case, layout, world, f"audit/{index}")
+        parity = _with_samples(parity, case, layout, world, f"audit/{index}")
     return parity, losses
 
 
-def _audited(parity: Parity, case: ParityCase, layout: Layout, world: World, key: str) -> Parity:
-    """The parity with what the audit of the samples found."""
+def _with_samples(parity: Parity, case: ParityCase, layout: Layout, world: World, key: str) -> Parity:
+    """The parity with what the check of the samples found."""
     data = (case.workload, case.train_data, case.eval_data)
     if layout.axis is None:
-        found = on_rank_0(world, key, lambda: audit(*data, layout, open_mesh(layout, single_process_world(world))))
+        found = on_rank_0(
+            world, key, lambda: check_samples(*data, layout, open_mesh(layout, single_process_world(world)))
+        )
         problems, text = found or ([], "")
     else:
-        problems, text = audit(*data, layout, open_mesh(layout, world))
+        problems, text = check_samples(*data, layout, open_mesh(layout, world))
     if not problems:
         return dataclasses.replace(parity, checks=[*parity.checks, text])
     return dataclasses.replace(
