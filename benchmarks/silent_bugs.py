@@ -1,6 +1,6 @@
 """The corpus of silent bugs, each under the command that is for it: found or not, what was named, and false alarms.
 
-Run: python benchmarks/silent_bugs.py [--blind] [--json F] [--docs] [NAME ...]
+Run: python benchmarks/silent_bugs.py [--blind [N]] [--json F] [--docs] [NAME ...]
 
 `Kind: script`: the script of benchmarks/silent_bugs/ under `everyrank audit`, as it is and with --right, its smallest
 correction; then the scripts of correct/. `Kind: parallelize`: its function under
@@ -12,9 +12,9 @@ cause   what is named is what the file's own `Expected:` says: a rule of audit, 
 line    audit: the line that the file marks is named, or is among those shown with it; verify names tensors and layers
 A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right function, is a false alarm.
 
---docs writes the tables of docs/silent-bugs.md from the Record. --blind audits benchmarks/blind_set/ instead: 15
-mistakes and 10 correct scripts by a writer who had seen neither the rules nor the corpus. Its first result is what
-counts; since then it has been looked at, like the others.
+--docs writes the tables of docs/silent-bugs.md from the Record. --blind audits benchmarks/blind_set/ instead, --blind 2
+benchmarks/blind_set_2/: 15 mistakes each, and 10 and 12 correct scripts, by writers who had seen neither the rules nor
+the corpus. Their first results are what counts; since then they have been looked at, like the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-FOLDER, BLIND = Path(__file__).parent / "silent_bugs", Path(__file__).parent / "blind_set"
+FOLDER = Path(__file__).parent / "silent_bugs"
+BLIND = {1: FOLDER.with_name("blind_set"), 2: FOLDER.with_name("blind_set_2")}
 RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
 DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
 MISTAKE = "# <- the mistake"
@@ -163,14 +164,14 @@ def row_of(file: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--blind", action="store_true")
+    parser.add_argument("--blind", type=int, nargs="?", const=1, choices=BLIND)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true")
     args = parser.parse_args()
     if args.docs:
         write_docs(json.loads(RECORD.read_text()))
         return
-    folder = BLIND if args.blind else FOLDER
+    folder = BLIND[args.blind] if args.blind else FOLDER
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("*.py")):
         if MISTAKE in file.read_text() and (not args.names or file.stem in args.names):

@@ -258,13 +258,18 @@ def _preload() -> None:
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             if not module.name.endswith(".ray_driver"):
                 importlib.import_module(module.name)
-    for finalizer in weakref.finalize._registry:
-        finalizer.atexit = False  # torch's, of its libraries: each process would take them down at its end
+    _forget_finalizers()  # torch's, of its libraries: each process would take them down at its end
     assert all([torch, everyrank, zoo])
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()  # the pages of what is there by now stay shared,
     gc.unfreeze = lambda: None  # at the end of a world, too: to look through all of it took most of a short run's time
+
+
+def _forget_finalizers() -> None:
+    """What is to be tidied up is not ours: a temporary folder of whom we are forked from."""
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False
 
 
 def _start(connection: socket.socket) -> int:
@@ -453,6 +458,7 @@ def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
     import gc
 
     gc.freeze()
+    _forget_finalizers()
     if call["start_new_session"]:
         os.setsid()
     high = [place if number == -1 else number for place, number in enumerate(streams)]
@@ -486,6 +492,7 @@ def _spawnv_passfds(path: bytes, words: Sequence[str | bytes], kept: Sequence[in
         sys.stdin, sys.stdout, sys.stderr = _streams()
         _let_go(list(kept))
         sys.modules["__main__"] = types.ModuleType("__main__")
+        _forget_finalizers()
         _settle()
         _end_with(run_python, ["-c", code, os.fsdecode(words[-1])])
     return child

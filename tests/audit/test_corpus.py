@@ -96,6 +96,13 @@ def test_what_looks_like_it_is_no_alarm(
     assert audit.updates >= 3
 
 
+def test_nodes_of_one_graph_are_no_samples(forkserver: ForkServer, tmp_path: Path) -> None:
+    """All ranks feed the model the whole graph, and each its own nodes: right."""
+    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "blind_set_2" / "graph_nodes_right.py")
+    assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
+    assert audit.updates >= 3
+
+
 @pytest.mark.parametrize(
     "name",
     ["backward_not_reduced", *(pytest.param(name, marks=pytest.mark.integration) for name in (

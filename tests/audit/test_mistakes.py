@@ -200,6 +200,9 @@ REMARKS = [
      "torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]))[1:]",
      "loader.starves which has no workers", "loader = DataLoader(train"),
     ("classifier", "nn.Dropout(0.1)", "nn.Dropout(0.1), nn.BatchNorm1d(32)", "ddp.batchnorm", "model = Distributed"),
+    ("stream", "                parameter.grad /= world_size\n",
+     "                parameter.grad = (parameter.grad / world_size).half().float()\n", "gradient.unexplained",
+     "optimizer.step()"),
 ]  # fmt: skip
 # What cannot be checked, and is said: (script, what stands there, what is written instead, what is said)
 NOT_CHECKED = [

@@ -19,7 +19,7 @@ from everyrank import parse_layout
 from everyrank.loop import open_data
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, parity_case
-from everyrank.parity.samples import audit
+from everyrank.parity.samples import check_samples
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -171,7 +171,7 @@ def test_the_cause_does_not_contradict_the_audit(ranks: Any) -> None:
 
 def audited(world: World, workload: Any) -> tuple[list[str], str]:
     layout = parse_layout("ddp")
-    return audit(workload, *open_data(workload, world), layout, open_mesh(layout, world))
+    return check_samples(workload, *open_data(workload, world), layout, open_mesh(layout, world))
 
 
 def from_zero(optimizer: torch.optim.Optimizer) -> Any:

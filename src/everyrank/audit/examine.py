@@ -36,6 +36,7 @@ __all__ = ["Audit", "AuditOptions", "audit_script", "judge_run"]
 _BATCHES = 4  # of an epoch, before its last one
 _REPLAYED = 3  # updates
 _WANTS_RANK = re.compile(r"KeyError: '(LOCAL_)?RANK'|KeyError: 'WORLD_SIZE'")
+_LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|recvValue failed", re.IGNORECASE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 
 
@@ -206,7 +207,7 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
     """What the records of a run come to. Raises as `audit_script` does."""
     evidence = read_evidence(run)
     findings = Findings()
-    if run.status == "failed" and not _has_seen_enough(evidence) and not _mismatch(evidence):
+    if run.status == "failed" and not _has_seen_enough(run, evidence) and not _mismatch(evidence):
         _raise_own_error(run)
     if not evidence.ranks or not evidence.all_of("step"):
         _raise_never_trained(words, run, evidence, options)
@@ -237,9 +238,13 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
     )
 
 
-def _has_seen_enough(evidence: Evidence) -> bool:
-    """Whether we have ended all ranks: whoever waited for what they were still to do may have failed of that."""
-    return bool(evidence.ranks) and all(evidence.of(rank, "finish") for rank in evidence.ranks)
+def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
+    """Whether we have ended all ranks, or some, and the others have failed of that: they waited for these."""
+    ended = [rank for rank in evidence.ranks if evidence.of(rank, "finish")]
+    if len(ended) == len(evidence.ranks):
+        return bool(ended)
+    failed = [place for place, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
+    return bool(ended) and all(_LOST_PEER.search(run.outputs[place]) for place in failed)
 
 
 def _mismatch(evidence: Evidence) -> bool:

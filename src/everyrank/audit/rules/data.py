@@ -219,6 +219,8 @@ def _compare_ranks(
 ) -> None:
     """The rows of two ranks, step by step and over all steps."""
     own, other = rows
+    if any(_differs_otherwise(evidence, key) for key in common):
+        return  # its rows are no samples: what is chosen from them says which are trained on
     first = evidence.training_forwards[evidence.ranks[0]]
     same = [key for key, a, b in zip(common, own, other, strict=True) if a and 2 * len(a & b) >= len(a)]
     if len(same) >= 2 and 2 * len(same) >= len(common):
@@ -242,6 +244,12 @@ def _compare_ranks(
             "divide the samples by rank: these ranks draw from one random stream, shifted",
             _read_at(evidence),
         )
+
+
+def _differs_otherwise(evidence: Evidence, key: tuple[int, int]) -> bool:
+    """Whether the rows of both ranks are one tensor, and what else goes into the model is not: nodes of a graph."""
+    first, second = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
+    return bool(first["rows"]) and first["rows"] == second["rows"] and first["inputs"] != second["inputs"]
 
 
 def _read_at(evidence: Evidence) -> tuple[str, ...]:

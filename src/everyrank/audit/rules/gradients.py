@@ -8,6 +8,7 @@ must hold, with one c for all of them.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
 
 __all__ = ["check_gradients"]
 
+_ROUNDED = 1e-2  # relative residual of a gradient that was rounded to a half precision by hand
 _TOLERANCE, _SCALED_TOLERANCE = 1e-4, 2e-3  # relative residual; the second where a loss scale means float16
 
 
@@ -91,9 +93,13 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             _judge(evidence, update, findings)
     if not judged:
         findings.not_checked("gradients: no update in which all ranks step the same tensors was written down")
-    for event in evidence.all_of("thrown_away")[:1]:
+    lost = evidence.all_of("thrown_away")
+    num_backwards = Counter((event["rank"], event["update"]) for event in evidence.all_of("backward"))
+    usual = Counter(num_backwards.values()).most_common(1)[0][0] if num_backwards else 0
+    for event in lost[:1]:
+        is_skipped = usual == event["num"] == 1 and len(lost) <= len(evidence.steps)  # on both ranks: half of them
         findings.add(
-            "WARN",
+            "NOTE" if is_skipped else "WARN",  # as a loss scaler of their own skips a step
             "gradient.thrown-away",
             event["line"],
             f"zero_grad throws away the gradient of {event['num']} backwards before any optimizer step",
@@ -223,7 +229,8 @@ def _explain(
             ),
         )
         fix = "look at what changes .grad between backward and step"
-    level = "NOTE" if averages_parameters else "WARN" if rule == "unexplained" else "FAIL"
+    is_rounded = rule == "unexplained" and residual < _ROUNDED
+    level = "NOTE" if averages_parameters or is_rounded else "WARN" if rule == "unexplained" else "FAIL"
     findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix)
 
 

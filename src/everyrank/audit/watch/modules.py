@@ -54,6 +54,7 @@ class Modules:
                 "is_grad": is_grad,
                 "is_training": root.training,
                 "rows": rows((args, kwargs)),
+                "inputs": _checksums(tensors((args, kwargs))),
                 "size": next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0),
                 "generator": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
                 "num_batch_norms": sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
