@@ -16,23 +16,23 @@ from recipes.test_recipes import ALL, beside
 SPLIT = "gradients: layers are split over ranks"
 # ranks, and what the audit has to say that it cannot see
 RECIPES = {
-    "checkpoint_resume": (2, ""),
-    "context": (2, SPLIT),
-    "contrastive": (2, "samplers: no DataLoader is trained from"),
     "dataparallel": (1, "what ranks do to each other: it is one process"),
     "ddp_accumulate": (2, ""),
-    "ddp_amp": (2, ""),
     "ddp_torchrun": (2, ""),
     "fsdp": (2, "whether samples that were repeated are counted"),
     "iterable_sharding": (2, "the order of epochs: the data is a stream"),
+    "tensor": (2, SPLIT),
+}
+# much like one of those, or with four ranks: in make test-integrations
+MORE = {
+    "checkpoint_resume": (2, ""),
+    "context": (2, SPLIT),
+    "contrastive": (2, "samplers: no DataLoader is trained from"),
+    "ddp_amp": (2, ""),
     "model_parallel_two_devices": (1, "what ranks do to each other: it is one process"),
     "pipeline": (2, SPLIT),
     "single": (1, "what ranks do to each other: it is one process"),
-    "tensor": (2, SPLIT),
     "zero1": (2, ""),
-}
-# much like one of those, or with four ranks
-MORE = {
     "ddp_env": (2, ""),
     "distributed_evaluation": (2, ""),
     "elastic_torchrun": (2, ""),
