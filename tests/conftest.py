@@ -15,6 +15,7 @@ from everyrank.launch.monitor import ProcessMonitor, _child_environment
 from forkserver import ForkServer
 from processes import Cli, Forge, Pool, command_line, run_cli
 
+os.environ.pop("PYTEST_ADDOPTS", None)  # this run has read it; a pytest that a test starts is another one
 _STARTED_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
