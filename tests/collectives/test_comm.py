@@ -14,7 +14,7 @@ import torch.distributed as dist
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.cost import fit_cost
 from everyrank.collectives.operations import OPERATIONS, Case
-from everyrank.collectives.question import ALGORITHM_NAMES, OPERATION_NAMES, parse_sizes, size_text
+from everyrank.collectives.question import ALGORITHM_NAMES, OPERATION_NAMES, REDUCING, parse_sizes, size_text
 from processes import refused
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
@@ -48,7 +48,7 @@ def tried(world: Any, size: int, length: int) -> list[str]:
 
 
 def reductions(name: str, dtype: torch.dtype) -> list[str]:
-    if name not in ("reduce", "all_reduce", "reduce_scatter"):
+    if name not in REDUCING:
         return ["sum"]
     return ["sum", "product", "min", "max", *(["avg"] if dtype.is_floating_point else ["band", "bor", "bxor"])]
 

@@ -243,8 +243,13 @@ def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
     ended = [rank for rank in evidence.ranks if evidence.of(rank, "finish")]
     if len(ended) == len(evidence.ranks):
         return bool(ended)
-    failed = [place for place, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
-    return bool(ended) and all(_LOST_PEER.search(run.outputs[place]) for place in failed)
+    failed = _failed_by_themselves(run)
+    return bool(ended and failed) and all(_LOST_PEER.search(run.outputs[place]) for place in failed)
+
+
+def _failed_by_themselves(run: ScriptRun) -> list[int]:
+    """The ranks that ended with a status of their own; a signal may be ours."""
+    return [place for place, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
 
 
 def _mismatch(evidence: Evidence) -> bool:
@@ -257,8 +262,7 @@ def _mismatch(evidence: Evidence) -> bool:
 
 def _raise_own_error(run: ScriptRun) -> None:
     """The script's own last words: where it raised, and what."""
-    own = [place for place, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
-    place = own[0] if own else 0
+    place = next(iter(_failed_by_themselves(run)), 0)
     lines = [line for line in run.outputs[place].splitlines() if line.strip()]
     frames = [frame for frame in _FRAME.findall(run.outputs[place]) if is_own_file(frame[0])]
     where = ""

@@ -12,6 +12,7 @@ __all__ = [
     "ALGORITHM_NAMES",
     "DTYPE_BYTES",
     "OPERATION_NAMES",
+    "REDUCING",
     "REDUCTION_NAMES",
     "CommOptions",
     "parse_sizes",
@@ -28,7 +29,7 @@ REDUCTION_NAMES = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")
 """Names of `torch.distributed.ReduceOp`, in lower case; those of bits for whole numbers alone."""
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2, "int64": 8}
 """Bytes of an element."""
-_REDUCING = ("reduce", "all_reduce", "reduce_scatter")
+REDUCING = ("reduce", "all_reduce", "reduce_scatter")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _STEP = 4  # from one size of a range to the next
 _DEFAULT_SIZES = "4:64MiB"
@@ -85,7 +86,7 @@ class CommOptions:
         """Those to be tried, in the order of the table; where a reduction is named, those that reduce."""
         if self.operations:
             return self.operations
-        return _REDUCING if self.reduction != "sum" else OPERATION_NAMES
+        return REDUCING if self.reduction != "sum" else OPERATION_NAMES
 
 
 def parse_sizes(words: Sequence[str]) -> tuple[int, ...]:

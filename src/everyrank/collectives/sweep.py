@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.operations import OPERATIONS, Call, Case, Operation
-from everyrank.collectives.question import DTYPE_BYTES, CommOptions, size_text
+from everyrank.collectives.question import DTYPE_BYTES, REDUCING, CommOptions, size_text
 from everyrank.launch import Launch, RankInfo
 from everyrank.progress import progress
 from everyrank.world import World, open_world, store_barrier
@@ -119,7 +119,7 @@ def _row(world: World, options: CommOptions, name: str, case: Case, number: int)
         world.backend,
         name,
         case.algorithm,
-        case.reduction if name in ("reduce", "all_reduce", "reduce_scatter") else None,
+        case.reduction if name in REDUCING else None,
         options.dtype,
         case.is_async,
         case.size,

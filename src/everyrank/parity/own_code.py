@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from everyrank.loop import run_updates, wrap_user_errors
 from everyrank.parallel.init_model import shared_parameters
 from everyrank.parallel.mesh import local_tensors
 from everyrank.parallel.own import clean_name, replicated_axes, sum_squares_of_parts
+from everyrank.parity.by_rank import long_axes
 from everyrank.parity.case import ParityCase, by_gradient
 from everyrank.strategies import Prepared, prepare
 from everyrank.world import World
@@ -98,9 +99,9 @@ def _split_apart(state: _Tensors, model: nn.Module) -> list[str]:
 
 def _of_ranks(code: OwnCode, ratio: float) -> str:
     """Along which axes there are as many ranks as a gradient is too large or too small, and what to do about it."""
-    for axes in _subsets(code):
+    for axes in long_axes(code):
         size = math.prod(code.axes[axis] for axis in axes)
-        if len(axes) == 0 or min(abs(ratio / size - 1), abs(ratio * size - 1)) > 1e-3:
+        if min(abs(ratio / size - 1), abs(ratio * size - 1)) > 1e-3:
             continue
         others = [
             axis for (axis,) in itertools.combinations(code.axes, 1) if code.axes[axis] == size and axis not in axes
@@ -119,13 +120,6 @@ def _of_ranks(code: OwnCode, ratio: float) -> str:
         claim = "and the contract says sum; declare mean" if said == {"sum"} else "divided by them once too often"
         return f": {size} ranks stand along {where}, {claim}"
     return ""
-
-
-def _subsets(code: OwnCode) -> Iterator[tuple[str, ...]]:
-    """Sets of the axes that are longer than one rank, small ones first; those that read other samples come first."""
-    long = [axis for axis, size in code.axes.items() if size > 1]
-    for length in range(len(long) + 1):
-        yield from itertools.combinations(long, length)
 
 
 def cause_after_gradients(case: ParityCase, layout: Layout, world: World) -> str:
@@ -183,7 +177,7 @@ def _best(code: OwnCode, norms: Sequence[float], found: Sequence[float], norm: f
     places = list(itertools.product(*(range(size) for size in code.axes.values())))
     names = list(code.axes)
     best: tuple[float, tuple[str, ...] | None] = 0.1 * max(abs(one - norm) for one in found), None
-    for axes in _subsets(code):
+    for axes in ((), *long_axes(code)):
         fixed = [index for index, axis in enumerate(names) if axis not in axes]
         off = 0.0
         for place, taken in zip(places, found, strict=True):

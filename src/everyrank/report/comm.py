@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,10 +25,8 @@ def print_comm(rows: Sequence[dict[str, Any]], world: dict[str, Any]) -> None:
         return
     shown: list[list[str]] = []
     notes: list[str] = []
-    for name, group in itertools.groupby(rows, key=_name):
-        sizes = list(group)
+    for name, sizes, cost in _operations(rows):
         shown += [_cells(name if place == 0 else "", row) for place, row in enumerate(sizes)]
-        cost = _cost(sizes)
         if cost is not None:
             notes.append(f"{name}: {_cost_text(cost)}")
         steps = [row for row in sizes if row["steps"] is not None]
@@ -43,6 +41,13 @@ def print_comm(rows: Sequence[dict[str, Any]], world: dict[str, Any]) -> None:
     wrong = sum(row["num_wrong"] for row in rows)
     notes.append(f"{wrong} wrong elements" if wrong else "no wrong element")
     print_table(heading, Table(_HEADER, shown, []), notes)
+
+
+def _operations(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]], Cost | None]]:
+    """Of each operation its name, its rows, and what fits their times."""
+    for name, group in itertools.groupby(rows, key=_name):
+        sizes = list(group)
+        yield name, sizes, _cost(sizes)
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -78,9 +83,7 @@ def _cost_text(cost: Cost) -> str:
 def comm_json(rows: Sequence[dict[str, Any]], world: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """`rows` as they were measured, `costs` of each operation, and where they come from."""
     costs: list[dict[str, Any]] = []
-    for name, group in itertools.groupby(rows, key=_name):
-        sizes = list(group)
-        cost = _cost(sizes)
+    for name, sizes, cost in _operations(rows):
         if cost is not None:
             keys = ("backend", "operation", "algorithm", "reduction", "dtype", "is_async", "ranks")
             fitted = {key: None if value == float("inf") else value for key, value in dataclasses.asdict(cost).items()}

@@ -75,7 +75,7 @@ def _compared(
     else:
         parity, losses = check_layout(case, layout, world, f"verify/{index}", options.by_name)
     if options.samples and (is_by_rank or parity.status in ("equal", "different")):
-        parity = _with_samples(parity, case, layout, world, f"audit/{index}")
+        parity = _with_samples(parity, case, layout, world, f"samples/{index}")
     return parity, losses
 
 

@@ -249,7 +249,7 @@ def _compare_ranks(
 def _differs_otherwise(evidence: Evidence, key: tuple[int, int]) -> bool:
     """Whether the rows of both ranks are one tensor, and what else goes into the model is not: nodes of a graph."""
     first, second = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
-    return bool(first["rows"]) and first["rows"] == second["rows"] and first["inputs"] != second["inputs"]
+    return bool(first["rows"]) and first["rows"] == second["rows"] and first["others"] != second["others"]
 
 
 def _read_at(evidence: Evidence) -> tuple[str, ...]:

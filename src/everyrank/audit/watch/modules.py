@@ -42,7 +42,7 @@ class Modules:
         root = _unwrapped(module)
         kind = type(module).__name__
         with recorder.muted():
-            line = where()
+            line, sampled = where(), _of_samples((args, kwargs))
             if is_grad:
                 self.gradients.watch(root)
                 kinds = {type(inner).__name__ for inner in module.modules()} - self.said
@@ -54,7 +54,7 @@ class Modules:
                 "is_grad": is_grad,
                 "is_training": root.training,
                 "rows": rows((args, kwargs)),
-                "inputs": _checksums(tensors((args, kwargs))),
+                "others": _checksums(t for t in tensors((args, kwargs)) if t is not sampled),
                 "size": next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0),
                 "generator": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
                 "num_batch_norms": sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
@@ -117,12 +117,19 @@ def _checksums(values: Any) -> int:
 
 def rows(arguments: Any) -> list[str]:
     """A checksum for each sample of the first tensor that has samples: (N, ...), or tokens (N, T)."""
+    tensor = _of_samples(arguments)
+    if tensor is None:
+        return []
+    held = local(tensor).cpu().contiguous()
+    first = held[:_ROWS].reshape(min(_ROWS, len(held)), -1).view(torch.uint8).numpy()
+    return [f"{zlib.crc32(row):08x}" for row in first]
+
+
+def _of_samples(arguments: Any) -> Any:
     for tensor in tensors(arguments):
         if tensor.dim() >= 1 and tensor.shape[0] <= _LONGEST_BATCH and tensor.numel() > 2 * tensor.shape[0]:
-            held = local(tensor).cpu().contiguous()
-            first = held[:_ROWS].reshape(min(_ROWS, len(held)), -1).view(torch.uint8).numpy()
-            return [f"{zlib.crc32(row):08x}" for row in first]
-    return []
+            return tensor
+    return None
 
 
 def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients, pretends: bool) -> None:
