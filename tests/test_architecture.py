@@ -25,6 +25,7 @@ ORDER = [
     "progress",
     "launch",
     "runs",
+    "backends",
     "world",
     "collectives",
     "data",
@@ -71,6 +72,7 @@ INSIDE = {
         "worker",
         "ray_driver",
     ],
+    "backends": ["engine", "transport", "group", "shm.segment", "shm.collectives", "shm.messages", "shm.group", "shm"],
     "world": ["world", "barrier", "collectives", "rendezvous", "heartbeat", "process_group"],
     "collectives": [
         "question",

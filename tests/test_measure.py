@@ -217,7 +217,7 @@ def test_a_nap_in_the_dataset_is_data(ranks: Any) -> None:
     for seconds, shares in ranks(2, taken_apart, "data"):
         assert seconds["data"] >= NAP_SECONDS
         assert seconds["data"] == max(seconds.values())
-        assert shares["data"] < 0.01
+        assert shares["data"] < 0.1
 
 
 def test_a_nap_in_forward_on_one_rank_is_forward_there_and_waiting_on_the_other(ranks: Any) -> None:
@@ -234,7 +234,7 @@ def test_a_large_gradient_is_exposed_communication(ranks: Any) -> None:
     """A hundred megabytes for a handful of arithmetic: backward waits for them."""
     for seconds, shares in ranks(2, taken_apart, "gradient"):
         assert seconds["backward"] > seconds["forward"]
-        assert shares["backward"] > 0.2
+        assert shares["backward"] > 0.1
 
 
 def test_the_parts_are_the_whole(ranks: Any) -> None:

@@ -81,7 +81,8 @@ def test_device_and_backend() -> None:
     assert choose_device("cpu", 2) == "cpu"
     with pytest.raises(CannotRunError, match="no CUDA device"):
         choose_device("cuda", 0)
-    assert choose_backend(None, "cpu", 2, 0)[0] == "gloo"
+    assert choose_backend(None, "cpu", 2, 0)[0] == "shm"
+    assert choose_backend("gloo", "cpu", 2, 0) == ("gloo", "asked for")
     assert choose_backend(None, "cuda", 2, 2)[0] == "nccl"
     backend, why = choose_backend(None, "cuda", 2, 1)
     assert backend == "gloo"
@@ -331,7 +332,8 @@ def listens(info: RankInfo, launch: Launch) -> list[str]:
 @pytest.mark.parametrize("method", [None, "tcp"])
 def test_nothing_listens_beyond_loopback(method: str | None) -> None:
     """Ranks of one host talk over loopback, and so does the store that rank 0 opens."""
-    launch = Launch(processes=2, init_method=f"tcp://127.0.0.1:{free_port()}" if method else None)
+    method = f"tcp://127.0.0.1:{free_port()}" if method else None
+    launch = Launch(processes=2, backend="gloo", init_method=method)
     found = run_ranks(launch, listens, launch)
     assert all(address.endswith(("127.0.0.1", "::1")) for rank in (0, 1) for address in found[rank]), found
     assert len(found[0]) > 0

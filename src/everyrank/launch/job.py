@@ -21,6 +21,8 @@ WORKER = (*PYTHON, "-m", "everyrank.launch.worker")
 _MOST_PROCESSES, _MOST_ON_A_HOST = 1_000_000, 4_096  # more is a slip of the hand: there is no such machine
 _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behind
 
+BACKEND_NAMES = ("shm", "gloo", "nccl", "mpi")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -29,7 +31,7 @@ class Launch:
     launcher         a name of `LAUNCHERS`: spawn, torchrun, slurm, mpi or ray
     processes        ranks in all, on all hosts
     device           cpu or cuda; None: cuda where there is one
-    backend          gloo or nccl; None: chosen by `world.choose_backend`
+    backend          one of `BACKEND_NAMES`; None: chosen by `world.choose_backend`
     loader_workers   data loader processes of each rank; 0 loads in the rank itself
     timeout_seconds  longest wait for another rank, at start, in a collective and at the end
     logs             folder for the ranks' logs; None: a temporary one, kept only after a failure
@@ -83,8 +85,8 @@ class Launch:
             )
         if self.device not in (None, "cpu", "cuda"):
             raise UsageError(f"--device {self.device}: give cpu or cuda")
-        if self.backend not in (None, "gloo", "nccl"):
-            raise UsageError(f"--backend {self.backend}: give gloo or nccl")
+        if self.backend not in (None, *BACKEND_NAMES):
+            raise UsageError(f"--backend {self.backend}: give {', '.join(BACKEND_NAMES)}")
         if self.loader_workers < 0:
             raise UsageError(f"--workers {self.loader_workers}: give 0 or more")
         if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:

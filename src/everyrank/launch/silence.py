@@ -12,7 +12,7 @@ import psutil
 __all__ = ["is_a_wait", "of_silent", "wake_supervisors"]
 
 # what a backend says when the time is up in which another rank had to come
-_WAITED = re.compile(r"(gloo|nccl).*tim(ed|e) ?out", re.IGNORECASE)
+_WAITED = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STATES = {
     psutil.STATUS_DISK_SLEEP: "it waits for a disk or a driver (state D)",

@@ -1,13 +1,14 @@
 """What one rank hands to others: every collective of some updates, by operation and group, with its bytes.
 
-Counted where torch hands a collective to its backend (the operators of c10d), so that those DistributedDataParallel and
-`fully_shard` start by themselves are seen, too. Bytes are what the operator is given by one rank: the whole tensor of
-an all-reduce, a broadcast or a send; the rank's own part of an all-gather; the whole input of a reduce-scatter. How
-many of them cross a wire depends on the algorithm of the backend.
+Counted where torch hands a collective to its backend (the operators of c10d, or a backend of ours), so that those
+DistributedDataParallel and `fully_shard` start by themselves are seen, too. Bytes are what the operator is given by one
+rank: the whole tensor of an all-reduce, a broadcast or a send; the rank's own part of an all-gather; the whole input of
+a reduce-scatter. How many of them cross a wire depends on the algorithm of the backend.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from everyrank.backends import is_observed, observed_calls
 from everyrank.record import Collective
 
 __all__ = ["CommCounter"]
@@ -62,7 +64,7 @@ _NO_TRAFFIC = {
 class CommCounter(TorchDispatchMode):
     """Counts while it is entered.
 
-    with Traffic({"0": "replicate"}) as traffic:
+    with CommCounter({"0": "replicate"}) as traffic:
         next(updates)
     traffic.collectives()
 
@@ -74,6 +76,22 @@ class CommCounter(TorchDispatchMode):
         self.names = names
         self.counts: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
+        self.observed = contextlib.ExitStack()
+
+    def __enter__(self) -> CommCounter:
+        self.observed.enter_context(observed_calls(self._count_observed))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.observed.close()
+
+    def _count_observed(self, operation: str, group: str, num_bytes: int) -> None:
+        if operation != "barrier":
+            key = operation, self.names.get(group, group)
+            self.counts[key] += 1
+            self.bytes[key] += num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -83,7 +101,7 @@ class CommCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, operator: str, args: Any) -> None:
-        if operator in _NO_TRAFFIC:
+        if operator in _NO_TRAFFIC or any(isinstance(value, str) and is_observed(value) for value in args):
             return
         # an operator that is not in the table is counted under its own name rather than left out
         operation, place = _OPERATORS.get(operator, (operator, 0))

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["events_of", "profiler", "trace_of"]
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+# our own backends wait for other ranks in a thread that torch knows nothing of
+_ALL_THREADS: Any = _ExperimentalConfig(profile_all_threads=True)
 
 
 @contextlib.contextmanager
@@ -27,7 +30,8 @@ def profiler(device: torch.device, memory: bool = False) -> Generator[profile]:
     if is_loud:
         os.environ[_LOG_LEVEL] = "99"
     try:
-        with profile(activities=activities, profile_memory=memory) as running:
+        config = None if memory else _ALL_THREADS  # together they record no memory
+        with profile(activities=activities, profile_memory=memory, experimental_config=config) as running:
             yield running
     finally:
         if is_loud:

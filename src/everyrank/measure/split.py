@@ -5,7 +5,8 @@ On CUDA the clock is an event in the stream, so nothing waits.
 
 `exposed_shares` runs a few updates under torch.profiler: exposed is the time in which a collective is under way and
 this rank computes nothing. On CUDA the kernels say both. On CPU gloo's threads say when a collective is under way, and
-the rank's own thread computes nothing between two operators when that takes longer than Python ever does.
+the rank's own thread computes nothing between two operators when that takes longer than Python ever does. Our own
+backends work in the rank's own thread: all of a call is communication.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from everyrank.backends import OWN_BACKENDS
 from everyrank.measure.clock import interval
 from everyrank.measure.profiling import events_of, profiler
 from everyrank.parallel.trainable import Trainable
@@ -33,6 +35,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 _PAUSE_US = 30.0  # between two operators of one thread: longer than Python needs, shorter than any collective
 _MARK = "everyrank:"
+_OWN_CALLS = tuple(f"{name}:" for name in OWN_BACKENDS)
 _ON_CUDA = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -156,17 +159,19 @@ def _on_cuda(events: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> tup
 
 
 def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
-    """When gloo was at work, and when this rank's own thread was."""
+    """When a collective was under way, and when this rank's own thread was at work on something else."""
     own = {mark["tid"] for mark in marks}
-    under_way = [_span(event) for event in events if event["name"].startswith("gloo:")]
-    operators = [_span(e) for e in events if e["tid"] in own and not e["name"].startswith((_MARK, "c10d::"))]
+    calls = [_span(event) for event in events if event["name"].startswith(_OWN_CALLS)]
+    under_way = [*calls, *(_span(event) for event in events if event["name"].startswith("gloo:"))]
+    others = (_MARK, "c10d::", *_OWN_CALLS)
+    operators = [_span(e) for e in events if e["tid"] in own and not e["name"].startswith(others)]
     computing: list[_Span] = []
     for begin, end in _leaves(operators):
         if computing and begin - computing[-1][1] < _PAUSE_US:
             computing[-1] = (computing[-1][0], max(end, computing[-1][1]))
         else:
             computing.append((begin, end))
-    return under_way, computing
+    return under_way, _minus(_union(computing), _union(calls))
 
 
 def _leaves(spans: list[_Span]) -> list[_Span]:

@@ -40,7 +40,8 @@ _ASK_SECONDS = 3.0  # after a failure, to find out whose it was
 _SILENT_AFTER = 0.8  # of the timeout: before the backend's own, which names nobody
 # what a backend says when another rank went away
 _ANSWERS = re.compile(
-    r"closed by peer|reset by peer|broken pipe|timed? ?out|\b(gloo|nccl|sockets?|connections?|store|tcpstore)\b",
+    r"closed by peer|reset by peer|broken pipe|timed? ?out|"
+    r"\b(gloo|nccl|shm|mpi|sockets?|connections?|store|tcpstore)\b",
     re.IGNORECASE,
 )
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from everyrank.backends import OWN_BACKENDS, no_shared_memory, register_backend
+from everyrank.errors import CannotRunError
 from everyrank.launch import Launch, RankInfo, num_cores
 from everyrank.launch.hosts import choose_interface, usable_interfaces
 from everyrank.world.barrier import store_barrier
@@ -45,6 +47,7 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
         others = wait_for_peers(world.store, world.size)
         world = replace(world, hosts=tuple(other.host for other in others))
         way = route_to_peers(others, world.rank, meeting.address)
+        world = _with_settled_backend(world, launch.backend, is_one_machine=way[0])
         with _on_interface(launch, *way) as interface, _on_the_lookout(world, info):
             _init_process_group(world)
             store_barrier(world, "process group")  # who fails before others have connected breaks their connections
@@ -91,7 +94,29 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
     return world, meeting
 
 
+def _with_settled_backend(world: World, asked: str | None, is_one_machine: bool) -> World:
+    """What only all ranks together can tell: whether they share memory. A collective over the store.
+
+    Raises `CannotRunError` on all ranks where they do not, and shm was asked for by name.
+    """
+    if world.backend != "shm":
+        return world
+    store, seconds = dist.PrefixStore("shm", world.store), world.timeout_seconds
+    why_not = (
+        no_shared_memory(store, world.rank, world.size, seconds)
+        if is_one_machine
+        else "the ranks are on several machines"
+    )
+    if not why_not:
+        return world
+    if asked == "shm":
+        raise CannotRunError(f"--backend shm: {why_not}; use --backend gloo")
+    return replace(world, backend="gloo", choices={**world.choices, "backend": f"gloo: {why_not}"})
+
+
 def _init_process_group(world: World) -> None:
+    if world.backend in OWN_BACKENDS:
+        register_backend(world.backend)
     dist.init_process_group(
         # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
         "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from everyrank.backends import OWN_BACKENDS
 from everyrank.errors import CannotRunError, UsageError
 
 __all__ = ["World", "choose_backend", "choose_device", "choose_threads", "single_process_world", "use_threads"]
@@ -40,7 +41,7 @@ class World:
     rank, size              over all hosts
     local_rank, local_size  on this host
     device                  where this rank computes
-    backend                 what carries its collectives: gloo or nccl
+    backend                 what carries its collectives: shm, mpi, gloo or nccl
     threads                 CPU threads of this rank
     loader_workers          data loader processes of this rank
     timeout_seconds         longest wait for another rank
@@ -77,11 +78,16 @@ def choose_device(asked: str | None, num_cuda: int) -> str:
 
 
 def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
-    """The backend, and why. Raises `UsageError` for nccl where it cannot work."""
+    """The backend, and why; `open_world` changes shm to gloo where ranks turn out to share no memory.
+
+    Raises `UsageError` for one that cannot move tensors of this device.
+    """
     if device == "cpu":
         if asked == "nccl":
-            raise UsageError("--backend nccl: it moves CUDA tensors only; use gloo with --device cpu")
-        return "gloo", "the tensors are on CPU"
+            raise UsageError("--backend nccl: it moves CUDA tensors only; use shm or gloo with --device cpu")
+        return (asked, "asked for") if asked else ("shm", "the tensors are on CPU, the ranks on one host")
+    if asked in OWN_BACKENDS:
+        raise UsageError(f"--backend {asked}: it moves CPU tensors only; use nccl or gloo with --device {device}")
     if local_size > num_cuda:
         why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}, which nccl refuses"
         if asked == "nccl":

@@ -1,0 +1,33 @@
+"""c10d backends of ours, in Python: `shm` for ranks of one host.
+
+Registered with torch where a World asks for them; every group made inside that world is one of theirs, too.
+
+    engine.py     operations that wait for other ranks, moved on by whoever waits
+    transport.py  what a backend has to give: a few operations on flat tensors
+    group.py      c10d's calls by those: the process group that torch sees
+    shm/          through memory that the ranks share
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from everyrank.backends.group import PythonGroup, is_observed, observed_calls
+from everyrank.backends.shm import make_shm_group, no_shared_memory
+
+__all__ = ["OWN_BACKENDS", "PythonGroup", "is_observed", "no_shared_memory", "observed_calls", "register_backend"]
+
+OWN_BACKENDS = {"shm": make_shm_group}
+
+
+def register_backend(name: str) -> None:
+    """Tell torch how a group of this backend is made. Again and again is as good as once."""
+
+    def make(asked: Any, _: Any) -> PythonGroup:
+        # of the default group torch gives no list
+        ranks = list(asked.global_ranks_in_group) or list(range(asked.group_size))
+        return OWN_BACKENDS[name](asked.store, asked.group_rank, asked.group_size, ranks, asked.timeout, asked.group_id)
+
+    dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])

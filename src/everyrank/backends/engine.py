@@ -1,0 +1,309 @@
+"""PendingWorks that wait for other ranks, moved on by whoever waits.
+
+An operation is a generator: it does what it can, and yields the ranks that it waits for. So one thread can move many of
+them on, and an operation of one group never keeps that of another from its end, in whatever order ranks start them:
+
+    ENGINE.start(operation)   as far as it goes at once; what was called with async_op=True is left after a moment
+    operation.wait()          this thread moves on all that is pending until this one is done
+    a thread of the engine    moves on what was left, while nobody waits and this rank computes
+
+PendingWorks of one lane come one after the other: collectives of a group, messages to one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.distributed_c10d import Work
+from torch.profiler import record_function
+
+from everyrank.errors import RankFailedError, describe
+
+__all__ = ["ENGINE", "Engine", "Lane", "PendingWork", "Steps"]
+
+Steps = Generator[list[int], None, Any]
+"""Yields the ranks of the group that are waited for whenever it cannot go on: one list object for each wait."""
+
+_SPINS = 200  # looks at what is waited for, before the clock is looked at
+_YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
+_LONGEST_PAUSE = 0.001
+_PATIENCE_SECONDS = 0.0005  # an asynchronous operation waits so long for its peers before it is left to the thread
+_LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
+_LINGER_SECONDS = 0.1  # the thread stays awake so long after its last work
+_THREAD_PAUSE = 0.0002
+
+
+def _recorded(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Under a profiler, the span of a call: "shm:all_reduce"."""
+    return record_function(name.replace(" ", ":")) if _profiler_enabled() else contextlib.nullcontext()
+
+
+@dataclass(eq=False)
+class Lane:
+    """PendingWorks that come one after the other.
+
+    ranks             the number of each rank of the group among all ranks, for messages
+    timeout_seconds   longest wait for another rank
+    lost              of some ranks of the group, those that have ended, in words; None where nobody can know
+    is_any_enough     whether one of the ranks waited for is enough: a receive from any source
+    broken            what an operation failed with: none after it can be right
+    """
+
+    ranks: Sequence[int]
+    timeout_seconds: float
+    lost: Callable[[Sequence[int]], dict[int, str]] | None = None
+    is_any_enough: bool = False
+    waiting: deque[PendingWork] = field(default_factory=lambda: deque[PendingWork]())
+    broken: BaseException | None = None
+
+
+class PendingWork(Work):
+    """One call on its way: what torch gets back as its `Work`.
+
+    name      for errors: "shm all_reduce"
+    steps     what is to be done
+    tensors   what it fills, for whoever asks its future
+    """
+
+    def __init__(self, name: str, lane: Lane, steps: Steps, tensors: list[Any]) -> None:
+        super().__init__()
+        self.name, self.lane, self.steps, self.tensors = name, lane, steps, tensors
+        self.done = False
+        self.error: BaseException | None = None
+        self.value: Any = None
+        self.future: torch.futures.Future[Any] | None = None
+        self.missing: list[int] | None = None  # waited for
+        self.since = 0.0  # when that wait began
+        self.looked = 0.0  # when the missing were last looked after
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Until it is done. Raises what it failed with: `RankFailedError` for ranks that are gone or do not come."""
+        if not self.done:
+            with _recorded(self.name):
+                ENGINE.finish(self, timeout.total_seconds() if timeout else None)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done, after one more step."""
+        if not self.done:
+            ENGINE.step()
+        return self.done
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it fills."""
+        return self.tensors
+
+    def source_rank(self) -> int:
+        """Of a receive that is done: the rank of the group that sent."""
+        return int(self.value)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completed with the tensors when the operation is."""
+        with ENGINE.lock:
+            if self.future is None:
+                self.future = torch.futures.Future()
+                if self.done:
+                    self._complete_future(self.future)
+        return self.future
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing is left to do. Under the engine's lock."""
+        self.error, self.done = error, True
+        self.steps.close()
+        if self.future is not None:
+            self._complete_future(self.future)
+
+    def _complete_future(self, future: torch.futures.Future[Any]) -> None:
+        if self.error is None:
+            future.set_result(self.tensors)
+        else:
+            future.set_exception(self.error)  # pyright: ignore[reportArgumentType]
+
+
+class Engine:
+    """All that is pending in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.pending: dict[Lane, None] = {}
+        self.num_waiters = 0
+        self.has_work = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def start(self, operation: PendingWork, is_async: bool, patience: float = _PATIENCE_SECONDS) -> PendingWork:
+        """Put it into its lane and move it on: to its end or, asynchronous, for as long as its peers are there."""
+        lane = operation.lane
+        with self.lock:
+            if lane.broken is not None:
+                raise RankFailedError(f"{operation.name}: one before it failed: {describe(lane.broken)}")
+            lane.waiting.append(operation)
+            self._move(lane)
+            if operation.done:
+                return operation
+            self.pending[lane] = None
+        with _recorded(operation.name):
+            if not is_async:
+                self.finish(operation, None)
+            elif not ((patience and self._spin(operation)) or self._drive(operation, patience, None)):
+                self._leave_to_thread()
+        return operation
+
+    def finish(self, operation: PendingWork, timeout_seconds: float | None) -> None:
+        """Move on all that is pending until this one is done, or failed."""
+        if not self._spin(operation):
+            self._drive(operation, None, timeout_seconds)
+
+    def step(self) -> None:
+        """One step of all that is pending."""
+        with self.lock:
+            self._move_all()
+
+    def forget(self, lane: Lane) -> None:
+        """The group of this lane has ended: nobody waits for it any more."""
+        with self.lock:
+            self.pending.pop(lane, None)
+            lane.broken = RankFailedError("its process group has ended")
+            while lane.waiting:
+                lane.waiting.popleft().end(lane.broken)
+
+    def _spin(self, operation: PendingWork) -> bool:
+        self.num_waiters += 1
+        try:
+            for _ in range(_SPINS):
+                with self.lock:
+                    if not operation.done:
+                        self._move(operation.lane)
+                if operation.done:
+                    return True
+                os.sched_yield()  # there may be more ranks than cores
+            return False
+        finally:
+            self.num_waiters -= 1
+
+    def _drive(self, operation: PendingWork, patience: float | None, timeout_seconds: float | None) -> bool:
+        """Until it is done or, with patience, has waited that long for the same ranks. Whether it is done."""
+        self.num_waiters += 1
+        try:
+            while not operation.done:
+                with self.lock:
+                    self._move_all()
+                    waited = time.monotonic() - (operation.since or time.monotonic())
+                    if operation.done or (patience is not None and waited >= patience):
+                        break
+                    self._look_after_all(timeout_seconds)
+                if waited < _YIELD_SECONDS:
+                    os.sched_yield()
+                else:
+                    time.sleep(min(_LONGEST_PAUSE, waited / 20))
+            return operation.done
+        finally:
+            self.num_waiters -= 1
+
+    def _move_all(self) -> None:
+        for lane in list(self.pending):
+            self._move(lane)
+
+    def _move(self, lane: Lane) -> None:
+        """As far as this lane goes. Under the lock."""
+        waiting = lane.waiting
+        while waiting:
+            operation = waiting[0]
+            try:
+                missing = next(operation.steps)
+            except StopIteration as end:
+                operation.value = end.value
+                waiting.popleft()
+                operation.end(None)
+            except BaseException as error:
+                self._break(lane, error)
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C
+            else:
+                if missing is not operation.missing:
+                    operation.missing, operation.since = missing, time.monotonic()
+                    operation.looked = operation.since
+                return
+        self.pending.pop(lane, None)
+
+    def _break(self, lane: Lane, error: BaseException) -> None:
+        """No operation of this lane can be right any more."""
+        lane.broken = error
+        while lane.waiting:
+            lane.waiting.popleft().end(error)
+
+    def _look_after_all(self, timeout_seconds: float | None = None) -> None:
+        """Who is waited for and is gone, or has not come in time, ends the wait."""
+        now = time.monotonic()
+        for lane in list(self.pending):
+            waiting = lane.waiting[0] if lane.waiting else None
+            if waiting is None or waiting.missing is None or now < waiting.looked + _LOOK_SECONDS:
+                continue
+            waiting.looked, missing = now, waiting.missing
+            gone = lane.lost(missing) if lane.lost is not None else {}
+            if gone:
+                self._move(lane)  # what it said last may have come since
+            if waiting.done or waiting.missing is not missing:
+                continue
+            gone = {rank: words for rank, words in gone.items() if rank in missing}
+            if gone and (not lane.is_any_enough or len(gone) == len(missing)):
+                self._break(lane, RankFailedError(f"{waiting.name}: {', '.join(gone.values())}"))
+            elif now > waiting.since + (timeout_seconds or lane.timeout_seconds):
+                self._break(lane, _late(waiting, missing, timeout_seconds or lane.timeout_seconds))
+            if not lane.waiting:
+                self.pending.pop(lane, None)
+
+    def _leave_to_thread(self) -> None:
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, name="everyrank backends", daemon=True)
+            self.thread.start()
+        self.has_work.set()
+
+    def _work(self) -> None:
+        last = time.monotonic()
+        while True:
+            lane = next(iter(list(self.pending)), None)
+            first = lane.waiting[0] if lane is not None and lane.waiting else None
+            if first is not None:
+                with record_function(first.name.replace(" ", ":")):  # a profiler sees how long it was under way
+                    self._work_on(first)
+                last = time.monotonic()
+            elif time.monotonic() > last + _LINGER_SECONDS:
+                self.has_work.clear()
+                if not self.pending:
+                    self.has_work.wait()
+                last = time.monotonic()
+            time.sleep(_THREAD_PAUSE)
+
+    def _work_on(self, first: PendingWork) -> None:
+        while True:
+            if not self.num_waiters:
+                with self.lock:
+                    self._move_all()
+                    self._look_after_all()
+            if first.done:
+                return
+            time.sleep(_THREAD_PAUSE)
+
+
+def _late(waiting: PendingWork, missing: Sequence[int], seconds: float) -> RankFailedError:
+    names = ", ".join(str(waiting.lane.ranks[rank]) for rank in missing)
+    return RankFailedError(
+        f"{waiting.name} timed out after {seconds:g} s (--timeout): rank{'s' * (len(missing) > 1)} {names} did not come"
+    )
+
+
+ENGINE = Engine()

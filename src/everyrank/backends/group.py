@@ -1,0 +1,313 @@
+"""c10d's calls as a few operations on contiguous tensors: what every backend written in Python shares.
+
+`PythonGroup` is the process group that torch sees: all names and forms under which c10d, DistributedDataParallel,
+`fully_shard` and DTensor call a collective. `Transport` is what a backend gives: generators (engine.py) that move flat
+tensors on CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyrank.backends.engine import ENGINE, Lane, PendingWork, Steps
+from everyrank.backends.transport import Transport
+
+__all__ = ["PythonGroup", "is_observed", "observed_calls"]
+
+_Observer = Callable[[str, str, int], None]
+_OBSERVERS: list[_Observer] = []
+_NAMES: set[str] = set()
+
+
+@contextlib.contextmanager
+def observed_calls(observer: _Observer) -> Generator[None]:
+    """Call `observer(operation, group name, bytes that this rank hands in)` at every call of a `PythonGroup`."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+def is_observed(group_name: str) -> bool:
+    """Whether a group of that name is a `PythonGroup`, whose calls observers see."""
+    return group_name in _NAMES
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs give each method another shape from call to call
+
+
+class PythonGroup(_ProcessGroup):
+    """A process group of torch over a `Transport`."""
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+    bound_device_id = None
+
+    def __init__(self, transport: Transport, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self.transport, self.num_ranks, self.given_name, self.desc = transport, size, name, ""
+
+    # what torch asks a group about itself
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Under which it is registered."""
+        return self.transport.backend
+
+    name = getBackendName
+
+    @property
+    def group_name(self) -> str:
+        """Under which torch finds this group."""
+        return self.given_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.given_name = name
+        _NAMES.add(name)
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says that it is for."""
+        return self.desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self.desc = desc
+
+    def _get_backend(self, _: Any) -> PythonGroup:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """For operations from now on."""
+        for lane in self.transport.lanes():
+            lane.timeout_seconds = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Let go of the transport; whoever still waits is told."""
+        for lane in self.transport.lanes():
+            ENGINE.forget(lane)
+        _NAMES.discard(self.given_name)
+        self.transport.close()
+
+    abort = shutdown
+
+    # collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> PendingWork:
+        """What `dist.all_reduce` and DistributedDataParallel call."""
+        tensors, back = _listed(tensors), _Back()
+        flats = [back.out(tensor) for tensor in tensors]
+        reduction = _reduction(opts)
+        steps = _each([self.transport.collectives.all_reduce(flat, reduction) for flat in flats])
+        return self._run("all_reduce", steps, flats, tensors, opts, back)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None) -> PendingWork:
+        """What `dist.reduce` calls."""
+        back = _Back()
+        flat = back.out(tensors[0])
+        steps = self.transport.collectives.reduce(flat, _reduction(opts), opts.rootRank)
+        return self._run("reduce", steps, [flat], tensors, opts, back)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> PendingWork:
+        """What `dist.broadcast` and DistributedDataParallel call."""
+        tensors, back = _listed(tensors), _Back()
+        flats = [back.out(tensor) for tensor in tensors]
+        steps = _each([self.transport.collectives.broadcast(flat, opts.rootRank) for flat in flats])
+        return self._run("broadcast", steps, flats, tensors, opts, back)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """What `dist.all_gather` calls: a list of tensors."""
+        back, own = _Back(), [_flat(tensor) for tensor in inputs]
+        steps = [
+            self.transport.collectives.all_gather([back.out(tensor) for tensor in parts], flat)
+            for parts, flat in zip(outputs, own, strict=True)
+        ]
+        return self._run("all_gather", _each(steps), own, outputs, opts, back)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """Several tensors of each rank: `outputs[rank][tensor]`."""
+        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """What functional collectives call, several at once: one tensor for all parts of each."""
+        back, own = _Back(), [_flat(tensor) for tensor in inputs]
+        steps = [
+            self.transport.collectives.all_gather(list(back.out(whole).chunk(self.num_ranks)), flat)
+            for whole, flat in zip(outputs, own, strict=True)
+        ]
+        return self._run("all_gather", _each(steps), own, outputs, opts, back)
+
+    def all_gather_single(self, output: Any, own: Any, opts: Any = None) -> PendingWork:
+        """What `dist.all_gather_into_tensor` calls: one tensor for all parts."""
+        return self.all_gather_single_coalesced([output], [own], opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """What `dist.gather` calls."""
+        back, own = _Back(), _flat(inputs[0])
+        parts = [back.out(tensor) for tensor in outputs[0]] if outputs else []
+        steps = self.transport.collectives.gather(parts, own, opts.rootRank)
+        return self._run("gather", steps, [own], outputs, opts, back)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """What `dist.scatter` calls."""
+        back = _Back()
+        own = back.out(outputs[0])
+        parts = [_flat(tensor) for tensor in inputs[0]] if inputs else []
+        steps = self.transport.collectives.scatter(own, parts, opts.rootRank)
+        return self._run("scatter", steps, parts, outputs, opts, back)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """What `dist.reduce_scatter` calls: a list of tensors."""
+        back, reduction = _Back(), _reduction(opts)
+        parts = [[_flat(tensor) for tensor in own] for own in inputs]
+        steps = [
+            self.transport.collectives.reduce_scatter(back.out(tensor), own, reduction)
+            for tensor, own in zip(outputs, parts, strict=True)
+        ]
+        return self._run("reduce_scatter", _each(steps), [part for own in parts for part in own], outputs, opts, back)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """What functional collectives call, several at once: all parts of each in one tensor."""
+        parts = [_flat(tensor).chunk(self.num_ranks) for tensor in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    def reduce_scatter_single(self, output: Any, whole: Any, opts: Any = None) -> PendingWork:
+        """What `dist.reduce_scatter_tensor` calls: all parts in one tensor."""
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def all_to_all_single(self, output: Any, whole: Any, taken: Any, given: Any, opts: Any = None) -> PendingWork:
+        """What `dist.all_to_all_single` calls; without splits along dimension 0, as many rows to each rank."""
+        back, sent = _Back(), _flat(whole)
+        received = back.out(output)
+        steps = self.transport.collectives.all_to_all(
+            _split(received, output, taken, self.num_ranks), _split(sent, whole, given, self.num_ranks)
+        )
+        return self._run("all_to_all", steps, [sent], [output], opts, back)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """What `dist.all_to_all` calls: lists of tensors."""
+        back, sent = _Back(), [_flat(tensor) for tensor in inputs]
+        steps = self.transport.collectives.all_to_all([back.out(tensor) for tensor in outputs], sent)
+        return self._run("all_to_all", steps, sent, outputs, opts, back)
+
+    def barrier(self, opts: Any = None) -> PendingWork:
+        """What `dist.barrier` calls."""
+        return self._run("barrier", self.transport.collectives.barrier(), [], [], opts, _Back())
+
+    # torch's older names
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # messages
+
+    def send(self, tensors: Any, to: int, tag: int) -> PendingWork:
+        """What `dist.send` and `isend` call."""
+        flat = _flat(tensors[0])
+        lane, steps = self.transport.messages.send(flat, to, tag)
+        return self._message("send", lane, steps, [flat], tensors)
+
+    def recv(self, tensors: Any, source: int, tag: int) -> PendingWork:
+        """What `dist.recv` and `irecv` call."""
+        back = _Back()
+        flat = back.out(tensors[0])
+        lane, steps = self.transport.messages.receive(flat, source, tag)
+        return self._message("recv", lane, back.after(steps), [flat], tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> PendingWork:
+        """The same without a source."""
+        back = _Back()
+        flat = back.out(tensors[0])
+        lane, steps = self.transport.messages.receive(flat, None, tag)
+        return self._message("recv", lane, back.after(steps), [flat], tensors)
+
+    def _message(self, name: str, lane: Lane, steps: Steps, handed_in: list[Tensor], tensors: Any) -> PendingWork:
+        self._observe(name, handed_in)
+        operation = PendingWork(f"{self.transport.backend} {name}", lane, steps, list(tensors))
+        return ENGINE.start(operation, is_async=True, patience=0.0)
+
+    def _run(
+        self, name: str, steps: Steps, handed_in: Sequence[Tensor], tensors: Any, opts: Any, back: _Back
+    ) -> PendingWork:
+        self._observe(name, handed_in)
+        backend, is_async = self.transport.backend, bool(getattr(opts, "asyncOp", False))
+        operation = PendingWork(f"{backend} {name}", self.transport.lane, back.after(steps), list(tensors))
+        return ENGINE.start(operation, is_async)
+
+    def _observe(self, name: str, handed_in: Sequence[Tensor]) -> None:
+        if _OBSERVERS:
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in handed_in)
+            for observer in _OBSERVERS:
+                observer(name, self.given_name, num_bytes)
+
+
+class _Back:
+    """Outputs that are not contiguous: filled in a copy, and copied back at the end."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """`tensor`, flat, to be written into."""
+        flat = _flat(tensor)
+        if not tensor.is_contiguous():
+            self.copies.append((tensor.data, flat))
+        return flat
+
+    def after(self, steps: Steps) -> Steps:
+        """`steps`, and then the copies back."""
+        return self._then_copies(steps) if self.copies else steps
+
+    def _then_copies(self, steps: Steps) -> Steps:
+        value = yield from steps
+        for tensor, flat in self.copies:
+            tensor.copy_(flat.view(tensor.shape))
+        return value
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in one dimension: a view where that can be, outside autograd. Raises `RuntimeError`."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise RuntimeError(f"a {tensor.layout} tensor on {tensor.device}: this backend moves dense tensors on the CPU")
+    return tensor.data.contiguous().view(-1)
+
+
+def _listed(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _reduction(opts: Any) -> str:
+    return "sum" if opts is None else str(opts.reduceOp.op.name).lower()
+
+
+def _split(flat: Tensor, tensor: Tensor, rows: Sequence[int], num_ranks: int) -> list[Tensor]:
+    """The part for each rank; `rows` along dimension 0, equal ones where it is empty."""
+    if not rows:
+        if len(tensor) % num_ranks:
+            raise RuntimeError(f"all_to_all_single: {len(tensor)} rows make no equal parts for {num_ranks} ranks")
+        return list(flat.split(max(1, len(flat) // num_ranks))) if len(flat) else [flat] * num_ranks
+    row = len(flat) // max(1, len(tensor))
+    return list(flat.split([count * row for count in rows]))
+
+
+def _each(steps: list[Steps]) -> Steps:
+    """One after the other."""
+    return steps[0] if len(steps) == 1 else _one_after_the_other(steps)
+
+
+def _one_after_the_other(steps: list[Steps]) -> Steps:
+    for one in steps:
+        yield from one

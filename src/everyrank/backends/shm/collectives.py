@@ -1,0 +1,320 @@
+"""Collectives over shared memory: each rank writes into a slot of its own, says so, and reads the slots of the others.
+
+A collective is a row of phases. In phase k a rank
+
+    waits    until all others have begun phase k-1, and so have read what they needed of phase k-2
+    writes   into its slot of buffer k % 2
+    signals  by setting its counter to k
+    waits    until those whose slots it reads have set theirs to k, and reads
+
+Two buffers and one counter for each rank are enough, and nobody waits only because another still reads. Tensors longer
+than a slot go in parts. Beside its counter each rank writes what it calls, so that one that calls something else is
+named instead of read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.backends.engine import Steps
+from everyrank.errors import RankFailedError
+
+__all__ = ["LINE", "Slots"]
+
+LINE = 8  # 8-byte words that a processor moves at once: the counters of two ranks never share a line
+_REDUCE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_REDUCTIONS = ("none", *_REDUCE)
+_OPERATIONS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather"),
+    *("scatter", "reduce_scatter", "all_to_all", "barrier"),
+)
+_DTYPES = tuple(dict.fromkeys(value for value in vars(torch).values() if isinstance(value, torch.dtype)))
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_LEAST_DIVIDED_BYTES = 32768  # below, each rank reduces everything: cheaper than a second phase
+
+
+class Slots:
+    """The slots of a group, and the collectives over them (`GroupCollectives` says what each does).
+
+    rank, size   in the group
+    ranks        the number of each rank of the group among all ranks, for messages
+    words        8-byte integers of the shared memory; from `first_word` on a line for each rank, with its counter and
+                 what it calls in even and in odd phases
+    slots        [buffer][rank], bytes, all of one length
+    """
+
+    def __init__(
+        self, rank: int, size: int, ranks: Sequence[int], words: Any, first_word: int, slots: list[list[Tensor]]
+    ) -> None:
+        self.rank, self.size, self.ranks, self.words, self.slots = rank, size, ranks, words, slots
+        self.counters = [first_word + LINE * one for one in range(size)]
+        self.others = [one for one in range(size) if one != rank]
+        self.num_bytes = slots[0][0].numel()
+        self.phase = 0
+        self.views: dict[torch.dtype, list[list[Tensor]]] = {}
+
+    # one phase
+
+    def _begin(self, call: int) -> Steps:
+        """Until this rank may write into its slot of the next phase."""
+        self.phase += 1
+        yield from self._until(self.others, self.phase - 1)
+        self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
+
+    def _signal(self) -> None:
+        self.words[self.counters[self.rank]] = self.phase
+
+    def _until(self, sources: Sequence[int], phase: int) -> Steps:
+        words, counters = self.words, self.counters
+        missing = [rank for rank in sources if words[counters[rank]] < phase]
+        while missing:
+            yield missing
+            missing[:] = [rank for rank in missing if words[counters[rank]] < phase]
+
+    def _signalled(self, sources: Sequence[int], call: int) -> Steps:
+        """Signal, and wait until those whose slots are read have written. Raises `RankFailedError` for another call."""
+        self._signal()
+        yield from self._until(sources, self.phase)
+        place = 1 + self.phase % 2
+        for rank in sources:
+            other = self.words[self.counters[rank] + place]
+            if other != call:
+                raise RankFailedError(
+                    f"rank {self.ranks[self.rank]} calls {_call_text(call)}, rank {self.ranks[rank]} "
+                    f"{_call_text(other)}: all ranks of a group call the same collectives in the same order"
+                )
+
+    def _buffer(self, dtype: torch.dtype, phase: int) -> list[Tensor]:
+        """The slots of that phase, as elements of this dtype."""
+        views = self.views.get(dtype)
+        if views is None:
+            views = [[slot.view(dtype) for slot in row] for row in self.slots]
+            self.views[dtype] = views
+        return views[phase % 2]
+
+    # collectives
+
+    def barrier(self) -> Steps:
+        """As `GroupCollectives` says."""
+        call = _call("barrier", torch.uint8, 0)
+        yield from self._begin(call)
+        yield from self._signalled(self.others, call)
+
+    def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
+        """As `GroupCollectives` says. Short tensors are reduced by every rank, long ones by each rank a part."""
+        call = _call("all_reduce", tensor.dtype, len(tensor), reduction)
+        if self.size == 1:
+            return
+        for part in _parts(tensor, self.num_bytes // tensor.itemsize):
+            yield from self._begin(call)
+            own = self._buffer(tensor.dtype, self.phase)[self.rank]
+            if part.numel() * part.itemsize < _LEAST_DIVIDED_BYTES:
+                own[: len(part)].copy_(part)
+                yield from self._signalled(self.others, call)
+                slots = self._buffer(tensor.dtype, self.phase)
+                self._reduce([slot[: len(part)] for slot in slots], part, reduction)
+            else:
+                yield from self._divided(part, own, call, reduction)
+
+    def _divided(self, part: Tensor, own: Tensor, call: int, reduction: str) -> Steps:
+        """Reduce-scatter, then all-gather; each rank hands in what others reduce, and gets what they have reduced."""
+        spans = _spans(len(part), self.size)
+        first, last = spans[self.rank].start, spans[self.rank].stop
+        own[:first].copy_(part[:first])
+        own[last : len(part)].copy_(part[last:])
+        yield from self._signalled(self.others, call)
+        slots = self._buffer(part.dtype, self.phase)
+        mine = part[first:last]
+        self._reduce([mine, *(slots[rank][first:last] for rank in self.others)], mine, reduction)
+        yield from self._begin(call)
+        slots = self._buffer(part.dtype, self.phase)
+        slots[self.rank][first:last].copy_(mine)
+        yield from self._signalled(self.others, call)
+        for rank in self.others:
+            part[spans[rank]].copy_(slots[rank][spans[rank]])
+
+    def _reduce(self, given: list[Tensor], out: Tensor, reduction: str) -> None:
+        """In the order given. `out` may be the first of them."""
+        function = _REDUCE.get(reduction)
+        if function is None:
+            raise RuntimeError(f"reduction {reduction}: give one of {', '.join(_REDUCE)}")
+        function(given[0], given[1], out=out)
+        for tensor in given[2:]:
+            function(out, tensor, out=out)
+        if reduction == "avg":
+            out.div_(self.size)
+
+    def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
+        """As `GroupCollectives` says."""
+        call = _call("reduce", tensor.dtype, len(tensor), reduction, root)
+        if self.size == 1:
+            return
+        for part in _parts(tensor, self.num_bytes // tensor.itemsize):
+            yield from self._begin(call)
+            slots = self._buffer(tensor.dtype, self.phase)
+            if self.rank != root:
+                slots[self.rank][: len(part)].copy_(part)
+                yield from self._signalled([], call)
+            else:
+                yield from self._signalled(self.others, call)
+                self._reduce([part, *(slots[rank][: len(part)] for rank in self.others)], part, reduction)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        """As `GroupCollectives` says."""
+        call = _call("broadcast", tensor.dtype, len(tensor), root=root)
+        for part in _parts(_bytes(tensor), self.num_bytes):
+            yield from self._begin(call)
+            slot = self._buffer(torch.uint8, self.phase)[root][: len(part)]
+            if self.rank == root:
+                slot.copy_(part)
+                yield from self._signalled([], call)
+            else:
+                yield from self._signalled([root], call)
+                part.copy_(slot)
+
+    def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
+        """As `GroupCollectives` says."""
+        call = _call("all_gather", own.dtype, len(own))
+        _check_lengths("all_gather", parts, own)
+        for span in _ranges(own.nbytes, self.num_bytes):
+            piece = _bytes(own)[span]
+            yield from self._begin(call)
+            slots = self._buffer(torch.uint8, self.phase)
+            slots[self.rank][: len(piece)].copy_(piece)
+            yield from self._signalled(self.others, call)
+            for rank in range(self.size):
+                _bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
+
+    def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
+        """As `GroupCollectives` says."""
+        call = _call("gather", own.dtype, len(own), root=root)
+        _check_lengths("gather", parts, own)
+        for span in _ranges(own.nbytes, self.num_bytes):
+            piece = _bytes(own)[span]
+            yield from self._begin(call)
+            slots = self._buffer(torch.uint8, self.phase)
+            slots[self.rank][: len(piece)].copy_(piece)
+            yield from self._signalled(self.others if self.rank == root else [], call)
+            for rank in range(len(parts)):
+                _bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
+
+    def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
+        """As `GroupCollectives` says."""
+        call = _call("scatter", own.dtype, len(own), root=root)
+        _check_lengths("scatter", parts, own)
+        room = self._room()
+        for span in _ranges(own.nbytes, room):
+            length = span.stop - span.start
+            yield from self._begin(call)
+            slot = self._buffer(torch.uint8, self.phase)[root]
+            if self.rank == root:
+                for rank in range(self.size):
+                    slot[rank * room : rank * room + length].copy_(_bytes(parts[rank])[span])
+                yield from self._signalled([], call)
+            else:
+                yield from self._signalled([root], call)
+            _bytes(own)[span].copy_(slot[self.rank * room : self.rank * room + length])
+
+    def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
+        """As `GroupCollectives` says."""
+        call = _call("reduce_scatter", own.dtype, len(own), reduction)
+        _check_lengths("reduce_scatter", parts, own)
+        if self.size == 1:
+            own.copy_(parts[0])
+            return
+        room = self._room() // own.itemsize
+        for span in _ranges(len(own), room):
+            length = span.stop - span.start
+            yield from self._begin(call)
+            slots = self._buffer(own.dtype, self.phase)
+            for rank in self.others:
+                slots[self.rank][rank * room : rank * room + length].copy_(parts[rank][span])
+            yield from self._signalled(self.others, call)
+            first = self.rank * room
+            given = [parts[self.rank][span], *(slots[rank][first : first + length] for rank in self.others)]
+            self._reduce(given, own[span], reduction)
+
+    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
+        """As `GroupCollectives` says. A first phase says how long each part is: a rank knows its own alone."""
+        dtype = (sent + received)[0].dtype
+        call = _call("all_to_all", dtype, 0)
+        yield from self._begin(call)
+        slots = self._buffer(torch.int64, self.phase)
+        slots[self.rank][: self.size] = torch.tensor([part.nbytes for part in sent])
+        yield from self._signalled(self.others, call)
+        lengths = [slots[rank][: self.size].tolist() for rank in range(self.size)]
+        for rank in range(self.size):
+            if lengths[rank][self.rank] != received[rank].nbytes:
+                raise RankFailedError(
+                    f"all_to_all: rank {self.ranks[rank]} sends {lengths[rank][self.rank]} bytes to rank "
+                    f"{self.ranks[self.rank]}, which expects {received[rank].nbytes}"
+                )
+        room = self._room()
+        for span in _ranges(max(map(max, lengths)), room):
+            yield from self._begin(call)
+            slots = self._buffer(torch.uint8, self.phase)
+            for rank in range(self.size):
+                piece = _bytes(sent[rank])[span]
+                slots[self.rank][rank * room : rank * room + len(piece)].copy_(piece)
+            yield from self._signalled(self.others, call)
+            first = self.rank * room
+            for rank in range(self.size):
+                piece = _bytes(received[rank])[span]
+                piece.copy_(slots[rank][first : first + len(piece)])
+
+    def _room(self) -> int:
+        """Bytes of a slot for each rank, so that any dtype fits without a remainder."""
+        return self.num_bytes // self.size // 64 * 64
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _ranges(length: int, longest: int) -> Iterator[slice]:
+    for first in range(0, length, longest):
+        yield slice(first, min(length, first + longest))
+
+
+def _parts(tensor: Tensor, longest: int) -> Sequence[Tensor]:
+    return [tensor] if 0 < len(tensor) <= longest else [tensor[span] for span in _ranges(len(tensor), longest)]
+
+
+def _spans(length: int, count: int) -> list[slice]:
+    step = -(-length // count)
+    return [slice(min(length, step * place), min(length, step * (place + 1))) for place in range(count)]
+
+
+def _check_lengths(operation: str, parts: Sequence[Tensor], own: Tensor) -> None:
+    for part in parts:
+        if part.nbytes != own.nbytes or part.dtype != own.dtype:
+            raise RuntimeError(
+                f"{operation}: a tensor of {len(part)} {part.dtype} beside one of {len(own)} {own.dtype}: "
+                "all ranks' tensors are alike"
+            )
+
+
+def _call(operation: str, dtype: torch.dtype, count: int, reduction: str = "none", root: int = 0) -> int:
+    """What is called, in 63 bits."""
+    number = _OPERATIONS.index(operation) | _DTYPE_NUMBERS[dtype] << 4 | _REDUCTIONS.index(reduction) << 10
+    return number | root << 14 | (count & 0xFFFFFFFFF) << 26
+
+
+def _call_text(call: int) -> str:
+    dtype, reduction = _DTYPES[call >> 4 & 63], _REDUCTIONS[call >> 10 & 15]
+    words = [f"{call >> 26} elements of {str(dtype).removeprefix('torch.')}"]
+    words += [reduction] if reduction != "none" else []
+    return f"{_OPERATIONS[call & 15]}({', '.join(words)}, root {call >> 14 & 4095})"

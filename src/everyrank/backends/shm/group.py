@@ -1,0 +1,57 @@
+"""The memory of a group laid out, and the group that torch sees."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from everyrank.backends.engine import Lane
+from everyrank.backends.group import PythonGroup
+from everyrank.backends.shm.collectives import LINE, Slots
+from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
+from everyrank.backends.shm.segment import map_shared
+from everyrank.backends.transport import Transport
+
+__all__ = ["make_shm_group"]
+
+_SLOT_BYTES = 2**20
+_CELL_BYTES = 2**16
+_FEW_RANKS = 16  # of more ranks each has less, so that the address space of a group stays below a gigabyte
+_PAGE = 4096
+
+
+def make_shm_group(
+    store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: datetime.timedelta, name: str
+) -> PythonGroup:
+    """A process group over shared memory. A collective of its ranks; `ranks` are their numbers among all ranks.
+
+    Raises `CannotRunError` where they share none, and `RankFailedError` naming who does not come. The memory is taken
+    from the machine page by page, when it is first written.
+    """
+    share = max(1, size // _FEW_RANKS)
+    slot, cell = _SLOT_BYTES // share, max(_PAGE, _CELL_BYTES // share**2)
+    num_words = LINE * size + words_of_rings(size)
+    first_slot = -(-num_words * 8 // _PAGE) * _PAGE
+    first_cell = first_slot + 2 * size * slot
+    total = first_cell + size * size * NUM_CELLS * cell
+    seconds = timeout.total_seconds()
+    memory, peers = map_shared(store, rank, size, ranks, total, seconds)
+    words = memoryview(memory)[:first_slot].cast("q")
+    content = torch.frombuffer(memory, dtype=torch.uint8)
+    slots = content[first_slot:first_cell].view(2, size, slot)
+    cells = content[first_cell:].view(size * size, NUM_CELLS, cell)
+
+    def new_lane(is_any_enough: bool = False) -> Lane:
+        return Lane(ranks, seconds, peers.lost, is_any_enough)
+
+    transport = Transport(
+        "shm",
+        Slots(rank, size, ranks, words, 0, [list(row) for row in slots]),
+        Rings(rank, size, ranks, words, LINE * size, cells, new_lane),
+        new_lane(),
+        peers.close,
+    )
+    return PythonGroup(transport, rank, size, name)
