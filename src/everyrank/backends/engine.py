@@ -112,26 +112,26 @@ class PendingWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completed with the tensors when the operation is."""
+        """Completed with the tensors when the operation is, or with its error."""
         with ENGINE.lock:
             if self.future is None:
                 self.future = torch.futures.Future()
                 if self.done:
-                    self._complete_future(self.future)
-        return self.future
+                    self.future.set_result(None)
+        # what a callback raises is an error in C++, too; DistributedDataParallel would take an exception for tensors
+        return self.future.then(self._tensors_or_error)
+
+    def _tensors_or_error(self, _: Any) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return self.tensors
 
     def end(self, error: BaseException | None) -> None:
         """Nothing is left to do. Under the engine's lock."""
         self.error, self.done = error, True
         self.steps.close()
         if self.future is not None:
-            self._complete_future(self.future)
-
-    def _complete_future(self, future: torch.futures.Future[Any]) -> None:
-        if self.error is None:
-            future.set_result(self.tensors)
-        else:
-            future.set_exception(self.error)  # pyright: ignore[reportArgumentType]
+            self.future.set_result(None)
 
 
 class Engine:

@@ -248,10 +248,8 @@ class PythonGroup(_ProcessGroup):
         return ENGINE.start(operation, is_async)
 
     def _observe(self, name: str, handed_in: Sequence[Tensor]) -> None:
-        if _OBSERVERS:
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in handed_in)
-            for observer in _OBSERVERS:
-                observer(name, self.given_name, num_bytes)
+        for observer in _OBSERVERS:
+            observer(name, self.given_name, sum(tensor.nbytes for tensor in handed_in))
 
 
 class _Back:

@@ -41,7 +41,7 @@ def add_launching(parser: argparse.ArgumentParser, default_processes: int, sever
     words = parser.add_argument_group("launching", "where and how the ranks start")
     words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER})")
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
-    words.add_argument("--backend", metavar="B", help="shm, gloo, nccl, mpi; default: shm, or nccl")
+    words.add_argument("--backend", metavar="B", help="shm, gloo or nccl; default: shm on CPU, nccl on CUDA")
     words.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
