@@ -1,4 +1,4 @@
-"""PendingWorks that wait for other ranks, moved on by whoever waits.
+"""Operations that wait for other ranks, moved on by whoever waits.
 
 An operation is a generator: it does what it can, and yields the ranks that it waits for. So one thread can move many of
 them on, and an operation of one group never keeps that of another from its end, in whatever order ranks start them:
@@ -7,7 +7,7 @@ them on, and an operation of one group never keeps that of another from its end,
     operation.wait()          this thread moves on all that is pending until this one is done
     a thread of the engine    moves on what was left, while nobody waits and this rank computes
 
-PendingWorks of one lane come one after the other: collectives of a group, messages to one rank.
+Operations of one lane come one after the other: collectives of a group, messages to one rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
 _LONGEST_PAUSE = 0.001
 _PATIENCE_SECONDS = 0.0005  # an asynchronous operation waits so long for its peers before it is left to the thread
 _LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
-_LINGER_SECONDS = 0.1  # the thread stays awake so long after its last work
-_THREAD_PAUSE = 0.0002
+_LINGER_SECONDS, _THREAD_PAUSE = 0.1, 0.0002  # the thread stays awake so long after its last work, and sleeps between
 
 
 def _recorded(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -50,7 +49,7 @@ def _recorded(name: str) -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class Lane:
-    """PendingWorks that come one after the other.
+    """Operations that come one after the other.
 
     ranks             the number of each rank of the group among all ranks, for messages
     timeout_seconds   longest wait for another rank
@@ -201,8 +200,10 @@ class Engine:
             while not operation.done:
                 with self.lock:
                     self._move_all()
-                    waited = time.monotonic() - (operation.since or time.monotonic())
-                    if operation.done or (patience is not None and waited >= patience):
+                    if operation.done:
+                        break
+                    waited = time.monotonic() - operation.lane.waiting[0].since
+                    if patience is not None and waited >= patience:
                         break
                     self._look_after_all(timeout_seconds)
                 if waited < _YIELD_SECONDS:

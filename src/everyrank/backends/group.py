@@ -243,9 +243,8 @@ class PythonGroup(_ProcessGroup):
         self, name: str, steps: Steps, handed_in: Sequence[Tensor], tensors: Any, opts: Any, back: _Back
     ) -> PendingWork:
         self._observe(name, handed_in)
-        backend, is_async = self.transport.backend, bool(getattr(opts, "asyncOp", False))
-        operation = PendingWork(f"{backend} {name}", self.transport.lane, back.after(steps), list(tensors))
-        return ENGINE.start(operation, is_async)
+        work = PendingWork(f"{self.transport.backend} {name}", self.transport.lane, back.after(steps), list(tensors))
+        return ENGINE.start(work, is_async=bool(getattr(opts, "asyncOp", False)))
 
     def _observe(self, name: str, handed_in: Sequence[Tensor]) -> None:
         for observer in _OBSERVERS:

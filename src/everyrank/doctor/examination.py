@@ -14,7 +14,7 @@ from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem
 from everyrank.doctor.machine import check_machine
 from everyrank.doctor.network import check_network
 from everyrank.doctor.software import check_optional, check_software, installed_versions
-from everyrank.errors import EveryrankError
+from everyrank.errors import CannotRunError, EveryrankError
 from everyrank.launch import Launch, run_ranks
 from everyrank.layout import STRATEGIES
 
@@ -74,7 +74,7 @@ def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda
 def _backends(
     known: Sequence[CheckResult], versions: Mapping[str, str], timeout_seconds: float
 ) -> tuple[list[CheckResult], dict[str, Any] | None]:
-    """Self-tests of gloo and nccl, and what torch sees; None where no rank came up."""
+    """Self-tests of gloo, shm and nccl, and what torch sees; None where no rank came up."""
     if "torch" not in versions:
         return [absent("gloo", "not tested: torch is not installed")], None
     causes = ("GLOO_SOCKET_IFNAME", "launcher", "temporary files")
@@ -85,7 +85,7 @@ def _backends(
     if results is None:
         return [finding], None
     facts: dict[str, Any] = results[0]["torch"]
-    found = [_devices(facts), finding]
+    found = [_devices(facts), finding, _selftest("shm", 2, "cpu", timeout_seconds)[1]]
     num_cuda = len(facts["devices"])
     if not facts["backends"]["nccl"]:
         found.append(absent("nccl", "this build of torch has none; it carries tensors between CUDA devices"))
@@ -102,6 +102,8 @@ def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[li
     launch = Launch(processes=ranks, device=device, backend=backend, timeout_seconds=timeout)
     try:
         answers = run_ranks(launch, "everyrank.doctor.selftest:selftest_rank", launch)
+    except CannotRunError as error:
+        return None, absent(backend, str(error))
     except EveryrankError as error:
         fix = f"the whole traceback is in {error.log}" if error.log else "paste this into an issue"
         return None, problem(backend, f"{ranks} ranks could not talk: {error}", fix, private=True)

@@ -26,6 +26,7 @@ from everyrank.errors import RankFailedError
 __all__ = ["LINE", "Slots"]
 
 LINE = 8  # 8-byte words that a processor moves at once: the counters of two ranks never share a line
+_GAVE_UP = 3  # the word of a line that says that its rank has met another call than its own
 _REDUCE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -51,8 +52,8 @@ class Slots:
 
     rank, size   in the group
     ranks        the number of each rank of the group among all ranks, for messages
-    words        8-byte integers of the shared memory; from `first_word` on a line for each rank, with its counter and
-                 what it calls in even and in odd phases
+    words        8-byte integers of the shared memory; from `first_word` on a line for each rank, with its counter, what
+                 it calls in even and in odd phases, and whether it has given up
     slots        [buffer][rank], bytes, all of one length
     """
 
@@ -65,6 +66,10 @@ class Slots:
         self.num_bytes = slots[0][0].numel()
         self.phase = 0
         self.views: dict[torch.dtype, list[list[Tensor]]] = {}
+
+    def gave_up(self, rank: int) -> bool:
+        """Whether that rank will not come any more, because it was called something else."""
+        return bool(self.words[self.counters[rank] + _GAVE_UP])
 
     # one phase
 
@@ -92,6 +97,7 @@ class Slots:
         for rank in sources:
             other = self.words[self.counters[rank] + place]
             if other != call:
+                self.words[self.counters[self.rank] + _GAVE_UP] = 1
                 raise RankFailedError(
                     f"rank {self.ranks[self.rank]} calls {_call_text(call)}, rank {self.ranks[rank]} "
                     f"{_call_text(other)}: all ranks of a group call the same collectives in the same order"

@@ -44,12 +44,18 @@ def make_shm_group(
     slots = content[first_slot:first_cell].view(2, size, slot)
     cells = content[first_cell:].view(size * size, NUM_CELLS, cell)
 
+    collectives = Slots(rank, size, ranks, words, 0, [list(row) for row in slots])
+
+    def lost(missing: Sequence[int]) -> dict[int, str]:
+        gave_up = [one for one in missing if collectives.gave_up(one)]
+        return {one: f"rank {ranks[one]} has met a call that is not its own" for one in gave_up} | peers.lost(missing)
+
     def new_lane(is_any_enough: bool = False) -> Lane:
-        return Lane(ranks, seconds, peers.lost, is_any_enough)
+        return Lane(ranks, seconds, lost, is_any_enough)
 
     transport = Transport(
         "shm",
-        Slots(rank, size, ranks, words, 0, [list(row) for row in slots]),
+        collectives,
         Rings(rank, size, ranks, words, LINE * size, cells, new_lane),
         new_lane(),
         peers.close,

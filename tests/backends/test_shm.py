@@ -1,0 +1,332 @@
+"""Backend shm: what tests/collectives do not ask of a backend: order, asynchrony, ends of ranks, memory left behind."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from everyrank.backends import register_backend
+from everyrank.backends.shm import no_shared_memory, segment
+from everyrank.errors import CannotRunError, RankFailedError
+from everyrank.launch import Launch, RankInfo, run_ranks
+from everyrank.world import open_world
+
+SECONDS = 20.0
+
+
+def group_of(world: Any, seconds: float = SECONDS) -> Any:
+    """All ranks, a group of its own: what fails in it spoils no other."""
+    register_backend("shm")
+    return dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=seconds))
+
+
+# --- right answers where they are hard
+
+
+def long_and_odd(world: Any) -> list[str]:
+    """Lengths around the ends of slots and cells, every dtype width: those with a wrong element."""
+    group, wrong = group_of(world), []
+    size, rank = world.size, world.rank
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+        slot = 2**20 // dtype.itemsize
+        for length in (1, 3, slot - 1, slot, slot + 1, 2 * slot + 7):
+            own = (torch.arange(length) % 7 + rank).to(dtype)
+            everybody = [(torch.arange(length) % 7 + one).to(dtype) for one in range(size)]
+            total = own.clone()
+            dist.all_reduce(total, group=group)
+            parts = [torch.empty_like(own) for _ in range(size)]
+            dist.all_gather(parts, own, group=group)
+            root = own.clone()
+            dist.broadcast(root, group_src=size - 1, group=group)
+            passed = torch.empty_like(own)
+            works = [dist.isend(own, group_dst=(rank + 1) % size, group=group)]
+            works += [dist.irecv(passed, group_src=(rank - 1) % size, group=group)]
+            for work in works:
+                work.wait()
+            found = {
+                "all_reduce": torch.equal(total, torch.stack(everybody).sum(0).to(dtype)),
+                "all_gather": all(map(torch.equal, parts, everybody)),
+                "broadcast": torch.equal(root, everybody[-1]),
+                "exchange": torch.equal(passed, everybody[rank - 1]),
+            }
+            wrong += [f"{name} {dtype} {length}" for name, right in found.items() if not right]
+    return wrong
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_long_and_odd_lengths(ranks: Any, count: int) -> None:
+    assert ranks(count, long_and_odd) == [[]] * count
+
+
+def strided(world: Any) -> list[bool]:
+    """Tensors that are not contiguous, by elements and not by their place in memory."""
+    group, rank = group_of(world), world.rank
+    plain = torch.arange(24.0).view(2, 3, 4) + rank
+    both = torch.arange(24.0).view(2, 3, 4) * 2 + 1
+    total = plain.transpose(0, 2).contiguous().transpose(0, 2)  # columns first in memory
+    if rank == 1:
+        total = plain.clone()  # and rows first on the other rank
+    dist.all_reduce(total, group=group)
+    wide = torch.zeros(2, 3, 8)
+    parts = [wide[..., :4], wide[..., 4:]]
+    dist.all_gather(parts, plain.permute(2, 1, 0).contiguous().permute(2, 1, 0), group=group)
+    received = torch.zeros(4, 3).t()
+    other = dist.isend(plain[0].t().contiguous().t(), group_dst=1 - rank, group=group)
+    dist.recv(received, group_src=1 - rank, group=group)
+    other.wait()
+    theirs = torch.arange(24.0).view(2, 3, 4) + 1 - rank
+    return [torch.equal(total, both), torch.equal(parts[1 - rank], theirs), torch.equal(received, theirs[0])]
+
+
+def test_tensors_that_are_not_contiguous(ranks: Any) -> None:
+    assert ranks(2, strided) == [[True] * 3] * 2
+
+
+def in_any_order(world: Any) -> list[float]:
+    """Three groups, started in another order on each rank, several at once in each, waited for in yet another."""
+    groups = [group_of(world) for _ in range(3)]
+    order = [(0, 1, 2), (2, 1, 0), (1, 2, 0)][world.rank]
+    tensors: dict[tuple[int, int], torch.Tensor] = {}
+    works = []
+    for place in order:
+        for number in range(4):
+            tensor = torch.full((300_000,), float(place * 10 + number + world.rank))
+            tensors[place, number] = tensor
+            works.append(dist.all_reduce(tensor, group=groups[place], async_op=True))
+    for work in reversed(works):
+        work.wait()
+    return [float(tensors[key].mean()) for key in sorted(tensors)]
+
+
+def test_groups_are_started_in_any_order(ranks: Any) -> None:
+    right = [float(3 * (place * 10 + number) + 3) for place in range(3) for number in range(4)]
+    assert ranks(3, in_any_order) == [right] * 3
+
+
+def by_tag(world: Any) -> list[Any]:
+    """Later messages first, of any source, and one that is longer than the ring while nobody has asked for it."""
+    group = group_of(world)
+    long = torch.arange(2_000_000.0)
+    if world.rank == 0:
+        first, second = torch.zeros(2_000_000), torch.zeros(3)
+        works = [dist.irecv(second, group=group, tag=8), dist.irecv(first, group_src=1, group=group, tag=7)]
+        for work in works:
+            work.wait()
+        senders = sorted(dist.recv(torch.zeros(1), group=group, tag=9) for _ in range(world.size - 1))
+        return [second.tolist(), torch.equal(first, long), works[0].source_rank(), senders]
+    works = []
+    if world.rank == 1:
+        works = [
+            dist.isend(long, group_dst=0, group=group, tag=7),
+            dist.isend(torch.ones(3), group_dst=0, group=group, tag=8),
+        ]
+    dist.send(torch.ones(1), group_dst=0, group=group, tag=9)
+    for work in works:
+        work.wait()
+    return []
+
+
+def test_messages_by_tag_and_from_any_source(ranks: Any) -> None:
+    assert ranks(3, by_tag)[0] == [[1.0] * 3, True, 1, [1, 2]]
+
+
+def left_alone(world: Any) -> bool:
+    """An operation that nobody waits for moves on while this rank computes, and its future is completed."""
+    group = group_of(world)
+    if world.rank == 1:
+        time.sleep(0.2)
+    tensor = torch.ones(3_000_000)
+    future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    deadline = time.monotonic() + SECONDS
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return future.done() and torch.equal(future.value()[0], torch.full((3_000_000,), 2.0))
+
+
+def test_nobody_has_to_wait(ranks: Any) -> None:
+    assert ranks(2, left_alone) == [True, True]
+
+
+# --- ranks that do something else, or nothing
+
+
+def disagree(world: Any, what: str) -> str:
+    group = group_of(world)
+    own = torch.ones(8 if world.rank or what != "shape" else 9)
+    try:
+        if what == "operation" and world.rank == 0:
+            dist.broadcast(own, group_src=0, group=group)
+            dist.barrier(group=group)
+        elif what == "message":
+            if world.rank == 0:
+                dist.send(own, group_dst=1, group=group)
+            else:
+                dist.recv(torch.ones(3), group_src=0, group=group)
+        else:
+            dist.all_reduce(own.double() if what == "dtype" and world.rank == 0 else own, group=group)
+    except (RankFailedError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("operation", "rank 1 calls all_reduce(8 elements of float32, sum"),
+        ("shape", "all_reduce(9 elements of float32, sum"),
+        ("dtype", "all_reduce(8 elements of float64, sum"),
+        ("message", "rank 0 sent 32 bytes with tag 0, and rank 1 receives 12"),
+    ],
+)
+def test_ranks_that_call_something_else_are_named(ranks: Any, what: str, says: str) -> None:
+    begun = time.monotonic()
+    assert any(says in words for words in ranks(2, disagree, what))
+    assert time.monotonic() < begun + SECONDS / 2, "the other rank waited for the one that gave up"
+
+
+def late(world: Any) -> str:
+    group = group_of(world, seconds=0.5)
+    if world.rank == 1:
+        return ""
+    try:
+        dist.all_reduce(torch.ones(3), group=group)
+    except RankFailedError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Any) -> None:
+    """Of three, one calls: the other two are named."""
+    first, second, third = ranks(3, late)
+    names = {0: first, 2: third}
+    assert second == ""
+    for rank, words in names.items():
+        assert "shm all_reduce timed out after 0.5 s" in words, rank
+        assert "1" in words.partition("rank")[2]
+
+
+OPERATIONS = {
+    "all_reduce": lambda tensor, group: dist.all_reduce(tensor, group=group),
+    "reduce_scatter": lambda tensor, group: dist.reduce_scatter_tensor(
+        tensor[: len(tensor) // 2].clone(), tensor, group=group
+    ),
+    "all_gather": lambda tensor, group: dist.all_gather([tensor, tensor.clone()], tensor.clone(), group=group),
+    "all_to_all": lambda tensor, group: dist.all_to_all_single(tensor.clone(), tensor, group=group),
+    "broadcast": lambda tensor, group: dist.broadcast(tensor, group_src=1, group=group),
+    "gather": lambda tensor, group: dist.gather(
+        tensor, [tensor.clone(), tensor.clone()] if dist.get_rank() == 0 else None, group_dst=0, group=group
+    ),
+    "barrier": lambda _, group: dist.barrier(group=group),
+    "recv": lambda tensor, group: (dist.recv if dist.get_rank() == 0 else dist.send)(
+        tensor, 1 - dist.get_rank(), group
+    ),
+}
+
+
+def killed_in(info: RankInfo, launch: Launch, name: str, folder: Path) -> None:
+    """Rank 1 is killed by a timer in the middle of calls that never end; rank 0 writes what it was told, and when."""
+    with open_world(info, launch) as world:
+        group, tensor = group_of(world), torch.ones(1_000_000)
+        OPERATIONS[name](tensor, group)
+        if world.rank == 1:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        begun = time.monotonic()
+        try:
+            while time.monotonic() < begun + SECONDS:
+                OPERATIONS[name](tensor, group)
+        except RankFailedError as error:
+            (folder / "told").write_text(f"{time.monotonic() - begun:.3f} {error}")
+            raise
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_killed_in_the_middle_is_named(tmp_path: Path, name: str) -> None:
+    """By the others at once, long before the timeout; and nothing is left in shared memory."""
+    launch = Launch(processes=2, timeout_seconds=SECONDS)
+    with pytest.raises(RankFailedError, match="rank 1"):
+        run_ranks(launch, killed_in, launch, name, tmp_path)
+    if (tmp_path / "told").exists():  # the launcher may have ended it first
+        seconds, _, words = (tmp_path / "told").read_text().partition(" ")
+        assert float(seconds) < SECONDS / 2
+        assert words.startswith("shm ")
+        assert "rank 1 (process " in words
+        assert words.endswith("has ended")
+    assert not list(Path("/dev/shm").glob("*everyrank*"))
+
+
+def again_and_again(info: RankInfo, launch: Launch, rounds: int) -> int:
+    """Elements that are wrong, over many rounds of many operations, with more ranks than cores."""
+    with open_world(info, launch) as world:
+        group, wrong = world.group, 0
+        for number in range(rounds):
+            length = 1 + (number * 7919) % 70_000
+            tensor = torch.full((length,), float(world.rank + number))
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            own = torch.full((length,), world.rank)
+            parts = [torch.empty_like(own) for _ in range(world.size)]
+            dist.all_gather(parts, own, group=group)
+            passed = torch.empty_like(own)
+            works = [dist.isend(own, group_dst=(world.rank + 1) % world.size, group=group)]
+            works += [dist.irecv(passed, group_src=(world.rank - 1) % world.size, group=group), work]
+            for one in works:
+                one.wait()
+            right = sum(range(world.size)) + world.size * number
+            wrong += int((tensor != right).sum()) + int((passed != (world.rank - 1) % world.size).sum())
+            wrong += sum(int((part != rank).sum()) for rank, part in enumerate(parts))
+        return wrong
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_more_ranks_than_cores() -> None:
+    launch = Launch(processes=4, backend="shm", timeout_seconds=120.0)
+    assert run_ranks(launch, again_and_again, launch, 50) == dict.fromkeys(range(4), 0)
+
+
+# --- where there is none
+
+
+def test_a_machine_that_cannot_have_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    assert no_shared_memory(store, 0, 1, 1.0) == ""
+    monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
+    assert "strong memory order" in no_shared_memory(store, 0, 1, 1.0)
+    monkeypatch.setattr(segment.sys, "platform", "darwin")
+    assert "needs Linux" in no_shared_memory(store, 0, 1, 1.0)
+
+
+def in_another_namespace(info: RankInfo, launch: Launch) -> str:
+    """Rank 1 finds nothing under the path of rank 0, as in a container of its own."""
+    if info.rank == 1:
+        segment.os.open = refuse  # type: ignore[assignment]
+    with open_world(info, launch) as world:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        return f"{world.choices['backend']} {tensor.tolist()}"
+
+
+def refuse(*_: Any, **__: Any) -> int:
+    raise FileNotFoundError(2, "No such file or directory")
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("asked", [None, "shm"])
+def test_ranks_that_share_no_memory(asked: str | None) -> None:
+    """gloo carries them where nothing was asked for, and shm by name is refused, whatever the launcher says."""
+    launch = Launch(processes=2, backend=asked)
+    if asked is None:
+        found = run_ranks(launch, in_another_namespace, launch)
+        why = "gloo: no memory is shared with rank 0 by rank 1 (FileNotFoundError: No such file or directory)"
+        assert found == dict.fromkeys(range(2), f"{why} [2.0, 2.0]")
+    else:
+        with pytest.raises(CannotRunError, match=r"--backend shm: no memory is shared.*use --backend gloo"):
+            run_ranks(launch, in_another_namespace, launch)
