@@ -72,7 +72,17 @@ INSIDE = {
         "worker",
         "ray_driver",
     ],
-    "backends": ["engine", "transport", "group", "shm.segment", "shm.collectives", "shm.messages", "shm.group", "shm"],
+    "backends": [
+        "engine",
+        "transport",
+        "group",
+        "shm.segment",
+        "shm.calls",
+        "shm.collectives",
+        "shm.messages",
+        "shm.group",
+        "shm",
+    ],
     "world": ["world", "barrier", "collectives", "rendezvous", "heartbeat", "process_group"],
     "collectives": [
         "question",

@@ -498,7 +498,7 @@ def test_each_backend_is_tested_where_it_has_a_device(monkeypatch: pytest.Monkey
         return {finding.what: finding.status for finding in found}
 
     monkeypatch.setattr(examining, "run_ranks", _answers([], devices=2, nccl=True))
-    assert statuses() == {"devices": OK, "gloo": OK, "nccl": OK, "mpi": ABSENT, "ucc": ABSENT}
+    assert statuses() == {"devices": OK, "gloo": OK, "shm": OK, "nccl": OK, "mpi": ABSENT, "ucc": ABSENT}
     monkeypatch.setattr(examining, "run_ranks", _answers([], nccl=True))
     assert statuses()["nccl"] == ABSENT
     monkeypatch.setattr(examining, "run_ranks", _answers([]))

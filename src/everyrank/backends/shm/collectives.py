@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from everyrank.backends.engine import Steps
+from everyrank.backends.shm.calls import call_text, encode_call
 from everyrank.errors import RankFailedError
 
 __all__ = ["LINE", "Slots"]
@@ -37,13 +38,6 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-_REDUCTIONS = ("none", *_REDUCE)
-_OPERATIONS = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "gather"),
-    *("scatter", "reduce_scatter", "all_to_all", "barrier"),
-)
-_DTYPES = tuple(dict.fromkeys(value for value in vars(torch).values() if isinstance(value, torch.dtype)))
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _LEAST_DIVIDED_BYTES = 32768  # below, each rank reduces everything: cheaper than a second phase
 
 
@@ -99,8 +93,8 @@ class Slots:
             if other != call:
                 self.words[self.counters[self.rank] + _GAVE_UP] = 1
                 raise RankFailedError(
-                    f"rank {self.ranks[self.rank]} calls {_call_text(call)}, rank {self.ranks[rank]} "
-                    f"{_call_text(other)}: all ranks of a group call the same collectives in the same order"
+                    f"rank {self.ranks[self.rank]} calls {call_text(call)}, rank {self.ranks[rank]} "
+                    f"{call_text(other)}: all ranks of a group call the same collectives in the same order"
                 )
 
     def _buffer(self, dtype: torch.dtype, phase: int) -> list[Tensor]:
@@ -115,13 +109,13 @@ class Slots:
 
     def barrier(self) -> Steps:
         """As `GroupCollectives` says."""
-        call = _call("barrier", torch.uint8, 0)
+        call = encode_call("barrier", torch.uint8, 0)
         yield from self._begin(call)
         yield from self._signalled(self.others, call)
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
         """As `GroupCollectives` says. Short tensors are reduced by every rank, long ones by each rank a part."""
-        call = _call("all_reduce", tensor.dtype, len(tensor), reduction)
+        call = encode_call("all_reduce", tensor.dtype, len(tensor), reduction)
         if self.size == 1:
             return
         for part in _parts(tensor, self.num_bytes // tensor.itemsize):
@@ -154,9 +148,7 @@ class Slots:
 
     def _reduce(self, given: list[Tensor], out: Tensor, reduction: str) -> None:
         """In the order given. `out` may be the first of them."""
-        function = _REDUCE.get(reduction)
-        if function is None:
-            raise RuntimeError(f"reduction {reduction}: give one of {', '.join(_REDUCE)}")
+        function = _REDUCE[reduction]
         function(given[0], given[1], out=out)
         for tensor in given[2:]:
             function(out, tensor, out=out)
@@ -165,7 +157,7 @@ class Slots:
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
         """As `GroupCollectives` says."""
-        call = _call("reduce", tensor.dtype, len(tensor), reduction, root)
+        call = encode_call("reduce", tensor.dtype, len(tensor), reduction, root)
         if self.size == 1:
             return
         for part in _parts(tensor, self.num_bytes // tensor.itemsize):
@@ -180,7 +172,7 @@ class Slots:
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
-        call = _call("broadcast", tensor.dtype, len(tensor), root=root)
+        call = encode_call("broadcast", tensor.dtype, len(tensor), root=root)
         for part in _parts(_bytes(tensor), self.num_bytes):
             yield from self._begin(call)
             slot = self._buffer(torch.uint8, self.phase)[root][: len(part)]
@@ -193,7 +185,7 @@ class Slots:
 
     def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
         """As `GroupCollectives` says."""
-        call = _call("all_gather", own.dtype, len(own))
+        call = encode_call("all_gather", own.dtype, len(own))
         _check_lengths("all_gather", parts, own)
         for span in _ranges(own.nbytes, self.num_bytes):
             piece = _bytes(own)[span]
@@ -206,7 +198,7 @@ class Slots:
 
     def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
-        call = _call("gather", own.dtype, len(own), root=root)
+        call = encode_call("gather", own.dtype, len(own), root=root)
         _check_lengths("gather", parts, own)
         for span in _ranges(own.nbytes, self.num_bytes):
             piece = _bytes(own)[span]
@@ -219,7 +211,7 @@ class Slots:
 
     def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
         """As `GroupCollectives` says."""
-        call = _call("scatter", own.dtype, len(own), root=root)
+        call = encode_call("scatter", own.dtype, len(own), root=root)
         _check_lengths("scatter", parts, own)
         room = self._room()
         for span in _ranges(own.nbytes, room):
@@ -236,7 +228,7 @@ class Slots:
 
     def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """As `GroupCollectives` says."""
-        call = _call("reduce_scatter", own.dtype, len(own), reduction)
+        call = encode_call("reduce_scatter", own.dtype, len(own), reduction)
         _check_lengths("reduce_scatter", parts, own)
         if self.size == 1:
             own.copy_(parts[0])
@@ -256,7 +248,7 @@ class Slots:
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
         """As `GroupCollectives` says. A first phase says how long each part is: a rank knows its own alone."""
         dtype = (sent + received)[0].dtype
-        call = _call("all_to_all", dtype, 0)
+        call = encode_call("all_to_all", dtype, 0)
         yield from self._begin(call)
         slots = self._buffer(torch.int64, self.phase)
         slots[self.rank][: self.size] = torch.tensor([part.nbytes for part in sent])
@@ -311,16 +303,3 @@ def _check_lengths(operation: str, parts: Sequence[Tensor], own: Tensor) -> None
                 f"{operation}: a tensor of {len(part)} {part.dtype} beside one of {len(own)} {own.dtype}: "
                 "all ranks' tensors are alike"
             )
-
-
-def _call(operation: str, dtype: torch.dtype, count: int, reduction: str = "none", root: int = 0) -> int:
-    """What is called, in 63 bits."""
-    number = _OPERATIONS.index(operation) | _DTYPE_NUMBERS[dtype] << 4 | _REDUCTIONS.index(reduction) << 10
-    return number | root << 14 | (count & 0xFFFFFFFFF) << 26
-
-
-def _call_text(call: int) -> str:
-    dtype, reduction = _DTYPES[call >> 4 & 63], _REDUCTIONS[call >> 10 & 15]
-    words = [f"{call >> 26} elements of {str(dtype).removeprefix('torch.')}"]
-    words += [reduction] if reduction != "none" else []
-    return f"{_OPERATIONS[call & 15]}({', '.join(words)}, root {call >> 14 & 4095})"

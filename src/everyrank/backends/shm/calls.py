@@ -1,0 +1,31 @@
+"""What a rank calls, as one number: ranks compare theirs before one reads what another has written."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["call_text", "encode_call"]
+
+_REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_OPERATIONS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather"),
+    *("scatter", "reduce_scatter", "all_to_all", "barrier"),
+)
+_DTYPES = tuple(dict.fromkeys(value for value in vars(torch).values() if isinstance(value, torch.dtype)))
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+def encode_call(operation: str, dtype: torch.dtype, count: int, reduction: str = "none", root: int = 0) -> int:
+    """A call in 63 bits. Raises `RuntimeError` for a reduction that this backend does not have."""
+    if reduction not in _REDUCTIONS:
+        raise RuntimeError(f"{operation}: reduction {reduction}: give one of {', '.join(_REDUCTIONS[1:])}")
+    number = _OPERATIONS.index(operation) | _DTYPE_NUMBERS[dtype] << 4 | _REDUCTIONS.index(reduction) << 10
+    return number | root << 14 | (count & 0xFFFFFFFFF) << 26
+
+
+def call_text(call: int) -> str:
+    """The call for a person: `all_reduce(8 elements of float32, sum, root 0)`."""
+    dtype, reduction = _DTYPES[call >> 4 & 63], _REDUCTIONS[call >> 10 & 15]
+    words = [f"{call >> 26} elements of {str(dtype).removeprefix('torch.')}"]
+    words += [reduction] if reduction != "none" else []
+    return f"{_OPERATIONS[call & 15]}({', '.join(words)}, root {call >> 14 & 4095})"
