@@ -70,6 +70,7 @@ INSIDE = {
         "monitor",
         "processes",
         "worker",
+        "fork_server",
         "ray_driver",
     ],
     "backends": [
