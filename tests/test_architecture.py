@@ -119,6 +119,7 @@ INSIDE = {
         "tensor.plan",
         "tensor.view_check",
         "tensor.apply",
+        "context.chunk",
         "context.attention",
         "context.apply",
         "context.parts",
