@@ -70,6 +70,7 @@ INSIDE = {
         "monitor",
         "processes",
         "worker",
+        "fork_server",
         "ray_driver",
     ],
     "backends": [
@@ -118,6 +119,7 @@ INSIDE = {
         "tensor.plan",
         "tensor.view_check",
         "tensor.apply",
+        "context.chunk",
         "context.attention",
         "context.apply",
         "context.parts",

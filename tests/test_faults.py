@@ -13,6 +13,7 @@ import pytest
 
 from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, RankInfo, catch_signals, run_ranks, spawn
+from everyrank.launch.job import WORKER
 from forkserver import MARK
 from processes import Cli, by_hand, free_port, left_of
 
@@ -290,10 +291,10 @@ def test_nothing_is_left_in_the_temporary_folder(cli: Cli) -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
-    render, commands = spawn.render, []
+    commands = []
 
-    def without_rank_1(launch: Launch, directory: Path) -> list[list[str]]:
-        commands.extend([render(launch, directory)[0], ["sleep", "100"]])
+    def without_rank_1(_: Launch, directory: Path) -> list[list[str]]:
+        commands.extend([[*WORKER, str(directory), "0", "0", "2"], ["sleep", "100"]])
         return commands
 
     monkeypatch.setattr(spawn, "LAUNCHER", dataclasses.replace(spawn.LAUNCHER, render=without_rank_1))

@@ -1,13 +1,23 @@
-"""Attention over a split sequence, in one process: its numbers."""
+"""Attention over a split sequence: its numbers."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyrank.parallel.context import chunk
 from everyrank.parallel.context.apply import ContextParallel
-from everyrank.parallel.context.attention import SequenceGroup
+from everyrank.parallel.context.attention import SequenceGroup, chunk_order, ring_attention
+from everyrank.world import World
+
+ATEN = torch.ops.aten
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, ring: bool) -> list[Tensor]:
@@ -25,8 +35,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, ring: bool) -> list[Ten
     return [output.detach(), *(tensor.grad for tensor in own if tensor.grad is not None)]
 
 
-def test_ring_attention_under_autocast_is_as_good_as_torchs_own() -> None:
+@pytest.mark.parametrize("is_flash", [True, False])
+def test_ring_attention_under_autocast_is_as_good_as_torchs_own(
+    monkeypatch: pytest.MonkeyPatch, is_flash: bool
+) -> None:
     """Scores in bf16, where float32 is meant, were three times as far from float64."""
+    monkeypatch.setattr(chunk, "_flash_is_right", lambda: is_flash)
     generator = torch.Generator().manual_seed(0)
     values = [3 * torch.randn(2, 3, 64, 16, generator=generator) for _ in range(3)]
     right = [value.double().requires_grad_() for value in values]
@@ -36,3 +50,91 @@ def test_ring_attention_under_autocast_is_as_good_as_torchs_own() -> None:
     for found, torchs, true in zip(attention(*values, True), attention(*values, False), exact, strict=True):
         assert found.dtype is torchs.dtype
         assert (found - true).norm() <= 1.05 * (torchs - true).norm()
+
+
+def by_ring(world: World, is_flash: bool | None, width: int, kv_heads: int, causal: bool, factor: float) -> Any:
+    """(largest difference from one process, uses of flash attention) of the ring's output and gradients in float64.
+
+    is_flash   whether flash attention is taken for right; None: as it is found to be
+    width      of the values; that of queries and keys is 8
+    factor     of the queries: how large scores become
+    """
+    length, kept = 6 * 2 * world.size, []
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, width), (2, 4, length, width)]
+    q, k, v, dout = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    whole = [value.requires_grad_() for value in (q * factor, k.clone(), v.clone())]
+    right = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=0.3, enable_gqa=True)
+    exact = [right, *torch.autograd.grad(right, whole, dout)]
+
+    def part(tensor: Tensor) -> Tensor:
+        chunks = tensor.detach().chunk(2 * world.size, dim=2)
+        own = chunk_order(world.size)[2 * world.rank : 2 * world.rank + 2]
+        return torch.cat([chunks[place] for place in own], dim=2)
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        kept.append(arguments)
+        return flash(*arguments, **named)
+
+    flash, name = ATEN._scaled_dot_product_flash_attention_for_cpu, "_scaled_dot_product_flash_attention_for_cpu"
+    ring = SequenceGroup(world.rank, world.size, tuple(range(world.size)), world.group)
+    here = [part(tensor).requires_grad_() for tensor in whole]
+    is_right = chunk._flash_is_right() if is_flash is None else is_flash
+    forced = mock.patch.object(chunk, "_flash_is_right", return_value=is_right)
+    with forced, mock.patch.object(ATEN, name, count):
+        output = ring_attention(*here, causal, 0.3, ring)
+        found = [output, *torch.autograd.grad(output, here, part(dout))]
+    scale = max(1.0, *(tensor.abs().max().item() for tensor in exact))
+    pairs = zip(found, exact, strict=True)
+    return max(float((one - part(other)).abs().max()) for one, other in pairs) / scale, len(kept)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_ring_is_attention(ranks: Any, count: int) -> None:
+    """By flash attention, and by plain operators, which values of another width need: that of one process."""
+    for causal in (False, True):
+        for kv_heads in (1, 2, 4):
+            for is_flash in (True, False):
+                for error, uses in ranks(count, by_ring, is_flash, 8, kv_heads, causal, 1.0):
+                    assert error < 1e-12
+                    assert bool(uses) == is_flash
+        for error, uses in ranks(count, by_ring, None, 5, 2, causal, 1.0):
+            assert error < 1e-12
+            assert uses == 0
+
+
+@pytest.mark.parametrize("is_flash", [True, False])
+def test_scores_whose_exponentials_no_number_holds(ranks: Any, is_flash: bool) -> None:
+    """Log-sum-exps are merged by their differences; added up as they are, they are no numbers any more."""
+    for error, _ in ranks(2, by_ring, is_flash, 8, 2, True, 1e3):
+        assert error < 1e-12
+    for error, _ in ranks(2, merged_without_maximum, is_flash):
+        assert not error < 1e-12
+
+
+def merged_without_maximum(world: World, is_flash: bool) -> Any:
+    """The same, where the maximum is not taken out."""
+    with mock.patch.object(torch, "logaddexp", lambda one, other: (one.exp() + other.exp()).log()):
+        return by_ring(world, is_flash, 8, 2, True, 1e3)
+
+
+def test_flash_attention_is_there() -> None:
+    """In the torch that is installed; one without it is as right, and slower."""
+    assert chunk._flash_is_right()
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "it is not there": lambda *_, **__: ATEN.no_such_operator,
+    "other arguments": lambda original, q, k, v: original(q, k, v),
+    "another answer": lambda original, *rest, **named: tuple(part * (1 + 1e-10) for part in original(*rest, **named)),
+    "another layout": lambda original, *rest, **named: original(*rest, **named)[:1],
+}
+
+
+@pytest.mark.parametrize("direction", ["", "_backward"])
+@pytest.mark.parametrize("what", WRONG)
+def test_flash_attention_that_is_not_what_it_was(monkeypatch: pytest.MonkeyPatch, what: str, direction: str) -> None:
+    """Then the plain operators stay."""
+    name = f"_scaled_dot_product_flash_attention_for_cpu{direction}"
+    monkeypatch.setattr(ATEN, name, functools.partial(WRONG[what], getattr(ATEN, name)))
+    assert not chunk._flash_is_right.__wrapped__()

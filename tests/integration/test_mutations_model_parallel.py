@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 import everyrank.parallel.context.apply as context_module
 import everyrank.parallel.context.attention as ring_module
+import everyrank.parallel.context.chunk as chunk_module
 import everyrank.parallel.gradients as norm_module
 import everyrank.parallel.pipeline.run as pipe_module
 import everyrank.parallel.tensor.apply as tensor_module
@@ -178,6 +179,41 @@ def neighbour_keeps_gradients() -> Patch:
 def merged_by_maximum() -> Patch:
     """Partial softmaxes are put together by the larger of their sums, not by both."""
     return mock.patch.object(torch, "logaddexp", torch.maximum)
+
+
+def _chunk_backward(change: Callable[..., Any]) -> Patch:
+    return mock.patch.object(ring_module, "attend_backward", _with(change, ring_module.attend_backward))
+
+
+def chunk_normalised_alone() -> Patch:
+    """In backward the probabilities of a chunk add up to one by themselves."""
+
+    def backward(
+        original: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, _: Tensor, *rest: Any
+    ) -> Any:
+        return original(q, k, v, out, dout, ring_module.attend(q, k, v, *rest)[1], *rest)
+
+    return _chunk_backward(backward)
+
+
+def masked_forward_alone() -> Patch:
+    """In backward early queries have looked at late keys."""
+    return _chunk_backward(lambda original, *arguments: original(*arguments[:-1], False))
+
+
+def other_keys_get_gradients() -> Patch:
+    """The gradients of a chunk's keys and values go to its positions in reverse."""
+
+    def backward(original: Any, *arguments: Any) -> Any:
+        dq, dkv = original(*arguments)
+        return dq, dkv.flip(-2)
+
+    return _chunk_backward(backward)
+
+
+def plain_operators() -> Patch:
+    """No mistake: a torch without flash attention for CPUs."""
+    return mock.patch.object(chunk_module, "_flash_is_right", return_value=False)
 
 
 def positions_in_line() -> Patch:
@@ -386,6 +422,9 @@ CASES: list[tuple[Callable[[], Patch], str, str, str, int, str]] = [
     (ring_turns_round, "context", "", "sgd", 4, "loss differs before"),
     (neighbour_keeps_gradients, "context", "", "sgd", 2, ""),
     (merged_by_maximum, "context", "", "sgd", 2, "loss differs before"),
+    (chunk_normalised_alone, "context", "", "sgd", 2, ""),
+    (masked_forward_alone, "context", "", "sgd", 2, ""),
+    (other_keys_get_gradients, "context", "", "sgd", 2, ""),
     (positions_in_line, "context", "", "sgd", 2, "loss differs before"),
     (sequence_in_line, "context", "", "sgd", 2, "loss differs before"),
     (pair_skipped, "context", "", "sgd", 2, "loss differs before"),
@@ -481,3 +520,11 @@ def test_equal_without_mutation(ranks: Any, count: int) -> None:
         parity = ranks(count, check, None, text, trait, optimizer, f"mutation-mp/{next(_COUNTER)}")[0]
         assert isinstance(parity, Parity), parity
         assert parity.status == "equal", (text, trait, parity)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_equal_by_plain_operators(ranks: Any, count: int) -> None:
+    """The ring without torch's flash attention; with it, it is equal above."""
+    parity = ranks(count, check, plain_operators, "context", "", "sgd", f"mutation-mp/{next(_COUNTER)}")[0]
+    assert isinstance(parity, Parity), parity
+    assert parity.status == "equal", parity

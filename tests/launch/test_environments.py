@@ -455,6 +455,7 @@ def test_a_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: li
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     monkeypatch.setattr(sys, "argv", ["node", "spawn", "3", "JOB"])
+    monkeypatch.setattr(sys, "platform", "darwin")  # without a fork server
     for name, value in ONE_TASK_A_NODE.items():
         monkeypatch.setenv(name, value)
     assert node.main() == status

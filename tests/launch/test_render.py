@@ -26,6 +26,7 @@ from everyrank.launch import (
     spawn,
     torchrun,
 )
+from everyrank.launch.job import FORK_SERVER, WORKER
 from everyrank.launch.slurm import BatchScript, script
 from launching import GOLDEN
 
@@ -162,16 +163,23 @@ def test_torchrun_is_told_which_host_opens_the_store(
     )
 
 
-def test_spawn_gives_each_rank_its_place() -> None:
-    """rank = node rank x ranks of a node + local rank, and each rank exactly once."""
-    ranks: list[int] = []
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_spawn_gives_each_rank_its_place(monkeypatch: pytest.MonkeyPatch, platform: str, count: int) -> None:
+    """rank = node rank x ranks of a node + local rank, and each rank exactly once; a fork server counts on itself."""
+    monkeypatch.setattr(sys, "platform", platform)
+    places: list[tuple[int, ...]] = []
     for node_rank in range(3):
-        launch = Launch(processes=6, nodes=3, node_rank=node_rank, rendezvous="n0:29500")
-        for local, command in enumerate(spawn.render(launch, Path("JOB"))):
-            rank, local_rank, local_size = map(int, command[-3:])
-            assert (local_rank, local_size) == (local, 2)
-            ranks.append(rank)
-    assert ranks == list(range(6))
+        launch = Launch(processes=3 * count, nodes=3, node_rank=node_rank, rendezvous="n0:29500")
+        for command in spawn.render(launch, Path("JOB")):
+            if tuple(command[:-3]) == FORK_SERVER:
+                first, all_here = map(int, command[-2:])
+                places += [(first + local, local, all_here) for local in range(all_here)]
+            else:
+                assert tuple(command[:-4]) == WORKER
+                places.append(tuple(map(int, command[-3:])))
+        assert (tuple(command[:-3]) == FORK_SERVER) == (platform == "linux" and count > 1)
+    assert places == [(rank, rank % count, count) for rank in range(3 * count)]
 
 
 ODD = ["a b", 'c"d', "$(touch pwned)", "`touch pwned`", "e'f", "g;touch pwned", "h\\i", "*", "~", "#j", "", "ü"]

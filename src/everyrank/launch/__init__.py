@@ -4,7 +4,8 @@ The processes of a run:
 
     rank process   runs the function as one rank of the world (worker.py)
     supervisor     the parent of one rank process: forks it, passes signals on, and writes down how it ended
-    launcher       what starts the supervisors of a host: this process itself (spawn), torchrun, srun, mpirun, Ray
+    launcher       what starts the supervisors of a host: a fork server (spawn), torchrun, srun, mpirun, Ray
+    fork server    a process that has imported torch, and forks the supervisors of a host from itself
     monitor        the part of the caller's process that starts the launcher, watches what the ranks leave in the job's
                    folder, and tells the root cause when one fails
 
@@ -26,6 +27,7 @@ A host is one machine; a node is a host as launchers count them (--nodes).
     monitor.py        start, watch, end
     processes.py      function in, results by rank out
     worker.py         what a rank process runs
+    fork_server.py    one import of torch for all ranks of a host
     ray_driver.py     asks a Ray cluster for a place for each rank
 
 Imports no torch: the process of the person who typed the command only waits.

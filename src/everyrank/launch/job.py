@@ -14,10 +14,11 @@ from everyrank.errors import UsageError
 from everyrank.launch.hosts import split_endpoint
 from everyrank.launch.launcher import DEFAULT_LAUNCHER, Launcher, launcher_named
 
-__all__ = ["PYTHON", "WORKER", "Job", "Launch", "named_function"]
+__all__ = ["FORK_SERVER", "PYTHON", "WORKER", "Job", "Launch", "named_function"]
 
 PYTHON = (sys.executable, "-P")  # without the current folder, in which others may have left a json.py
 WORKER = (*PYTHON, "-m", "everyrank.launch.worker")
+FORK_SERVER = (*PYTHON, "-m", "everyrank.launch.fork_server")
 _MOST_PROCESSES, _MOST_ON_A_HOST = 1_000_000, 4_096  # more is a slip of the hand: there is no such machine
 _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behind
 
@@ -174,6 +175,7 @@ class Job:
     pid_namespace   where the parent's process number means it: elsewhere the directory stands for the parent
     keeps_logs      whether the folder of the logs is one that was asked for
     threads         CPU threads of each process that the person has asked for
+    preload         the module that a fork server imports before it forks the ranks
     """
 
     payload: bytes
@@ -186,6 +188,7 @@ class Job:
     logs: Path
     keeps_logs: bool
     threads: int | None = None
+    preload: str = "torch"
 
     def function(self) -> Callable[..., Any]:
         """What to call. One that was given by name is imported here, not in the process that has sent it."""

@@ -51,6 +51,7 @@ class Launcher:
     name                  as --launcher takes it, and as Records have it
     render                (launch, the job's folder) -> the argv of each process to start on this host. Each ends in
                           [*WORKER, str(folder)]; without an `environment` RANK LOCAL_RANK LOCAL_SIZE follow (worker.py)
+                          or [*FORK_SERVER, str(folder), FIRST, COUNT], which starts them all (fork_server.py)
     find                  where it is on this machine, in words; raises `CannotRunError` where it is not
     check                 raises `UsageError` for a `Launch` that it cannot start
     check_start           raises `UsageError` where it cannot start one from this environment
@@ -69,8 +70,8 @@ class Launcher:
     one_command_per_host  the command is typed on each host, and starts the ranks of that host
     assigns_node_ranks    (its options) -> whether a host need not be told which one it is
     restarts_ranks        (its options) -> whether it starts all ranks again after a failure
-    starts_supervisors    what is started here are the supervisors themselves, one for each rank; else a program of the
-                          launcher's stands between, whose messages go to a log
+    starts_supervisors    what is started here are the supervisors themselves, one for each rank, or a fork server over
+                          them; else a program of the launcher's stands between, whose messages go to a log
     reads_job_folder      its ranks may be on other hosts, which read the job's folder: it is on shared storage
     rank_0_is_here        rank 0 runs on the host on which the command is typed
     needs_sigterm         it ends its ranks in order when it gets SIGTERM; without one they may stay

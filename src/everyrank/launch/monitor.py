@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -141,7 +142,7 @@ class ProcessMonitor:
         """Rank processes that ended without a result or an error, earliest first."""
         codes: dict[int, int | None] = {}
         if self.launcher.starts_supervisors:
-            started = zip(self.reports.expected, self.processes, strict=False)
+            started = zip(self.reports.expected, itertools.cycle(self.processes), strict=False)  # or one fork server
             codes = {rank: process.poll() for rank, process in started}
         return self.reports.dead(codes)
 

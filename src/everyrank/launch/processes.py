@@ -71,7 +71,9 @@ def run_ranks(
         return {info.rank: _call_here(info, named_function(function), here)}
     _check(launch)
     with _folders(launch, kept) as (directory, logs):
-        job = _job(launch, cloudpickle.dumps((function, arguments)), directory, logs)
+        # of a function of ours the whole module; a person's modules are imported by the ranks themselves
+        preload = function.partition(":")[0] if isinstance(function, str) else "torch"
+        job = _job(launch, cloudpickle.dumps((function, arguments)), preload, directory, logs)
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
         with ProcessMonitor(launch, directory, logs, stop) as monitor:
             monitor.wait()
@@ -100,7 +102,7 @@ def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Pat
             shutil.rmtree(logs, ignore_errors=True)
 
 
-def _job(launch: Launch, payload: bytes, directory: Path, logs: Path) -> Job:
+def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Path) -> Job:
     """What each rank process finds in the job's folder."""
     return Job(
         payload=payload,
@@ -113,6 +115,7 @@ def _job(launch: Launch, payload: bytes, directory: Path, logs: Path) -> Job:
         logs=logs.absolute(),
         keeps_logs=launch.logs is not None,
         threads=threads_asked(os.environ),
+        preload=preload,
     )
 
 

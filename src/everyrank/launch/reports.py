@@ -23,7 +23,7 @@ from everyrank.errors import EveryrankError, RankFailedError, StoppedError, Usag
 from everyrank.launch.hosts import host_name
 from everyrank.launch.silence import is_a_wait, of_silent
 
-__all__ = ["Reports", "rank_of", "ranks_text"]
+__all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
 
 _FILES_SECONDS = 5.0  # until what a rank on another host has written can be read here
 # who was asked to end, or has aborted, often only answers to what another rank met
@@ -84,7 +84,7 @@ class Reports:
         """
         rows = self._rows("exit")
         written = {row["rank"] for row in rows}
-        rows += [_row(rank, code) for rank, code in codes.items() if code and rank not in written]
+        rows += [exit_row(rank, code) for rank, code in codes.items() if code and rank not in written]
         left = ("result", "error")
         return [
             row for row in rows if not any((self.directory / f"rank{row['rank']}.{kind}").exists() for kind in left)
@@ -164,7 +164,8 @@ def rank_of(path: Path) -> int:
     return int(path.stem.removeprefix("rank"))
 
 
-def _row(rank: int, code: int) -> dict[str, Any]:
+def exit_row(rank: int, code: int) -> dict[str, Any]:
+    """How a rank has ended just now, as its supervisor would write it down: -N after signal N."""
     return {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
 
 

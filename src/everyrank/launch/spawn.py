@@ -1,10 +1,15 @@
-"""spawn: one command for each rank of this host, with its place in words. Nothing of a launcher stands between."""
+"""spawn: a fork server for the ranks of this host, which has imported torch once for all of them.
+
+One rank, and each rank where forks are not safe, is a command with its place in words. Nothing of a launcher stands
+between.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from everyrank.launch.job import WORKER, Launch
+from everyrank.launch.job import FORK_SERVER, WORKER, Launch
 from everyrank.launch.launcher import Launcher
 from everyrank.launch.rank_info import RankInfo
 
@@ -19,7 +24,13 @@ def render(launch: Launch, directory: Path) -> list[list[str]]:
 def _on_node(node: int, count: int, directory: str) -> list[list[str]]:
     """Rank = node rank x ranks of a node + local rank."""
     first = node * count
+    if count > 1 and _can_fork():
+        return [[*FORK_SERVER, directory, str(first), str(count)]]
     return [[*WORKER, directory, str(first + local), str(local), str(count)] for local in range(count)]
+
+
+def _can_fork() -> bool:
+    return sys.platform == "linux"  # a Mac's frameworks do not survive a fork
 
 
 def _render_on_node(task: RankInfo, count: int, directory: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The supervisor of each rank, a process of its own without torch: how the rank ended, whoever started it.
+"""The supervisor of each rank, a process of its own that imports nothing: how the rank ended, whoever started it.
 
 Launchers differ in what they say of a rank that died, and none says all of it. So each rank is forked from a
 supervisor, which writes down the exit code or the signal, and whether the kernel killed for memory.

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from everyrank.parallel.context.chunk import attend, attend_backward
+
 __all__ = ["SequenceGroup", "chunk_order", "ring_attention", "ulysses_attention"]
 
 
@@ -80,7 +82,7 @@ class _RingAttention(torch.autograd.Function):
             receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
             k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
             for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
-                out_part, lse_part = _attend(
+                out_part, lse_part = attend(
                     q_wide[..., rows, :], k_step[..., columns, :], v_step[..., columns, :], scale, diagonal
                 )
                 lse_new = torch.logaddexp(lse[..., rows], lse_part)
@@ -103,8 +105,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         causal, scale, ring = ctx.settings
         wide = lse.dtype
-        q_wide, dout = q.to(wide), grads[0].to(wide)
-        delta = (dout * out.to(wide)).sum(-1)  # (B, H, T/N)
+        q_wide, out_wide, dout = q.to(wide), out.to(wide), grads[0].to(wide)
         dq = torch.zeros_like(q_wide)
         kv = torch.cat([k, v], dim=-1)
         dkv = torch.zeros_like(kv, dtype=wide)  # gradients of the keys and values that are here now
@@ -113,13 +114,13 @@ class _RingAttention(torch.autograd.Function):
             receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
             k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
             for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
-                dq_part, dkv_part = _attend_backward(
+                dq_part, dkv_part = attend_backward(
                     q_wide[..., rows, :],
                     k_step[..., columns, :],
                     v_step[..., columns, :],
+                    out_wide[..., rows, :],
                     dout[..., rows, :],
                     lse[..., rows],
-                    delta[..., rows],
                     scale,
                     diagonal,
                 )
@@ -147,49 +148,6 @@ def _chunk_pairs(ring: SequenceGroup, source: int, length: int, causal: bool) ->
     if source < ring.index:  # its head is before both of ours, its tail behind both
         return [(head, head, False), (tail, head, False)]
     return [(tail, head, False), (tail, tail, False)]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of some queries to one chunk: out (B, H, Tq, W), lse (B, H, Tq)."""
-    scores = _scores(q, k, scale, diagonal)
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ _repeat_heads(v, q.shape[1]), lse
-
-
-def _attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    diagonal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Dq (B, H, Tq, W), and dk and dv side by side (B, G, Tk, 2W)."""
-    heads, kv_heads = q.shape[1], k.shape[1]
-    p = (_scores(q, k, scale, diagonal) - lse[..., None]).exp()  # the probabilities, (B, H, Tq, Tk)
-    dv = p.transpose(-1, -2) @ dout
-    ds = p * (dout @ _repeat_heads(v, heads).transpose(-1, -2) - delta[..., None]) * scale
-    dk = ds.transpose(-1, -2) @ q
-    dkv = torch.cat([dk, dv], dim=-1)
-    if heads != kv_heads:
-        dkv = dkv.unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
-    return ds @ _repeat_heads(k, heads), dkv
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, diagonal: bool) -> Tensor:
-    """(B, H, Tq, Tk); on the `diagonal` later keys are masked."""
-    scores = q @ _repeat_heads(k, q.shape[1]).transpose(-1, -2) * scale
-    if diagonal:
-        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(above, -torch.inf)
-    return scores
-
-
-def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, G, T, W) that several heads of queries share, repeated for each: (B, H, T, W)."""
-    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
 def ring_send_recv(tensor: Tensor, ring: SequenceGroup) -> Callable[[], Tensor]:
