@@ -168,7 +168,8 @@ INSIDE = {
     "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],
     "audit": [
         "finding",
-        *("watch.place", "watch.recorder", "watch.sync_batch_norm", "watch.pretend_cuda", "watch.losses"),
+        *("watch.place", "watch.recorder", "watch.sync_batch_norm", "watch.pretend_cuda"),
+        *("watch.gathers", "watch.losses"),
         *("watch.gradients", "watch.modules", "watch.steps", "watch.collectives", "watch.loaders", "watch.files"),
         "watch.frameworks",
         *("watch.kept", "watch.keeper", "watch.stand_in", "watch.union", "watch.replay", "watch.install"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from auditing import audit_forked
+from everyrank.audit import Audit
 from forkserver import ForkServer
 
 ROOT = Path(__file__).parents[2]
@@ -88,14 +89,53 @@ RIGHT = [
 def test_what_looks_like_it_is_no_alarm(
     forkserver: ForkServer, tmp_path: Path, corpus: Any, name: str, changes: dict[str, str]
 ) -> None:
-    text = (corpus.FOLDER / f"{name}.py").read_text()
+    audit = audit_changed(forkserver, tmp_path, corpus.FOLDER / f"{name}.py", changes)
+    assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
+    assert audit.updates >= 3
+
+
+def audit_changed(forkserver: ForkServer, folder: Path, script: Path, changes: dict[str, str]) -> Audit:
+    text = script.read_text()
     for before, after in changes.items():
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    (tmp_path / "train.py").write_text(text)
-    audit = audit_forked(forkserver, tmp_path, tmp_path / "train.py")
+    (folder / "train.py").write_text(text)
+    return audit_forked(forkserver, folder, folder / "train.py")
+
+
+ALL_GATHER = "    dist.all_gather(gathered, features)"
+PUT_BACK = "    gathered[dist.get_rank()] = features\n"
+CUT_OFF = {
+    "detached": {ALL_GATHER: "    dist.all_gather(gathered, features.detach().contiguous())"},
+    "no_grad": {ALL_GATHER: f"    with torch.no_grad():\n    {ALL_GATHER}"},
+    "one_tensor": {
+        "gathered = [torch.zeros_like(features) for _ in range(dist.get_world_size())]": "rank = dist.get_rank()\n"
+        "    gathered = features.new_zeros(dist.get_world_size() * len(features), 16)",
+        ALL_GATHER: "    dist.all_gather_into_tensor(gathered, features.data)",
+        PUT_BACK: "    gathered[rank * len(features) : (rank + 1) * len(features)] = features\n",
+        "return torch.cat(gathered)": "return gathered",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CUT_OFF)
+def test_features_that_are_cut_off_and_gathered(forkserver: ForkServer, tmp_path: Path, corpus: Any, kind: str) -> None:
+    """The rank's own, put back among them, say that a gradient was meant; without them it is a stop-gradient."""
+    script = corpus.FOLDER / "gather_without_gradient.py"
+    (tmp_path / "meant").mkdir()
+    found = audit_changed(forkserver, tmp_path, script, CUT_OFF[kind])
+    assert [one.rule for one in found.findings if one.level in ("FAIL", "WARN")] == ["gradient.lost"]
+    (place,) = [one.place for one in found.findings if one.rule == "gradient.lost"]
+    assert "dist.all_gather" in (tmp_path / "train.py").read_text().splitlines()[int(place.rpartition(":")[2]) - 1]
+    meant = audit_changed(forkserver, tmp_path / "meant", script, {**CUT_OFF[kind], PUT_BACK: ""})
+    assert [one for one in meant.findings if one.level in ("FAIL", "WARN")] == []
+    assert any("it is cut off before (detach, no_grad)" in line for line in meant.unchecked)
+
+
+def test_a_gather_with_a_backward_of_its_own_is_right(forkserver: ForkServer, tmp_path: Path) -> None:
+    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "blind_set_2" / "simclr_toy_right.py")
     assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
-    assert audit.updates >= 3
+    assert not any("it is cut off before" in line for line in audit.unchecked)
 
 
 def test_nodes_of_one_graph_are_no_samples(forkserver: ForkServer, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.audit.evidence import Evidence, Samples
-from everyrank.audit.finding import Findings
+from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
 
 __all__ = ["check_gradients"]
@@ -114,7 +114,14 @@ def _check_lost(evidence: Evidence, findings: Findings) -> None:
     """
     for events in zip(*(evidence.of(rank, "backward") for rank in evidence.ranks), strict=False):
         values = [event.get("value") for event in events]
-        if None not in values and max(values) - min(values) > _TOLERANCE * max(map(abs, values)):
+        if None in values or max(values) - min(values) <= _TOLERANCE * max(map(abs, values)):
+            continue
+        if events[0]["is_cut_off"]:
+            findings.not_checked(
+                f"the gradient of what is gathered at {short_place(events[0]['gathered_at'])}: it is cut off before "
+                "(detach, no_grad), which may be meant so"
+            )
+        else:
             findings.add(
                 "WARN",
                 "gradient.lost",

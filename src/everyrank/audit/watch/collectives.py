@@ -103,7 +103,9 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) ->
         return out
 
     c10d.init_process_group = dist.init_process_group = init_process_group
-    for name in ("all_gather", "all_gather_into_tensor"):
+    for name in ("all_gather", "all_gather_into_tensor", "all_gather_single"):
+        if not hasattr(c10d, name):  # the third is the second's name of today
+            continue
         setattr(c10d, name, _gathering(getattr(c10d, name), losses))
         setattr(dist, name, getattr(c10d, name))
     if pretends:
@@ -116,7 +118,7 @@ def _gathering(function: Any, losses: Losses) -> Any:
     @functools.wraps(function)
     def gather(out: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
         done = function(out, given, *args, **kwargs)
-        losses.gather_done(given, out, where())
+        losses.gathers.gather_done(given, out, where())
         return done
 
     return gather

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from everyrank.audit.watch.gathers import Gathers
 from everyrank.audit.watch.place import caller_is_own, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import Recorder, local, tensors
@@ -54,7 +55,7 @@ class Losses:
         self.terms: list[dict[str, Any]] = []
         self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
         self.kept: list[Any] = []
-        self.gathered: dict[int, tuple[Any, str]] = {}  # computed from what all_gather gave: the tensor, and its line
+        self.gathers = Gathers()
         self.depth = 0  # of module calls
         self.num_dropouts = 0
         self.is_evaluating = False  # since a forward without gradients
@@ -66,15 +67,11 @@ class Losses:
         """What is computed from this output may become a loss."""
         self.derived = {id(tensor): tensor for tensor in tensors(output)}
 
-    def gather_done(self, given: Any, out: Any, line: str) -> None:
-        """`out` is what all_gather has made of `given`: numbers without a gradient."""
-        if torch.is_grad_enabled() and isinstance(given, torch.Tensor) and given.requires_grad and given.dim() > 1:
-            self.gathered |= {id(tensor): (tensor, line) for tensor in tensors(out) if not tensor.requires_grad}
-
     def backward_done(self) -> list[dict[str, Any]]:
         """What backward has been through; all others are forgotten."""
         done = [term for term in self.terms if term["scale"] is not None]
-        self.terms, self.kept, self.derived, self.gathered, self.scalings = [], [], {}, {}, []
+        self.terms, self.kept, self.derived, self.scalings = [], [], {}, []
+        self.gathers.forget()
         return done
 
 
@@ -94,6 +91,7 @@ class Functions(TorchFunctionMode):
         out = func(*args, **kwargs)
         if self.recorder.is_muted:
             return out
+        self.losses.gathers.called(func, args, kwargs, out)
         if func in WAITS:
             self._wait(func)
         elif not torch.is_grad_enabled():
@@ -127,9 +125,6 @@ class Functions(TorchFunctionMode):
         losses.num_dropouts += _drops(func, kwargs)
         if losses.is_evaluating:
             self._cut(func, args)
-        if losses.gathered:
-            line = next((losses.gathered[id(t)][1] for t in tensors((args, kwargs)) if id(t) in losses.gathered), "")
-            losses.gathered |= {id(tensor): (tensor, line) for tensor in tensors(out) if line}
         is_derived = bool(losses.derived) and any(id(tensor) in losses.derived for tensor in tensors((args, kwargs)))
         if is_derived and losses.depth == 0:
             for tensor in tensors(out):

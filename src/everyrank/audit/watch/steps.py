@@ -56,8 +56,9 @@ def _lost(roots: Any, losses: Losses, recorder: Recorder) -> dict[str, Any]:
     """The line of an all_gather without a gradient whose numbers have gone into this loss, and the value of that."""
     with recorder.muted():
         for root in tensors(roots):
-            if id(root) in losses.gathered and root.numel() == 1:
-                return {"gathered_at": losses.gathered[id(root)][1], "value": float(root)}
+            found = losses.gathers.gathered.get(id(root))
+            if found is not None and root.numel() == 1:
+                return {"gathered_at": found.line, "is_cut_off": bool(found.sources), "value": float(root)}
     return {}
 
 

@@ -1,0 +1,80 @@
+"""Which tensors are computed from what all_gather gave, through which no gradient goes back to the ranks that sent it.
+
+Features that were cut off from their gradient first (`detach`, `no_grad`) may be meant so, as targets. They are not
+where the rank puts its own features, with their gradient, back among them: then the others' were meant to have one.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from everyrank.audit.watch.place import is_called_by
+from everyrank.audit.watch.recorder import tensors
+
+__all__ = ["Gathered", "Gathers"]
+
+_TENSOR: Any = torch.Tensor
+_DETACHES = {torch.detach, _TENSOR.detach, _TENSOR.data.__get__}
+_JOINS = {torch.cat, torch.concat, torch.stack, torch.vstack, torch.Tensor.__setitem__}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A tensor that is computed from what all_gather gave.
+
+    line      of the all_gather
+    sources   the ids of the features that were sent, as they were before they were cut off; none: they were not
+    """
+
+    tensor: Any
+    line: str
+    sources: frozenset[int] = frozenset()
+
+
+class Gathers:
+    """Since the last backward; tensors are held, so that ids stay theirs."""
+
+    def __init__(self) -> None:
+        self.gathered: dict[int, Gathered] = {}
+        self.detached: dict[int, tuple[Any, Any]] = {}  # a tensor without a gradient, and the one that has it
+
+    def forget(self) -> None:
+        """Let all tensors go, after a backward."""
+        self.gathered, self.detached = {}, {}
+
+    def gather_done(self, given: Any, out: Any, line: str) -> None:
+        """`out` is what all_gather has made of `given`: numbers without a gradient."""
+        if not isinstance(given, torch.Tensor) or given.dim() < 2:
+            return
+        is_cut_off = id(given) in self.detached or (given.grad_fn is not None and not torch.is_grad_enabled())
+        if is_cut_off and is_called_by("apply", "torch"):
+            return  # in the forward of an autograd.Function, which has a backward of its own
+        if not is_cut_off and not (given.requires_grad and torch.is_grad_enabled()):
+            return
+        source = self.detached.get(id(given), (given, given))[1]
+        sources = frozenset([id(source)] if is_cut_off else [])
+        self.detached |= {id(given): (given, source)} if is_cut_off else {}  # held
+        self.gathered |= {id(t): Gathered(t, line, sources) for t in tensors(out) if not t.requires_grad}
+
+    def called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A torch function: what it makes of such tensors is one of them."""
+        if func in _DETACHES:
+            if args[0].dim() > 1 and args[0].grad_fn is not None and isinstance(out, torch.Tensor):
+                self.detached[id(out)] = out, args[0]
+            return
+        if not self.gathered and not self.detached:
+            return
+        given = list(tensors((args, kwargs)))
+        made = [args[0]] if func is torch.Tensor.__setitem__ else list(tensors(out))
+        known = [self.gathered[id(tensor)] for tensor in given if id(tensor) in self.gathered]
+        if known:
+            sources = frozenset[int]().union(*(one.sources for one in known))
+            if not all(one.sources for one in known) or (func in _JOINS and sources & {id(one) for one in given}):
+                sources = frozenset()
+            self.gathered |= {id(tensor): Gathered(tensor, known[0].line, sources) for tensor in made}
+        elif len(given) == 1 and id(given[0]) in self.detached:
+            self.detached |= {id(tensor): (tensor, self.detached[id(given[0])][1]) for tensor in made}
