@@ -130,6 +130,9 @@ MUTATIONS = [
     ("classifier", "            optimizer.step()\n",
      "            optimizer.step()\n            [schedule.step() for _ in range(3)]\n",
      "schedule.often stepped 3 times an update: ", "schedule.step() for"),
+    ("classifier", ("CosineAnnealingLR(optimizer, 2)", "        schedule.step()\n"),
+     ("ReduceLROnPlateau(optimizer, patience=9)", "        schedule.step(loss.detach())\n"),
+     "schedule.differs on rank 1 after update ", "schedule.step(loss"),
     # --- collectives
     ("stream", "            optimizer.zero_grad()\n",
      "            optimizer.zero_grad()\n"
@@ -296,6 +299,14 @@ ALSO_RIGHT = [
         "classifier",
         "    dist.all_reduce(totals)\n",
         "    dist.all_reduce(totals[:2])\n    dist.all_reduce(totals[2:])\n",
+    ),
+    (  # decided by what all ranks have together
+        "classifier",
+        ("CosineAnnealingLR(optimizer, 2)", "        schedule.step()\n"),
+        (
+            "ReduceLROnPlateau(optimizer, patience=0)",
+            "        schedule.step(evaluate(model, held_out, rank, world_size)[0])\n",
+        ),
     ),
     ("language", "loss * world_size / count", "loss / count * dist.get_world_size()"),
     ("stream", "parameter.grad /= world_size", "parameter.grad.div_(world_size)"),

@@ -11,7 +11,7 @@ replicas.py      whether the ranks hold the same model
 evaluation.py    what an evaluation counts
 collectives.py   whether the ranks call the same, and where a run that hangs stands
 randomness.py    whose random numbers
-schedule.py      how often the learning rate changes
+schedule.py      how often the learning rate changes, and by what number
 saving.py        which rank writes which file
 speed.py         what costs time for nothing
 """

@@ -1,7 +1,8 @@
-"""Whether the learning-rate schedule is stepped once an update, or once an epoch."""
+"""Whether the learning-rate schedule is stepped once an update, or once an epoch; and by one number on all ranks."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from everyrank.audit.evidence import Evidence
@@ -10,10 +11,35 @@ from everyrank.audit.finding import Findings
 __all__ = ["check_schedule"]
 
 _FEW = 4  # updates: too few to say how often
+_ROUNDED = 1e-4  # relative: sums of the same numbers in another order
 
 
 def check_schedule(evidence: Evidence, findings: Findings) -> None:
-    """How often each schedule is stepped between two optimizer steps."""
+    """How often each schedule is stepped between two optimizer steps, and what decides."""
+    _check_often(evidence, findings)
+    if evidence.world_size > 1 and not evidence.is_split:
+        _check_plateau(evidence, findings)
+
+
+def _check_plateau(evidence: Evidence, findings: Findings) -> None:
+    """Ranks that see different numbers lower their learning rates at different times."""
+    for events in zip(*(evidence.of(rank, "plateau") for rank in evidence.ranks), strict=False):
+        values = [event["value"] for event in events]
+        is_common = all(math.isclose(value, values[0], rel_tol=_ROUNDED) for value in values)
+        if len({event["line"] for event in events}) == 1 and all(map(math.isfinite, values)) and not is_common:
+            shown = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in zip(evidence.ranks, values, strict=True))
+            findings.add(
+                "WARN",
+                "schedule.differs",
+                events[0]["line"],
+                f"ReduceLROnPlateau is given another number on each rank ({shown} after update "
+                f"{events[0]['update'] - 1}): the ranks lower their learning rates at different times",
+                "all-reduce the number first, so that all ranks decide alike",
+            )
+            return
+
+
+def _check_often(evidence: Evidence, findings: Findings) -> None:
     events = evidence.of(evidence.ranks[0], "schedule")
     for schedule in {event["schedule"] for event in events}:
         own = [event for event in events if event["schedule"] == schedule]

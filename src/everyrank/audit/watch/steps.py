@@ -169,7 +169,7 @@ def _recording(closure: Any, record: Callable[[], None]) -> Any:
 
 def _watch_schedules(recorder: Recorder) -> None:
     """Each step of a schedule; not those that one schedule calls of another."""
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     depth: list[int] = []
 
@@ -185,6 +185,8 @@ def _watch_schedules(recorder: Recorder) -> None:
                 is_prepared = caller.startswith("accelerate.")
                 about = {"schedule": id(self), "name": type(self).__name__, "is_prepared": is_prepared}
                 recorder.event("schedule", line=where(), **about)
+            elif not depth and isinstance(self, ReduceLROnPlateau):
+                _note_numbers(recorder, [*args[:1], *kwargs.values()][:1])
             depth.append(id(self))
             try:
                 return step(self, *args, **kwargs)
@@ -196,6 +198,14 @@ def _watch_schedules(recorder: Recorder) -> None:
     for kind in [LRScheduler, *_all_below(LRScheduler)]:
         watched(kind)
     _mark_made(LRScheduler)
+
+
+def _note_numbers(recorder: Recorder, numbers: list[Any]) -> None:
+    """What a schedule that waits for a plateau is told."""
+    with recorder.muted():
+        values = [float(number) for number in numbers]
+    for value in values:
+        recorder.event("plateau", line=where(), value=value)
 
 
 def _all_below(kind: Any) -> list[Any]:
