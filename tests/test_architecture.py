@@ -169,7 +169,7 @@ INSIDE = {
     "audit": [
         "finding",
         *("watch.place", "watch.recorder", "watch.sync_batch_norm", "watch.pretend_cuda"),
-        *("watch.gathers", "watch.losses"),
+        *("watch.gathers", "watch.noise", "watch.losses"),
         *("watch.gradients", "watch.modules", "watch.steps", "watch.collectives", "watch.loaders", "watch.files"),
         "watch.frameworks",
         *("watch.kept", "watch.keeper", "watch.stand_in", "watch.union", "watch.replay", "watch.install"),

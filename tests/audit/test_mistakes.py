@@ -18,6 +18,7 @@ from forkserver import ForkServer
 
 BASES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
+NOISE = ("sampler = DistributedSampler(train)\n", "            loss = F.cross_entropy(model(inputs), labels)\n")
 # (script, what stands there, what is written instead, the rule that must find it, text of the line it must name); what
 # stands after the rule has to be in its text. Several changes are tuples.
 MUTATIONS = [
@@ -152,6 +153,12 @@ MUTATIONS = [
     ("stream", "torch.initial_seed() + dist.get_rank()", "torch.initial_seed()", "random.augment",
      "loader = DataLoader("),
     ("stream", "torch.initial_seed() + dist.get_rank()", "dist.get_rank()", "random.workers", "loader = DataLoader("),
+    ("classifier", NOISE, ("sampler = DistributedSampler(train)\n    noise = torch.Generator().manual_seed(5)\n",
+     "            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=noise)\n" + NOISE[1]),
+     "random.noise seed 5 on each rank", "torch.randn(inputs.shape"),
+    ("classifier", ("nn.Dropout(0.1)", "torch.manual_seed(100 + rank)"),
+     ('type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()',
+      "torch.manual_seed(100)"), "random.noise seed 100 on each rank", "torch.randn_like(x)"),
     # --- saving
     ("classifier", "        if rank == 0:\n            print", "        if True:\n            print", "save.race",
      "torch.save("),
@@ -307,6 +314,29 @@ ALSO_RIGHT = [
             "ReduceLROnPlateau(optimizer, patience=0)",
             "        schedule.step(evaluate(model, held_out, rank, world_size)[0])\n",
         ),
+    ),
+    *(  # noise of each rank's own, or drawn for all of them, of which each takes a part
+        (
+            "classifier",
+            NOISE,
+            (
+                f"sampler = DistributedSampler(train)\n    noise = torch.Generator().manual_seed({seed})\n",
+                f"            inputs = inputs + torch.{drawn}\n" + NOISE[1],
+            ),
+        )
+        for seed, drawn in (
+            ("5 + rank", "randn(inputs.shape, generator=noise)"),
+            ("5", "randn(world_size, *inputs.shape, generator=noise)[rank]"),
+            ("5", "rand(world_size * len(inputs), 12, generator=noise).chunk(world_size)[rank]"),
+            ("5", "randn(len(inputs), 12 * world_size, generator=noise).narrow(1, 12 * rank, 12)"),
+            ("5", "zeros(inputs.shape) + torch.randn(1, 12, generator=noise)"),
+            ("5", "zeros(1) + inputs[torch.randint(0, len(inputs), (len(inputs),), generator=noise)]"),
+        )
+    ),
+    (
+        "classifier",
+        "nn.Dropout(0.1)",
+        'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()',
     ),
     ("language", "loss * world_size / count", "loss / count * dist.get_world_size()"),
     ("stream", "parameter.grad /= world_size", "parameter.grad.div_(world_size)"),

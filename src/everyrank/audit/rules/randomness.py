@@ -10,12 +10,14 @@ from everyrank.audit.finding import Findings
 __all__ = ["check_randomness"]
 
 _GENERATORS = ("torch", "random", "numpy")
+_FEW, _GROUPS = 4, 2  # steps; groups, of which one may be that of a barrier
 
 
 def check_randomness(evidence: Evidence, findings: Findings) -> None:
     """The state from which each forward and each worker draws, held against the other ranks'."""
     if evidence.world_size > 1:
         _check_dropout(evidence, findings)
+        _check_noise(evidence, findings)
         _check_augmentation(evidence, findings)
     _check_workers(evidence, findings)
 
@@ -36,6 +38,63 @@ def _check_dropout(evidence: Evidence, findings: Findings) -> None:
             f"dropout draws the same masks on all ranks: {len(same)} of {len(common)} forwards begin with one state",
             "after the model has been built: torch.manual_seed(seed + rank)",
         )
+
+
+def _check_noise(evidence: Evidence, findings: Findings) -> None:
+    """What each step draws for its samples: other samples, the same numbers.
+
+    In groups of ranks some may have to draw alike: those that share samples.
+    """
+    if evidence.is_split or len(evidence.groups) > _GROUPS or findings.has("data.rows", "data.same", "random.dropout"):
+        return
+    own, other = (_noise(evidence, rank) for rank in evidence.ranks[:2])
+    lines = sorted({line for drawn in own.values() for line in drawn})
+    steps = {line: _same_noise(evidence, line, own, other) for line in lines}
+    same = [line for line in lines if steps[line]]
+    if same:
+        keys = steps[same[0]]
+        seeds = {seed for key in keys for _, seed in own[key][same[0]]}
+        findings.add(
+            "WARN",
+            "random.noise",
+            same[0],
+            f"the random numbers that a step draws for its samples are the same on all ranks, in {len(keys)} of "
+            f"{sum(same[0] in drawn for drawn in own.values())} steps, and the samples are others"
+            + (f"; seed {next(iter(seeds))} on each rank" if len(seeds) == 1 else ""),
+            "a seed that contains the rank: torch.Generator().manual_seed(seed + rank)",
+            (*same[1:], evidence.training_forwards[evidence.ranks[0]][keys[0]]["line"]),
+        )
+
+
+_Noise = dict[tuple[int, int], dict[str, list[tuple[int, int]]]]
+"""What each step has drawn, by line: checksums, and seeds."""
+
+
+def _noise(evidence: Evidence, rank: int) -> _Noise:
+    """Before the first forward of each backward, and inside of it."""
+    found: _Noise = defaultdict(lambda: defaultdict(list))
+    forwards = evidence.training_forwards[rank]
+    for event in [*forwards.values(), *evidence.of(rank, "forward_end")]:
+        for line, drawn, seed in event["noise"] if (event["update"], event["micro"]) in forwards else ():
+            found[event["update"], event["micro"]][line].append((drawn, seed))
+    return found
+
+
+def _same_noise(evidence: Evidence, line: str, own: _Noise, other: _Noise) -> list[tuple[int, int]]:
+    """The steps in which this line draws the same on both ranks; [] where they are few, or where that may be meant."""
+    keys = [key for key in own if line in own[key]]
+    same = [key for key in keys if own[key][line] == other.get(key, {}).get(line)]
+    is_drawn_anew = len({tuple(own[key][line]) for key in same}) == len(same)
+    is_usual = len(same) >= _FEW and 2 * len(same) >= len(keys)
+    return same if is_usual and is_drawn_anew and all(_are_disjoint(evidence, key) for key in same) else []
+
+
+def _are_disjoint(evidence: Evidence, key: tuple[int, int]) -> bool:
+    """Whether two ranks feed the model other rows in this step; other inputs, where these have no rows to compare."""
+    own, other = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
+    if not own["rows"] or not other["rows"]:
+        return own["others"] != other["others"]
+    return not set(own["rows"]) & set(other["rows"])
 
 
 def _drawn_alike(own: Event, other: Event) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from everyrank.audit.watch.gathers import Gathers
+from everyrank.audit.watch.noise import Noise
 from everyrank.audit.watch.place import caller_is_own, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import Recorder, local, tensors
@@ -55,7 +56,7 @@ class Losses:
         self.terms: list[dict[str, Any]] = []
         self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
         self.kept: list[Any] = []
-        self.gathers = Gathers()
+        self.gathers, self.noise = Gathers(), Noise()
         self.depth = 0  # of module calls
         self.num_dropouts = 0
         self.is_evaluating = False  # since a forward without gradients
@@ -72,6 +73,7 @@ class Losses:
         done = [term for term in self.terms if term["scale"] is not None]
         self.terms, self.kept, self.derived, self.scalings = [], [], {}, []
         self.gathers.forget()
+        self.noise.forget()
         return done
 
 
@@ -92,6 +94,8 @@ class Functions(TorchFunctionMode):
         if self.recorder.is_muted:
             return out
         self.losses.gathers.called(func, args, kwargs, out)
+        if not self.losses.is_evaluating:
+            self.losses.noise.called(self.recorder, func, args, kwargs, out, self.losses.depth > 0)
         if func in WAITS:
             self._wait(func)
         elif not torch.is_grad_enabled():

@@ -60,6 +60,8 @@ class Modules:
                 "num_batch_norms": sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
                 "syncs": bool(getattr(module, "require_backward_grad_sync", True)),
             }
+            shapes = {tuple(parameter.shape) for parameter in root.parameters()}
+            about["noise"] = self.losses.noise.entering((args, kwargs), about["size"], shapes) if is_grad else []
             empty = self._uninitialised(root) if is_grad and self.emptied else []
         if is_grad:
             self._say_opaque(kinds, line)
@@ -82,7 +84,8 @@ class Modules:
         recorder = self.recorder
         if torch.is_grad_enabled():
             self.losses.forward_done(output)
-            recorder.event("forward_end", dropouts=self.losses.num_dropouts - num_dropouts)
+            num_dropouts = self.losses.num_dropouts - num_dropouts
+            recorder.event("forward_end", dropouts=num_dropouts, noise=self.losses.noise.inside)
             return
         with recorder.muted():
             is_sharded = any(hasattr(parameter, "to_local") for parameter in module.parameters())
