@@ -132,6 +132,24 @@ def test_features_that_are_cut_off_and_gathered(forkserver: ForkServer, tmp_path
     assert any("it is cut off before (detach, no_grad)" in line for line in meant.unchecked)
 
 
+WITH_BACKWARD = {
+    ALL_GATHER: "    gathered = list(dist.nn.functional.all_gather(features))",
+    "import time\n": "import time\nimport torch.distributed.nn.functional\n",
+    PUT_BACK: "",
+}
+
+
+def test_a_gradient_that_is_a_view(forkserver: ForkServer, tmp_path: Path, corpus: Any) -> None:
+    """The backward of torch's own differentiable gather receives into what looks like the gradient: in its strides."""
+    script, view = corpus.FOLDER / "gather_without_gradient.py", "torch.cat([part.T for part in gathered], 1).T"
+    (tmp_path / "right").mkdir()
+    wrong = audit_changed(forkserver, tmp_path, script, {**WITH_BACKWARD, "torch.cat(gathered)": view})
+    found = {one.rule: one for one in wrong.findings if one.level in ("FAIL", "WARN")}
+    assert "scatter_ of float32[16, 16] (a gradient that is a view" in found["collective.strides"].text
+    right = audit_changed(forkserver, tmp_path / "right", script, WITH_BACKWARD)
+    assert [one for one in right.findings if one.level in ("FAIL", "WARN")] == []
+
+
 def test_a_gather_with_a_backward_of_its_own_is_right(forkserver: ForkServer, tmp_path: Path) -> None:
     audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "blind_set_2" / "simclr_toy_right.py")
     assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []

@@ -139,6 +139,11 @@ MUTATIONS = [
      "            optimizer.zero_grad()\n"
      "            dist.all_reduce(torch.ones(1), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])\n",
      "collective.order", "dist.all_reduce(torch.ones("),
+    ("stream", "            optimizer.zero_grad()\n",
+     "            optimizer.zero_grad()\n"
+     "            dist.broadcast(torch.ones(3, 2) if rank else torch.ones(2, 3).T, 0)\n",
+     "collective.strides broadcast_ of float32[3, 2] between tensors of strides [1, 3] and [2, 1]",
+     "dist.broadcast(torch.ones("),
     ("stream", "    if rank == 0:\n", "    if rank == 0:\n        dist.all_reduce(loss)\n    else:\n"
      "        open('hangs', 'w'), __import__('time').sleep(1000)\n    if rank == 0:\n",
      "collective.missing and rank 1 never comes: rank 1 stands at ", "dist.all_reduce(loss)"),
@@ -340,6 +345,13 @@ ALSO_RIGHT = [
     ),
     ("language", "loss * world_size / count", "loss / count * dist.get_world_size()"),
     ("stream", "parameter.grad /= world_size", "parameter.grad.div_(world_size)"),
+    (  # views, of the same strides on all ranks; one row
+        "stream",
+        "            optimizer.zero_grad()\n",
+        "            optimizer.zero_grad()\n"
+        "            dist.broadcast(torch.ones(3, 2).T, 0)\n"
+        "            dist.broadcast(torch.ones(1, 2) if rank else torch.ones(2, 1).T, 0)\n",
+    ),
     (  # sent past torch, as Horovod and MPI do
         "stream",
         ("                dist.all_reduce(parameter.grad)\n", "    dist.barrier()\n", "def main():\n"),

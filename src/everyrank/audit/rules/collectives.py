@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from everyrank.audit.evidence import Event, Evidence
@@ -68,6 +69,7 @@ def _compare(evidence: Evidence, calls: dict[int, list[Event]], findings: Findin
                     (_line(other),),
                 )
                 return
+        _compare_layouts([events[place] for events in calls.values()], findings)
     shortest = min(map(len, calls.values()))
     longer = {rank: events for rank, events in calls.items() if len(events) > shortest}
     if longer and evidence.run.status == "hangs":
@@ -81,6 +83,23 @@ def _compare(evidence: Evidence, calls: dict[int, list[Event]], findings: Findin
             + "; ".join(f"rank {other} stands at {stands(evidence, other) or '?'}" for other in missing),
             "call it on all ranks, equally often: uneven loaders need Join, drop_last, or a common length",
             tuple(_line(calls[other][-1]) for other in missing),
+        )
+
+
+def _compare_layouts(events: Sequence[Event], findings: Findings) -> None:
+    """One collective on each rank: tensors of one shape whose elements lie in memory in different orders."""
+    layouts = list(dict.fromkeys(layout for event in events for layout in event.get("layouts", ())))
+    if len(layouts) > 1 and len({shape for event in events for shape in event["shapes"]}) == 1:
+        in_backward = events[0]["phase"].startswith("backward")
+        what = " (a gradient that is a view, in the backward of a gather)" if in_backward else ""
+        findings.add(
+            "FAIL",
+            "collective.strides",
+            _line(events[0]),
+            f"{events[0]['op']} of {events[0]['shapes'][0]}{what} between tensors of strides {' and '.join(layouts)}: "
+            "elements are sent in the order of memory, and arrive in other places",
+            "send contiguous tensors: .contiguous() before the collective; after a gather, of what is computed of it",
+            tuple(_line(event) for event in events[1:]),
         )
 
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = ["Collectives", "install_process_group"]
 
 _NUMBER = 8  # bytes
 _SHAPES = 4  # of the tensors of one call that are compared
+_AS_IN_MEMORY = {"broadcast_", "allreduce_", "reduce_", "scatter_"}  # these send elements in the order of memory
 
 
 class Collectives(TorchDispatchMode):
@@ -46,8 +48,10 @@ class Collectives(TorchDispatchMode):
 
     def _write(self, name: str, args: Any) -> None:
         shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in itertools.islice(tensors(args), _SHAPES)]
+        layouts = _layouts(tensors(args)) if name in _AS_IN_MEMORY else []
         size = sum(t.numel() * t.element_size() for t in tensors(args[:1]))
         about = {"op": name, "group": _group(args), "shapes": shapes, "bytes": size, "reduction": _reduction(args)}
+        about |= {"layouts": layouts} if layouts else {}
         recorder = self.recorder
         recorder.num_sent += recorder.update > 0 or recorder.phase.startswith("backward")
         if name == "allreduce_" and recorder.phase == "script" and size <= _NUMBER:
@@ -61,6 +65,12 @@ class Collectives(TorchDispatchMode):
             return {}
         with self.recorder.muted():
             return {"value": float(sent), "squares": self.gradients.squares()}
+
+
+def _layouts(found: Iterable[Any]) -> list[str]:
+    """The strides of each that has more than one dimension, as text; without those of dimensions of one element."""
+    sizes = [[(size, step) for size, step in zip(t.shape, t.stride(), strict=True) if size > 1] for t in found]
+    return sorted({str([step for _, step in own]) for own in sizes if len(own) > 1})
 
 
 def _group(args: Any) -> str:
