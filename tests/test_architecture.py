@@ -169,7 +169,7 @@ INSIDE = {
     "audit": [
         "finding",
         *("watch.place", "watch.recorder", "watch.sync_batch_norm", "watch.pretend_cuda"),
-        *("watch.gathers", "watch.noise", "watch.losses"),
+        *("watch.gathers", "watch.noise", "watch.ratios", "watch.losses"),
         *("watch.gradients", "watch.modules", "watch.steps", "watch.collectives", "watch.loaders", "watch.files"),
         "watch.frameworks",
         *("watch.kept", "watch.keeper", "watch.stand_in", "watch.union", "watch.replay", "watch.install"),
@@ -180,7 +180,15 @@ INSIDE = {
         "evidence",
         *("rules.data", "rules.batches", "rules.loss_terms", "rules.gradients", "rules.split_layers", "rules.clipping"),
         *("rules.replay", "rules.replicas"),
-        *("rules.evaluation", "rules.collectives", "rules.randomness", "rules.schedule", "rules.saving", "rules.speed"),
+        *(
+            "rules.evaluation",
+            "rules.averages",
+            "rules.collectives",
+            "rules.randomness",
+            "rules.schedule",
+            "rules.saving",
+            "rules.speed",
+        ),
         "examine",
     ],
     "commands": [

@@ -124,6 +124,20 @@ MUTATIONS = [
     ("classifier", "nn.Dropout(0.1)",
      'type("Noise", (nn.Module,), {"forward": lambda self, x: F.dropout(x, 0.1)})()', "eval.dropout",
      "model.module(inputs)"),
+    ("classifier", "    dist.all_reduce(totals)\n",
+     "    accuracy = totals[1] / totals[2]\n    dist.all_reduce(accuracy)\n    dist.all_reduce(totals)\n",
+     "eval.averaged a rank's own ratio, by 12 and 11, ", "dist.all_reduce(accuracy)"),
+    ("classifier", "    dist.all_reduce(totals)\n",
+     "    percent = torch.tensor([(100.0 * (totals[1] / totals[2]).double()).item()], dtype=torch.float64)\n"
+     "    dist.all_reduce(percent)\n    dist.all_reduce(totals)\n",
+     "eval.averaged a rank's own ratio, by 12 and 11, ", "dist.all_reduce(percent)"),
+    ("classifier", "    dist.all_reduce(totals)\n",
+     "    perplexity = (totals[0] / totals[2]).exp()\n    dist.all_reduce(perplexity)\n    dist.all_reduce(totals)\n",
+     "eval.averaged an exponential of a rank's own mean", "dist.all_reduce(perplexity)"),
+    ("classifier", "    dist.all_reduce(totals)\n",
+     "    perplexity = torch.tensor(__import__('math').exp(totals[0] / totals[2]))\n"
+     "    dist.all_reduce(perplexity)\n    dist.all_reduce(totals)\n",
+     "eval.averaged an exponential of a rank's own mean", "dist.all_reduce(perplexity)"),
     # --- the learning rate
     ("classifier", "            optimizer.step()\n",
      "            optimizer.step()\n            schedule.step(), schedule.step()\n", "schedule.often",
@@ -240,6 +254,9 @@ NOT_CHECKED = [
     ("classifier", ("Subset(held_out, range(rank, len(held_out), world_size)), 5)", "model.module(inputs)"),
      ("held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "model.module(inputs)[:5]"),
      "whether samples that were repeated are counted: the evaluation cuts tensors by hand"),
+    ("classifier", "    dist.all_reduce(totals)\n",
+     "    evaluate.count = getattr(evaluate, 'count', 20) + 5\n    number = totals[1] / evaluate.count\n"
+     "    dist.all_reduce(number)\n    dist.all_reduce(totals)\n", "the ratio that is averaged at "),
     *(("classifier", ("    model = DistributedDataParallel(model)\n", "model.module(inputs)"),
        ("    from torch.distributed.fsdp import FullyShardedDataParallel\n"
         f"    model = FullyShardedDataParallel(model, device_id=torch.device('cpu'), use_orig_params={whether})\n",
@@ -311,6 +328,20 @@ ALSO_RIGHT = [
         "classifier",
         "    dist.all_reduce(totals)\n",
         "    dist.all_reduce(totals[:2])\n    dist.all_reduce(totals[2:])\n",
+    ),
+    *(  # parts of one ratio; ratios by one count, or weighted with theirs; the largest of them
+        (
+            "classifier",
+            "    dist.all_reduce(totals)\n",
+            f"    number = {number}\n    dist.all_reduce(number{operator})\n    dist.all_reduce(totals)\n",
+        )
+        for number, operator in (
+            ("totals[1] / 23", ""),
+            ("(totals[0] / 2).exp() / (totals[0] / 2).exp()", ""),
+            ("totals[1] / totals[2] * (totals[2] / 23)", ""),
+            ("totals[0] / (totals[0] * 0.5 + rank)", ""),
+            ("totals[1] / totals[2]", ", dist.ReduceOp.MAX"),
+        )
     ),
     (  # decided by what all ranks have together
         "classifier",

@@ -9,6 +9,7 @@ clipping.py      whether gradients are clipped when they are whole
 replay.py        whether that is the gradient of one process; how far batch norm couples samples
 replicas.py      whether the ranks hold the same model
 evaluation.py    what an evaluation counts
+averages.py      results that are averaged over the ranks, and are no means
 collectives.py   whether the ranks call the same, and where a run that hangs stands
 randomness.py    whose random numbers
 schedule.py      how often the learning rate changes, and by what number
@@ -22,6 +23,7 @@ from collections.abc import Callable
 
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
+from everyrank.audit.rules.averages import check_averages
 from everyrank.audit.rules.batches import check_batches
 from everyrank.audit.rules.clipping import check_clipping
 from everyrank.audit.rules.collectives import check_collectives
@@ -48,6 +50,7 @@ RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
     check_clipping,
     check_replay,
     check_evaluation,
+    check_averages,
     check_randomness,
     check_schedule,
     check_saving,

@@ -7,7 +7,7 @@ import re
 from everyrank.audit.evidence import Event, Evidence
 from everyrank.audit.finding import Findings, short_place
 
-__all__ = ["check_evaluation"]
+__all__ = ["check_evaluation", "loss_passes"]
 
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 # random states, and whether to stop: Accelerate's and Lightning's, no results
@@ -193,14 +193,14 @@ def _check_dropped(
 def _check_means(evidence: Evidence, findings: Findings) -> None:
     """A number that is printed, and is the mean of the batches' means rather than the mean over all terms."""
     output = evidence.run.outputs[0] if evidence.run.outputs else ""
-    own = [_passes(evidence, rank) for rank in evidence.ranks]
+    own = [loss_passes(evidence, rank) for rank in evidence.ranks]
     for events in own[0]:
         _check_mean(output, [events], findings)
     for of_all in zip(*own, strict=False) if len(own) > 1 else ():
         _check_mean(output, list(of_all), findings)
 
 
-def _passes(evidence: Evidence, rank: int) -> list[list[Event]]:
+def loss_passes(evidence: Evidence, rank: int) -> list[list[Event]]:
     """The losses of each evaluation of a rank."""
     passes, current = list[list[Event]](), list[Event]()
     for event in evidence.events[rank]:

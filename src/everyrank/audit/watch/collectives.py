@@ -56,6 +56,7 @@ class Collectives(TorchDispatchMode):
         recorder.num_sent += recorder.update > 0 or recorder.phase.startswith("backward")
         if name == "allreduce_" and recorder.phase == "script" and size <= _NUMBER:
             about |= self._number(args)
+            about |= self._result(args)
         recorder.event("collective", **about, lines=chain(), phase=recorder.phase, through=library_calls())
 
     def _number(self, args: Any) -> dict[str, Any]:
@@ -65,6 +66,14 @@ class Collectives(TorchDispatchMode):
             return {}
         with self.recorder.muted():
             return {"value": float(sent), "squares": self.gradients.squares()}
+
+    def _result(self, args: Any) -> dict[str, Any]:
+        """A number that is sent in an evaluation: whether it is known to be no mean."""
+        sent, losses = next(tensors(args), None), self.gradients.losses
+        if sent is None or sent.numel() != 1 or not losses.is_evaluating:
+            return {}
+        with self.recorder.muted():
+            return {"result": {"value": float(sent), **losses.ratios.sent(sent)}}
 
 
 def _layouts(found: Iterable[Any]) -> list[str]:

@@ -19,6 +19,7 @@ from everyrank.audit.watch.gathers import Gathers
 from everyrank.audit.watch.noise import Noise
 from everyrank.audit.watch.place import caller_is_own, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
+from everyrank.audit.watch.ratios import Ratios
 from everyrank.audit.watch.recorder import Recorder, local, tensors
 
 __all__ = ["Functions", "Losses"]
@@ -56,7 +57,7 @@ class Losses:
         self.terms: list[dict[str, Any]] = []
         self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
         self.kept: list[Any] = []
-        self.gathers, self.noise = Gathers(), Noise()
+        self.gathers, self.noise, self.ratios = Gathers(), Noise(), Ratios()
         self.depth = 0  # of module calls
         self.num_dropouts = 0
         self.is_evaluating = False  # since a forward without gradients
@@ -74,6 +75,7 @@ class Losses:
         self.terms, self.kept, self.derived, self.scalings = [], [], {}, []
         self.gathers.forget()
         self.noise.forget()
+        self.ratios.forget()
         return done
 
 
@@ -96,6 +98,8 @@ class Functions(TorchFunctionMode):
         self.losses.gathers.called(func, args, kwargs, out)
         if not self.losses.is_evaluating:
             self.losses.noise.called(self.recorder, func, args, kwargs, out, self.losses.depth > 0)
+        elif self.losses.depth == 0:
+            self.losses.ratios.called(self.recorder, func, args, out)
         if func in WAITS:
             self._wait(func)
         elif not torch.is_grad_enabled():

@@ -1,0 +1,71 @@
+"""Numbers of an evaluation that are a ratio of counts, or the exponential of a mean: no means over samples.
+
+Known until the next forward that trains, by the tensor, or by the exact value where it became a Python number on the
+way.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from everyrank.audit.watch.recorder import Recorder
+
+__all__ = ["Ratios"]
+
+_TENSOR: Any = torch.Tensor
+_DIVISIONS = {torch.div, torch.true_divide, _TENSOR.div, _TENSOR.div_, _TENSOR.true_divide, _TENSOR.__truediv__}
+_EXPONENTIALS = {torch.exp, _TENSOR.exp, _TENSOR.exp_}
+_FACTORS = {torch.mul, _TENSOR.mul, _TENSOR.mul_, _TENSOR.__mul__, _TENSOR.__rmul__}
+_SAME = {
+    *(_TENSOR.clone, _TENSOR.detach, _TENSOR.to, _TENSOR.float, _TENSOR.double, _TENSOR.cpu, _TENSOR.cuda),
+    *(_TENSOR.reshape, _TENSOR.view, _TENSOR.unsqueeze, _TENSOR.squeeze, _TENSOR.contiguous),
+}
+
+
+class Ratios:
+    """Of the evaluation that is going on; tensors are held, so that ids stay theirs."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Any, dict[str, float]]] = {}
+
+    def forget(self) -> None:
+        """Let all tensors go: training goes on."""
+        self.known = {}
+
+    def called(self, recorder: Recorder, func: Any, args: Any, out: Any) -> None:
+        """A torch function that gives one number."""
+        is_number = isinstance(out, torch.Tensor) and out.numel() == 1 and not out.requires_grad
+        if not is_number or func not in _ALL:
+            return
+        with recorder.muted():
+            about = self._about(func, args, float(out))
+        if about:
+            self.known[id(out)] = out, about
+        else:
+            self.known.pop(id(out), None)  # it was, until it was changed in place
+
+    def _about(self, func: Any, args: Any, value: float) -> dict[str, float]:
+        if func in _EXPONENTIALS:
+            return {"value": value, "is_exponential": True}
+        if func in _DIVISIONS:
+            below = float(args[1])
+            return {"value": value, "above": value * below, "below": below}
+        about = self.known.get(id(args[0]), (None, {}))[1]
+        if func in _FACTORS:
+            is_scaled = "below" in about and isinstance(args[1], int | float)
+            return {**about, "value": value, "above": value * about["below"]} if is_scaled else {}
+        return about
+
+    def sent(self, tensor: Any) -> dict[str, float]:
+        """What is known of a number that is sent to the other ranks; {} where it may be anything."""
+        if id(tensor) in self.known:
+            return self.known[id(tensor)][1]
+        value = float(tensor)
+        found = [one for _, one in self.known.values() if value in (one["value"], float(torch.tensor(one["value"])))]
+        return found[-1] if found and value not in (0.0, 1.0) else {}
+
+
+_ALL = _DIVISIONS | _EXPONENTIALS | _FACTORS | _SAME
