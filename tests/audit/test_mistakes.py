@@ -48,6 +48,8 @@ MUTATIONS = [
     ("stream", " * worker.num_workers + worker.id", "", "data.repeat", "loader = DataLoader("),
     ("stream", "part = dist.get_rank() * worker.num_workers + worker.id", "part = worker.id", "data.rows",
      "loader = DataLoader("),
+    ("stream", "part = dist.get_rank() * worker.num_workers + worker.id", "part = worker.id", "data.rows",
+     "in loader:"),
     # --- gradients
     ("classifier", "            optimizer.zero_grad()\n", "", "gradient.carried", "optimizer.step()"),
     ("classifier", "            loss.backward()", "            (loss / world_size).backward()",
@@ -63,6 +65,7 @@ MUTATIONS = [
     ("language", "if is_last else", "if index == 0 else", "gradient.weights", "scaler.step(optimizer)"),
     ("language", "contextlib.nullcontext() if is_last else ddp.no_sync()", "ddp.no_sync()", "gradient.local",
      "scaler.step(optimizer)"),
+    ("language", "if is_last else", "if index == 0 else", "gradient.weights", "ddp.no_sync()"),
     ("sharded", "own_targets) / 2", "own_targets)", "gradient.scale not divided by the 2 backwards", "F.mse_loss("),
     ("sharded", ("zip(inputs.chunk(2), targets.chunk(2)", "index == 1", "own_targets) / 2"),
      ("zip(inputs.chunk(4), targets.chunk(4)", "index == 3", "own_targets) / 16"),

@@ -253,10 +253,10 @@ def _differs_otherwise(evidence: Evidence, key: tuple[int, int]) -> bool:
 
 
 def _read_at(evidence: Evidence) -> tuple[str, ...]:
-    """The loaders that are trained from, as the script makes them."""
+    """The loaders that are trained from: where the script makes them, and where it loops over them."""
     own = evidence.loaders(evidence.ranks[0])
     trained = [key for key, kind in evidence.epochs[evidence.ranks[0]].items() if kind == "train"]
-    return tuple(dict.fromkeys(own[key]["line"] for key in trained if key in own))
+    return tuple(dict.fromkeys(own[key][place] for key in trained if key in own for place in ("line", "at")))
 
 
 def _until_repeated(rows: list[set[str]]) -> set[str]:

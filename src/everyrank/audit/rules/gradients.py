@@ -199,14 +199,12 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
     if all(fit.residual < update.tolerance for fit in fits.values()):
         check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)
         return
-    _explain(ranks, update, every, evidence.averages_parameters, findings)
+    _explain(evidence, update, every, findings)
 
 
-def _explain(
-    ranks: list[int], update: _Update, every: list[Piece], averages_parameters: bool, findings: Findings
-) -> None:
+def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: Findings) -> None:
     """The gradient is not one factor times the sum over all ranks and backwards: what is it?"""
-    names, tolerance = update.names, update.tolerance
+    ranks, names, tolerance = evidence.ranks, update.names, update.tolerance
     own = {rank: [[piece for piece in every if piece[0] == rank]] for rank in ranks}
     bad = {name for name in names if any(_is_off(update, name, rank, [every]) for rank in ranks)}
     alone = {name for name in bad if not any(_is_off(update, name, rank, own[rank]) for rank in ranks)}
@@ -237,8 +235,9 @@ def _explain(
         )
         fix = "look at what changes .grad between backward and step"
     is_rounded = rule == "unexplained" and residual < _ROUNDED
-    level = "NOTE" if averages_parameters or is_rounded else "WARN" if rule == "unexplained" else "FAIL"
-    findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix)
+    level = "NOTE" if evidence.averages_parameters or is_rounded else "WARN" if rule == "unexplained" else "FAIL"
+    also = tuple(dict.fromkeys(event["line"] for event in evidence.of(ranks[0], "no_sync")))
+    findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix, also)
 
 
 def _is_off(update: _Update, name: str, rank: int, columns: Sequence[Sequence[Piece]]) -> bool:

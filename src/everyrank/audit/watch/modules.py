@@ -194,7 +194,16 @@ def _watch_wrapping(modules: Modules, pretends: bool) -> None:
         recorder.event("opaque", line=where(), what=what)
         return register(self, *args, **kwargs)
 
+    no_sync = DistributedDataParallel.no_sync
+
+    @functools.wraps(no_sync)
+    def unsynced(self: Any) -> Any:
+        if recorder.update < recorder.settings.updates:
+            recorder.event("no_sync", line=where())
+        return no_sync(self)
+
     DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, registered
+    DistributedDataParallel.no_sync = unsynced
 
 
 def _watch_to_empty(modules: Modules) -> None:
