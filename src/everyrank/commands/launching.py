@@ -28,7 +28,12 @@ from everyrank.layout import Layout, parse_layout
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of"]
 
 
-def add_launching(parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False) -> None:
+def add_launching(
+    parser: argparse.ArgumentParser,
+    default_processes: int,
+    several_sizes: bool = False,
+    several_backends: bool = False,
+) -> None:
     """--processes, --launcher and what belongs to them. `default_processes`: where there is no accelerator."""
     parser.set_defaults(default_processes=default_processes)
     ranks = "ranks in all, on all nodes; default: the visible accelerators"
@@ -41,7 +46,11 @@ def add_launching(parser: argparse.ArgumentParser, default_processes: int, sever
     words = parser.add_argument_group("launching", "where and how the ranks start")
     words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER})")
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
-    words.add_argument("--backend", metavar="B", help="shm, gloo or nccl; default: shm on CPU, nccl on CUDA")
+    backends = "shm, gloo or nccl; default: shm on CPU, nccl on CUDA"
+    if several_backends:
+        words.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}. Several take turns")
+    else:
+        words.add_argument("--backend", metavar="B", help=backends)
     words.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
@@ -77,7 +86,7 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         launcher=row.name,
         processes=_processes(args, info, os.environ, layout, nodes, options),
         device=args.device,
-        backend=args.backend,
+        backend=args.backend[0] if isinstance(args.backend, list) else args.backend,  # of several, that of the world
         loader_workers=args.workers,
         timeout_seconds=args.timeout,
         logs=logs,
