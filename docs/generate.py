@@ -1,22 +1,25 @@
-"""Make the parts of README.md and CONTRIBUTING.md that follow from Records and from the code.
+"""Make the parts of README.md, CONTRIBUTING.md and docs/collectives.md that follow from Records and from the code.
 
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The drawing of the house has the rooms in the order
-of `tests/test_architecture.py`, each with the first sentence of its docstring; nothing here imports torch.
+of `tests/test_architecture.py`, each with the first sentence of its docstring; only the algorithms import torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+from everyrank.collectives.question import size_text
 from everyrank.launch import LAUNCHERS
 from everyrank.layout import STRATEGIES
 from everyrank.record import read_records
@@ -26,6 +29,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "everyrank"
 ORDER = ROOT / "tests" / "test_architecture.py"
 DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
+COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
+ALGORITHMS = PACKAGE / "collectives" / "algorithms"
+SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
 WIDTH = 120
 
 
@@ -73,6 +79,83 @@ def launchers() -> str:
     return _table(["launcher", "how its ranks start"], rows)
 
 
+def theory_of_algorithms() -> str:
+    """Steps of the busiest rank and what it sends of 64 MiB, on a few numbers of ranks."""
+    from everyrank.collectives.algorithms import ALGORITHMS as TABLE  # torch comes with it
+
+    sizes = (2, 4, 8, 64)
+    rows: list[list[str]] = []
+    for name, algorithm in TABLE.items():
+        cells: list[str] = []
+        for size in sizes:
+            ranks = [algorithm.traffic(rank, size, 2**24) for rank in range(size)]
+            sent = max(rank.num_elements for rank in ranks) * 4 / 2**20
+            cells.append(f"{max(rank.num_steps for rank in ranks):,}, {sent:,.0f} MiB")
+        rows.append([name, *cells])
+    return _table(["algorithm", *(f"{size} ranks: steps, sent" for size in sizes)], rows)
+
+
+def measured_algorithms() -> str:
+    """Median times of all-reduce by each algorithm, on 2 and 4 ranks."""
+    if not COLLECTIVES.exists():
+        return _not_measured()
+    rows = [row for row in _measured("rows") if row["operation"] == "all_reduce" and row["backend"] == "gloo"]
+    compared = {row["ranks"] for row in rows if row["algorithm"]}
+    cells: dict[tuple[int, str], list[str]] = {}
+    for ranks in sorted(compared):
+        names = dict.fromkeys(row["algorithm"] or "gloo's own" for row in rows if row["ranks"] == ranks)
+        for name in names:
+            cells[ranks, name] = []
+            for size in SHOWN_SIZES:
+                found = [
+                    row["p50_seconds"]
+                    for row in rows
+                    if (row["ranks"], row["algorithm"] or "gloo's own", row["num_bytes"]) == (ranks, name, size)
+                ]
+                cells[ranks, name].append(
+                    _microseconds(found[0]) if found else ""
+                )  # the run that compared them is first
+    header = ["ranks", "all_reduce by", *(f"{size_text(size)}, us" for size in SHOWN_SIZES)]
+    return f"{_table(header, [[str(ranks), name, *found] for (ranks, name), found in cells.items()])}\n\n{_source()}"
+
+
+def measured_backends() -> str:
+    """The line of each operation on each backend, two ranks."""
+    if not COLLECTIVES.exists():
+        return _not_measured()
+    costs = [cost for cost in _measured("costs") if cost["algorithm"] is None and cost["ranks"] == 2]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for cost in costs:  # the last run is the one of backends
+        rate = cost["bytes_per_second"]
+        text = f"{_microseconds(cost['latency_seconds'])} us" + (f" + bytes / {rate / 1e9:.3g} GB/s" if rate else "")
+        errors = f"{cost['median_error']:.0%}, {cost['largest_error']:.0%}"
+        rows[cost["operation"], cost["backend"]] = [cost["operation"], cost["backend"], text, errors]
+    order = list(dict.fromkeys(cost["operation"] for cost in reversed(costs)))[::-1]
+    shown = sorted(rows.values(), key=lambda row: order.index(row[0]))
+    return f"{_table(['operation', 'backend', 'seconds', 'median and largest error'], shown)}\n\n{_source()}"
+
+
+def _measured(key: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(COLLECTIVES.read_text(encoding="utf-8"))[key]
+    return found
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f}" if seconds >= 1e-4 else f"{seconds * 1e6:.1f}"
+
+
+def _not_measured() -> str:
+    return f"Not measured yet: `python benchmarks/collectives.py` makes `{COLLECTIVES.relative_to(ROOT)}`."
+
+
+def _source() -> str:
+    about = json.loads(COLLECTIVES.read_text(encoding="utf-8"))["provenance"]
+    return (
+        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['date'][:10]}; medians; "
+        f"`{COLLECTIVES.relative_to(ROOT)}`, by `python benchmarks/collectives.py`."
+    )
+
+
 PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "README.md": {
         "the speeds of make demo": (DIGITS, lambda: demo_table(0)),
@@ -83,6 +166,11 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "the house": (PACKAGE, house),
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
+    },
+    "docs/collectives.md": {
+        "theory of the algorithms": (ALGORITHMS, theory_of_algorithms),
+        "measured algorithms": (COLLECTIVES, measured_algorithms),
+        "measured backends": (COLLECTIVES, measured_backends),
     },
 }
 """Of each page, its parts: (what it is made from, how)."""

@@ -1,4 +1,4 @@
-"""README's tables and CONTRIBUTING's drawing and tables are what `docs/generate.py` makes of Records and code."""
+"""What in README, CONTRIBUTING and docs follows from Records and code is what `docs/generate.py` makes of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/collectives.md")
 
 
 @pytest.fixture
@@ -50,6 +50,12 @@ def test_pages_follow_from_what_is_there(
         ("CONTRIBUTING.md", "| `zero1` |", "| `zero2` |", '"strategies" is not what src/everyrank/strategies gives'),
         ("CONTRIBUTING.md", "| `spawn` |", "| `spawned` |", '"launchers" is not what src/everyrank/launch gives'),
         (
+            "docs/collectives.md",
+            "| ring | 2, 64 MiB",
+            "| ring | 2, 65 MiB",
+            '"theory of the algorithms" is not what src/everyrank/collectives/algorithms gives',
+        ),
+        (
             "CONTRIBUTING.md",
             "<!-- end -->",
             "",
@@ -69,7 +75,8 @@ def test_a_page_that_was_changed_is_found(
 ) -> None:
     """In one line: which part of which page, what it is made from, and what to run; that repairs all but a marker."""
     for name in PAGES:
-        shutil.copy(repository / name, tmp_path)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(repository / name, tmp_path / name)
     text = (tmp_path / page).read_text()
     assert old in text
     (tmp_path / page).write_text(text.replace(old, new, 1))
