@@ -1,4 +1,4 @@
-"""Make the parts of README.md, CONTRIBUTING.md and docs/collectives.md that follow from Records and from the code.
+"""Make the parts of README.md, CONTRIBUTING.md and two pages of docs that follow from Records and from the code.
 
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from everyrank.collectives.question import size_text
+from everyrank.collectives.question import OPERATION_NAMES, size_text
 from everyrank.launch import LAUNCHERS
 from everyrank.layout import STRATEGIES
 from everyrank.record import read_records
@@ -120,19 +120,56 @@ def measured_algorithms() -> str:
 
 
 def measured_backends() -> str:
-    """The line of each operation on each backend, two ranks."""
+    """The line of each operation on each backend, and how many times as fast as the first it is; two ranks."""
     if not COLLECTIVES.exists():
         return _not_measured()
-    costs = [cost for cost in _measured("costs") if cost["algorithm"] is None and cost["ranks"] == 2]
-    rows: dict[tuple[str, str], list[str]] = {}
-    for cost in costs:  # the last run is the one of backends
-        rate = cost["bytes_per_second"]
-        text = f"{_microseconds(cost['latency_seconds'])} us" + (f" + bytes / {rate / 1e9:.3g} GB/s" if rate else "")
-        errors = f"{cost['median_error']:.0%}, {cost['largest_error']:.0%}"
-        rows[cost["operation"], cost["backend"]] = [cost["operation"], cost["backend"], text, errors]
-    order = list(dict.fromkeys(cost["operation"] for cost in reversed(costs)))[::-1]
-    shown = sorted(rows.values(), key=lambda row: order.index(row[0]))
-    return f"{_table(['operation', 'backend', 'seconds', 'median and largest error'], shown)}\n\n{_source()}"
+    lines = {
+        (cost["operation"], cost["backend"]): cost  # the last run is the one of backends
+        for cost in _measured("costs")
+        if cost["algorithm"] is None and cost["ranks"] == 2
+    }
+    rows = [row for row in _measured("rows") if row["algorithm"] is None and row["ranks"] == 2]
+    shown: list[list[str]] = []
+    for name in OPERATION_NAMES:
+        for (operation, backend), cost in lines.items():
+            if operation == name:
+                rate = cost["bytes_per_second"]
+                text = f"{_microseconds(cost['latency_seconds'])} us" + (
+                    f" + bytes / {rate / 1e9:.3g} GB/s" if rate else ""
+                )
+                own = [row for row in rows if (row["operation"], row["backend"]) == (operation, backend)]
+                errors = f"{cost['median_error']:.0%}, {cost['largest_error']:.0%}"
+                shown.append([name, backend, text, errors, *(_speedups(own, size) for size in SHOWN_SIZES)])
+    header = ["operation", "backend", "seconds", "median and largest error"]
+    header += [f"x the first: {size_text(size)}" for size in SHOWN_SIZES]
+    return f"{_table(header, shown)}\n\nHow many times as fast: by means, by medians. {_source()}"
+
+
+def _speedups(rows: list[dict[str, Any]], size: int) -> str:
+    """Of the size that is nearest, where one is near: parts for each rank are rounded up."""
+    near = [row for row in rows if size <= row["num_bytes"] < size * 1.1 + 16 and row["mean_speedup"] is not None]
+    return f"{near[0]['mean_speedup']:.1f}, {near[0]['p50_speedup']:.1f}" if near else ""
+
+
+def what_backends_carry() -> str:
+    """Of each operation, whether each backend offers it, and with how many wrong elements."""
+    if not COLLECTIVES.exists():
+        return _not_measured()
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in sorted(_measured("rows"), key=lambda row: OPERATION_NAMES.index(row["operation"])):
+        if row["algorithm"] is None:
+            found.setdefault(row["operation"], {}).setdefault(row["backend"], []).append(row)
+    backends = list(dict.fromkeys(backend for rows in found.values() for backend in rows))
+    shown = [[name, *(_carried(rows.get(backend, [])) for backend in backends)] for name, rows in found.items()]
+    return f"{_table(['operation', *backends], shown)}\n\n{_source()}"
+
+
+def _carried(rows: list[dict[str, Any]]) -> str:
+    refused = next((row["refused"] for row in rows if row["refused"]), None)
+    wrong = sum(row["num_wrong"] for row in rows)
+    if refused is not None:
+        return f"no: {refused}".replace("|", "\\|")
+    return f"{wrong:,} wrong elements" if wrong else "yes" if rows else ""
 
 
 def _measured(key: str) -> list[dict[str, Any]]:
@@ -172,6 +209,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "measured algorithms": (COLLECTIVES, measured_algorithms),
         "measured backends": (COLLECTIVES, measured_backends),
     },
+    "docs/backends.md": {"what backends carry": (COLLECTIVES, what_backends_carry)},
 }
 """Of each page, its parts: (what it is made from, how)."""
 
