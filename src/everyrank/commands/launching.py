@@ -86,7 +86,7 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         launcher=row.name,
         processes=_processes(args, info, os.environ, layout, nodes, options),
         device=args.device,
-        backend=args.backend[0] if isinstance(args.backend, list) else args.backend,  # of several, that of the world
+        backend=_backend(args),
         loader_workers=args.workers,
         timeout_seconds=args.timeout,
         logs=logs,
@@ -193,6 +193,14 @@ def _asked(args: argparse.Namespace) -> int | None:
     """--processes; of several, the most."""
     asked: int | list[int] | None = args.processes
     return max(asked) if isinstance(asked, list) else asked
+
+
+def _backend(args: argparse.Namespace) -> str | None:
+    """--backend; of several the one that asks most of the ranks: to be started by MPI, or to share memory."""
+    asked: str | list[str] | None = args.backend
+    if not isinstance(asked, list):
+        return asked
+    return next((name for name in ("mpi", "shm") if name in asked), asked[0])
 
 
 def dry_run_or_submit(args: argparse.Namespace) -> int | None:

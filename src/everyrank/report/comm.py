@@ -99,7 +99,7 @@ def _speedups(row: _Row) -> list[str]:
 
 def _cells(row: _Row) -> list[str]:
     if row["refused"] is not None:
-        return [f"not offered: {row['refused']}", "", "", "", "", "0", ""]
+        return ["not offered", "", "", "", "", "0", ""]
     times = [f"{row[key] * 1e6:,.1f}" for key in ("mean_seconds", "p50_seconds", "p99_seconds")]
     rates = ["-" if row[key] is None else f"{row[key] / 1e9:.3g}" for key in ("algorithm_bandwidth", "bus_bandwidth")]
     return [*times, *rates, str(row["calls"]), str(row["num_wrong"])]
@@ -145,6 +145,9 @@ def comm_notes(measured: _Row) -> list[str]:
         if last["steps"] is not None:
             sent = size_text(last["sent_bytes"])
             notes.append(f"{name}: the busiest rank sends {sent} in {last['steps']} steps for the last size")
+        refused = next((row["refused"] for row in line if row["refused"] is not None), None)
+        if refused is not None:
+            notes.append(f"{name}: not offered: {refused}")
     notes += _strides_notes(measured["strides"])
     wrong = sum(row["num_wrong"] for row in rows)
     return [*notes, f"{wrong} wrong elements" if wrong else "no wrong element"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from everyrank.backends import OWN_BACKENDS, register_backend
 from everyrank.collectives.operations import OPERATIONS
 from everyrank.collectives.question import CommOptions, size_text
 from everyrank.collectives.strides import check_strides
@@ -52,6 +53,8 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
         if name == world.backend and size == world.size:
             found[name] = world.group
         else:
+            if name in OWN_BACKENDS:
+                register_backend(name)
             own: Any = dist.new_subgroups_by_enumeration(members, backend=name)[0]
             found[name] = own
     return found
