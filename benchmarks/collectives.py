@@ -43,7 +43,12 @@ def ask(words: list[str], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What collectives cost here, by algorithm and by backend.")
-    parser.add_argument("--backend", nargs="+", default=["gloo"], help="gloo shm mpi: those that are here")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        default=["gloo", "shm"],
+        help="default: gloo shm; the first is what others are compared with",
+    )
     parser.add_argument("--sizes", nargs="+", default=["4:64MiB"])
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--json", type=Path, default=DEFAULT)
@@ -58,6 +63,7 @@ def main() -> None:
     machine = {key: value for key, value in last["machine"].items() if key not in ("choices", "threads_per_rank")}
     merged = {
         "provenance": {"date": last["time"], "commands": [" ".join(one["command"]) for one in found], **machine},
+        "copies": [{"ranks": one["world"]["size"], **one["copy"]} for one in found],
         **{key: [row for one in found for row in one[key]] for key in ("rows", "costs", "strides")},
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,7 @@ def measured(rows: list[Any], of_strides: list[Any] | None = None) -> dict[str, 
     backends = list(dict.fromkeys(one["backend"] for one in rows))
     world = {"size": 2, "device": "cpu", "backends": backends}
     found = {"rows": rows, "strides": of_strides or [], "world": world, "machine": {"torch": "2", "processor": EVIL}}
+    found["copy"] = {"num_bytes": 2**24, "bytes_per_second": 5e9}
     return comm_json(found, ["comm", EVIL])
 
 
@@ -88,7 +89,7 @@ def test_the_schema_is_the_documented_one(repository: Path) -> None:
     """Every key of the JSON stands in docs/collectives.md."""
     text = (repository / "docs" / "collectives.md").read_text()
     found = measured(two_backends(), [strides("send")])
-    keys = {*found, *found["world"], *found["rows"][0], *found["costs"][0], *found["strides"][0]}
+    keys = {*found, *found["world"], *found["copy"], *found["rows"][0], *found["costs"][0], *found["strides"][0]}
     assert [key for key in sorted(keys) if f"`{key}`" not in text] == []
 
 
@@ -109,6 +110,10 @@ def test_table_of_several() -> None:
     alone = comm_table(measured([row("gloo", 4, 1e-4), row("gloo", 16, 1e-4)]))
     assert [cells[:2] for cells in alone.rows] == [["all_reduce", "4 B"], ["", "16 B"]]
     assert {len(cells) for cells in alone.rows} == {len(alone.header)} == {9}
+    assert [cells[:3] for cells in comm_table(found, repeats=True).rows[:2]] == [
+        ["all_reduce", "4 B", "gloo"],
+        ["all_reduce", "4 B", "shm"],
+    ]
 
 
 def test_tensors_that_are_not_contiguous() -> None:
@@ -120,6 +125,7 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert not has_failed(found)
     failed = measured([row("gloo", 4, 1e-4)], [strides("all_reduce", 3, is_failure=True)])
     assert "gloo, strided tensors: WRONG: all_reduce" in comm_notes(failed)
+    assert "a plain copy of 16 MiB on every rank at once: 5 GB/s" in comm_notes(failed)
     assert has_failed(failed)
     assert has_failed(measured([row("gloo", 4, 1e-4, num_wrong=1)]))
 
@@ -129,10 +135,13 @@ def test_page() -> None:
     text = comm_page(measured(two_backends()))
     [svg] = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert re.findall(r">(gloo|shm|mpi)</text>", svg) == ["gloo", "shm"]
+    assert "mathdefault" not in svg
     assert "<script" not in text
     assert html.escape(EVIL) in text
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#)""", text.replace("xlink:href", "href"))
     assert "no wrong element" in text
+    assert '<td data-name="latency us">100.0</td>' in text
+    assert text.count('<td data-name="by">shm</td>') == 5  # a line, and four sizes
 
 
 def test_page_of_one_size() -> None:

@@ -19,7 +19,7 @@ from everyrank.progress import progress
 from everyrank.world import World
 from everyrank.world.collectives import all_gather, all_gather_json
 
-__all__ = ["TORCH_DTYPES", "CommRow", "refusal", "sweep"]
+__all__ = ["TORCH_DTYPES", "CommRow", "copy_rate", "refusal", "sweep"]
 
 _LEAST, _MOST = 5, 200  # calls of each operation at each size
 TORCH_DTYPES = {name: getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(name, name)) for name in DTYPE_BYTES}
@@ -191,13 +191,16 @@ def _timed(world: World, arm: _Arm) -> tuple[float, float]:
     """When a call begins and ends on this rank."""
     arm.call.reset()
     dist.barrier(group=arm.case.group)
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    begun = time.perf_counter()
+    begun = _now(world)
     arm.call.run()
+    return begun, _now(world)
+
+
+def _now(world: World) -> float:
+    """Seconds, once the device has done all it was given."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-    return begun, time.perf_counter()
+    return time.perf_counter()
 
 
 def _filled(arm: _Arm, times: Tensor, num_wrong: int) -> CommRow:
@@ -224,3 +227,17 @@ def _beside(row: CommRow, first: CommRow) -> CommRow:
 
 def _ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one and other else None
+
+
+def copy_rate(world: World, num_bytes: int) -> float:
+    """Bytes a second of a plain copy on every rank at once, the slowest of them: what a bandwidth is a share of."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(_LEAST + 1):
+        dist.barrier(group=world.group)
+        begun = _now(world)
+        target.copy_(source)
+        times.append(_now(world) - begun)
+    slowest = torch.stack(all_gather(torch.tensor(times[1:], dtype=torch.float64), world)).amax(0)
+    return num_bytes / float(slowest.median())

@@ -13,7 +13,17 @@ from everyrank.collectives.question import size_text
 from everyrank.report.table import Table
 from everyrank.report.terminal import print_table
 
-__all__ = ["arm_name", "by_line", "comm_json", "comm_notes", "comm_table", "comm_title", "has_failed", "print_comm"]
+__all__ = [
+    "arm_name",
+    "by_line",
+    "comm_json",
+    "comm_notes",
+    "comm_table",
+    "comm_title",
+    "cost_table",
+    "has_failed",
+    "print_comm",
+]
 
 _HEADER = ["operation", "bytes", "mean us", "p50 us", "p99 us", "algorithm GB/s", "bus GB/s", "calls", "wrong"]
 _ARM = ("backend", "algorithm")
@@ -43,6 +53,7 @@ def comm_json(found: _Row, words: Sequence[str]) -> dict[str, Any]:
         "machine": found["machine"],
         "rows": found["rows"],
         "costs": costs,
+        "copy": found["copy"],
         "strides": found["strides"],
     }
 
@@ -55,7 +66,7 @@ def has_failed(measured: _Row) -> bool:
 def print_comm(measured: _Row) -> None:
     """A table with the sizes of each operation; below it the line that fits the times of each, and what is wrong."""
     if measured["rows"]:
-        print_table(comm_title(measured), comm_table(measured), comm_notes(measured))
+        print_table(comm_title(measured), comm_table(measured), [*cost_notes(measured), *comm_notes(measured)])
 
 
 def comm_title(measured: _Row) -> str:
@@ -65,16 +76,22 @@ def comm_title(measured: _Row) -> str:
     return f"{heading}, in groups of {first['ranks']}" if first["ranks"] != world["size"] else heading
 
 
-def comm_table(measured: _Row) -> Table:
-    """A row for each operation and size; where several backends or algorithms take turns one for each of these."""
+def comm_table(measured: _Row, repeats: bool = False) -> Table:
+    """A row for each operation and size; where several backends or algorithms take turns one for each of these.
+
+    A name that the row above has, too, is left out unless it `repeats`.
+    """
     rows = measured["rows"]
     arms = list(dict.fromkeys(map(arm_name, rows)))
+    header = list(_HEADER)
     if len(arms) < 2:
-        shown = [[_name(row), _size(row), *_cells(row)] for row in rows]
-        return Table(_HEADER, [_without_repeats(row, last, 1) for row, last in _with_last(shown)], [])
-    shown = [[_name(row, with_arm=False), _size(row), arm_name(row), *_cells(row), *_speedups(row)] for row in rows]
-    header = [*_HEADER[:2], "by", *_HEADER[2:], f"x {arms[0]}: mean", "p50"]
-    return Table(header, [_without_repeats(row, last, 2) for row, last in _with_last(shown)], [])
+        shown, named = [[_name(row), _size(row), *_cells(row)] for row in rows], 1
+    else:
+        shown = [[_name(row, with_arm=False), _size(row), arm_name(row), *_cells(row), *_speedups(row)] for row in rows]
+        header, named = [*_HEADER[:2], "by", *_HEADER[2:], f"x {arms[0]}: mean", "p50"], 2
+    if not repeats:
+        shown = [_without_repeats(row, last, named) for row, last in _with_last(shown)]
+    return Table(header, shown, [])
 
 
 def _with_last(rows: Sequence[list[str]]) -> Iterator[tuple[list[str], list[str]]]:
@@ -132,16 +149,32 @@ def _cost(rows: Sequence[_Row]) -> Cost | None:
     return fit_cost([row["num_bytes"] for row in known], [row["p50_seconds"] for row in known])
 
 
+def cost_table(measured: _Row) -> Table:
+    """A row for each line that was fitted."""
+    rows = [
+        [
+            _name(cost, with_arm=False),
+            arm_name(cost),
+            f"{cost['latency_seconds'] * 1e6:,.1f}",
+            "-" if cost["bytes_per_second"] is None else f"{cost['bytes_per_second'] / 1e9:.3g}",
+            f"{cost['median_error']:.0%}",
+            f"{cost['largest_error']:.0%}",
+        ]
+        for cost in measured["costs"]
+    ]
+    return Table(["operation", "by", "latency us", "GB/s", "median error", "largest error"], rows, [])
+
+
+def cost_notes(measured: _Row) -> list[str]:
+    """The same, each as a sentence."""
+    return [f"{_line_name(cost, measured)}: {_cost_text(cost)}" for cost in measured["costs"]]
+
+
 def comm_notes(measured: _Row) -> list[str]:
-    """The cost of each line, what an algorithm sends, tensors that are not contiguous, and how many are wrong."""
-    rows = measured["rows"]
+    """What an algorithm sends, what is not offered, tensors that are not contiguous; last, how many are wrong."""
     notes: list[str] = []
-    is_alone = len({row["backend"] for row in rows}) == 1
-    for line in by_line(rows):
-        cost, last = _cost(line), line[-1]
-        name = _name(last) if is_alone else f"{last['backend']} {_name(last)}"
-        if cost is not None:
-            notes.append(f"{name}: {_cost_text(cost)}")
+    for line in by_line(measured["rows"]):
+        last, name = line[-1], _line_name(line[-1], measured)
         if last["steps"] is not None:
             sent = size_text(last["sent_bytes"])
             notes.append(f"{name}: the busiest rank sends {sent} in {last['steps']} steps for the last size")
@@ -149,14 +182,22 @@ def comm_notes(measured: _Row) -> list[str]:
         if refused is not None:
             notes.append(f"{name}: not offered: {refused}")
     notes += _strides_notes(measured["strides"])
-    wrong = sum(row["num_wrong"] for row in rows)
+    copy = measured["copy"]
+    rate = f"{copy['bytes_per_second'] / 1e9:.3g} GB/s"
+    notes.append(f"a plain copy of {size_text(copy['num_bytes'])} on every rank at once: {rate}")
+    wrong = sum(row["num_wrong"] for row in measured["rows"])
     return [*notes, f"{wrong} wrong elements" if wrong else "no wrong element"]
 
 
-def _cost_text(cost: Cost) -> str:
-    latency = f"{cost.latency_seconds * 1e6:,.1f} us"
-    rate = f" + bytes / {cost.bytes_per_second / 1e9:.3g} GB/s" if cost.bytes_per_second < float("inf") else ""
-    return f"{latency}{rate} (median error {cost.median_error:.0%}, largest {cost.largest_error:.0%})"
+def _line_name(row: _Row, measured: _Row) -> str:
+    """With the backend, where there are several."""
+    return _name(row) if len(measured["world"]["backends"]) == 1 else f"{row['backend']} {_name(row)}"
+
+
+def _cost_text(cost: _Row) -> str:
+    latency, rate = f"{cost['latency_seconds'] * 1e6:,.1f} us", cost["bytes_per_second"]
+    rest = f" + bytes / {rate / 1e9:.3g} GB/s" if rate is not None else ""
+    return f"{latency}{rest} (median error {cost['median_error']:.0%}, largest {cost['largest_error']:.0%})"
 
 
 def _strides_notes(rows: Sequence[_Row]) -> list[str]:

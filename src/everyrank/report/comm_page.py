@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everyrank.collectives.question import size_text
-from everyrank.report.comm import arm_name, by_line, comm_notes, comm_table, comm_title
+from everyrank.report.comm import arm_name, by_line, comm_notes, comm_table, comm_title, cost_table
 from everyrank.report.drawing import COLOURS, draw, legend_above, legend_height
 from everyrank.report.page import rendered
 
@@ -23,10 +23,11 @@ def comm_page(measured: Mapping[str, Any]) -> str:
     """
     rows: list[Mapping[str, Any]] = measured["rows"]
     notes = comm_notes(measured) if rows else []
+    costs = [("", cost_table(measured))] if measured["costs"] else []
     section = {
         "title": comm_title(measured) if rows else "no operation",
         "answer": notes[-1] if notes else "nothing was measured",
-        "tables": [("", comm_table(measured))],
+        "tables": [*costs, ("Every size", comm_table(measured, repeats=True))],
         "notes": notes[:-1],
         "command": shlex.join(measured["command"]),
         "charts": _charts(rows),
@@ -64,6 +65,8 @@ def _time_over_bytes(lines: Sequence[Sequence[Mapping[str, Any]]], colours: Mapp
         sizes = sorted({row["num_bytes"] for line in lines for row in line})
         shown = sizes[:: -(-len(sizes) // _MOST_TICKS)]
         axes.set_xticks(shown, [size_text(size) for size in shown], rotation=30)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")  # powers of ten would be markup
+        axes.yaxis.set_minor_formatter("")
         axes.set_ylabel("us, median and 99th percentile")
         legend_above(axes, names)
 

@@ -12,7 +12,7 @@ from everyrank.backends import OWN_BACKENDS, register_backend
 from everyrank.collectives.operations import OPERATIONS
 from everyrank.collectives.question import CommOptions, size_text
 from everyrank.collectives.strides import check_strides
-from everyrank.collectives.sweep import sweep
+from everyrank.collectives.sweep import copy_rate, sweep
 from everyrank.errors import CannotRunError
 from everyrank.launch import Launch, RankInfo
 from everyrank.measure.memory import free_memory_bytes
@@ -24,7 +24,7 @@ __all__ = ["comm_rank", "needed_bytes"]
 
 
 def comm_rank(info: RankInfo, launch: Launch, options: CommOptions, show: bool) -> dict[str, Any]:
-    """`rows` (`CommRow`) and `strides` (`StridesRow`) as dicts, and in what `world` and on what `machine`.
+    """`rows` (`CommRow`) and `strides` (`StridesRow`) as dicts, a plain `copy`, and in what `world`, on what `machine`.
 
     The same on all ranks. Raises `CannotRunError` where the tensors do not fit into memory.
     """
@@ -33,9 +33,11 @@ def comm_rank(info: RankInfo, launch: Launch, options: CommOptions, show: bool) 
         groups = _groups(world, options)
         rows = sweep(world, groups, options, show and world.rank == 0)
         strides = check_strides(world, groups, options)
+        largest = max(options.sizes)
         return {
             "rows": [dataclasses.asdict(row) for row in rows],
             "strides": [dataclasses.asdict(row) for row in strides],
+            "copy": {"num_bytes": largest, "bytes_per_second": copy_rate(world, largest)},
             "world": {"size": world.size, "device": world.device.type, "backends": list(groups)},
             "machine": machine(world),
         }
