@@ -16,11 +16,11 @@ from everyrank.report.terminal import print_table
 __all__ = [
     "arm_name",
     "by_line",
+    "comm_cost_table",
     "comm_json",
     "comm_notes",
     "comm_table",
     "comm_title",
-    "cost_table",
     "has_failed",
     "print_comm",
 ]
@@ -149,7 +149,7 @@ def _cost(rows: Sequence[_Row]) -> Cost | None:
     return fit_cost([row["num_bytes"] for row in known], [row["p50_seconds"] for row in known])
 
 
-def cost_table(measured: _Row) -> Table:
+def comm_cost_table(measured: _Row) -> Table:
     """A row for each line that was fitted."""
     rows = [
         [

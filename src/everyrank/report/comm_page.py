@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everyrank.collectives.question import size_text
-from everyrank.report.comm import arm_name, by_line, comm_notes, comm_table, comm_title, cost_table
+from everyrank.report.comm import arm_name, by_line, comm_cost_table, comm_notes, comm_table, comm_title
 from everyrank.report.drawing import COLOURS, draw, legend_above, legend_height
 from everyrank.report.page import rendered
 
@@ -23,7 +23,7 @@ def comm_page(measured: Mapping[str, Any]) -> str:
     """
     rows: list[Mapping[str, Any]] = measured["rows"]
     notes = comm_notes(measured) if rows else []
-    costs = [("", cost_table(measured))] if measured["costs"] else []
+    costs = [("", comm_cost_table(measured))] if measured["costs"] else []
     section = {
         "title": comm_title(measured) if rows else "no operation",
         "answer": notes[-1] if notes else "nothing was measured",
