@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -28,6 +29,7 @@ from everyrank.collectives.question import (
 )
 from everyrank.collectives.strides import MEMORY, check_strides
 from everyrank.collectives.sweep import refusal, sweep
+from everyrank.commands.launching import _backend
 from everyrank.measure.memory import free_memory_bytes
 from everyrank.tasks.comm import needed_bytes
 from processes import Cli, one_line, refused
@@ -289,6 +291,21 @@ def test_several_backends_by_the_command(everyrank: Any, tmp_path: Path) -> None
     assert found["machine"]["cores"] >= 1
     assert {row["memory"] for row in found["strides"]} == set(MEMORY)
     assert "<svg" in (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend"),
+    [
+        (None, None),
+        ("gloo", "gloo"),
+        (["nccl", "gloo"], "nccl"),
+        (["gloo", "shm"], "shm"),
+        (["gloo", "shm", "mpi"], "mpi"),
+    ],
+)
+def test_ranks_start_as_the_most_demanding_backend_needs(asked: Any, backend: str | None) -> None:
+    """So that `open_world` finds out, and says, what is not there for it."""
+    assert _backend(argparse.Namespace(backend=asked)) == backend
 
 
 def one_sided(world: Any) -> str | None:
