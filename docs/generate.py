@@ -1,22 +1,25 @@
-"""Make the parts of README.md and CONTRIBUTING.md that follow from Records and from the code.
+"""Make the parts of README.md, CONTRIBUTING.md and two pages of docs that follow from Records and from the code.
 
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The drawing of the house has the rooms in the order
-of `tests/test_architecture.py`, each with the first sentence of its docstring; nothing here imports torch.
+of `tests/test_architecture.py`, each with the first sentence of its docstring; only the algorithms import torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+from everyrank.collectives.question import OPERATION_NAMES, size_text
 from everyrank.launch import LAUNCHERS
 from everyrank.layout import STRATEGIES
 from everyrank.record import read_records
@@ -26,6 +29,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "everyrank"
 ORDER = ROOT / "tests" / "test_architecture.py"
 DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
+COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
+ALGORITHMS = PACKAGE / "collectives" / "algorithms"
+SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
 WIDTH = 120
 
 
@@ -73,6 +79,120 @@ def launchers() -> str:
     return _table(["launcher", "how its ranks start"], rows)
 
 
+def theory_of_algorithms() -> str:
+    """Steps of the busiest rank and what it sends of 64 MiB, on a few numbers of ranks."""
+    from everyrank.collectives.algorithms import ALGORITHMS as TABLE  # torch comes with it
+
+    sizes = (2, 4, 8, 64)
+    rows: list[list[str]] = []
+    for name, algorithm in TABLE.items():
+        cells: list[str] = []
+        for size in sizes:
+            ranks = [algorithm.traffic(rank, size, 2**24) for rank in range(size)]
+            sent = max(rank.num_elements for rank in ranks) * 4 / 2**20
+            cells.append(f"{max(rank.num_steps for rank in ranks):,}, {sent:,.0f} MiB")
+        rows.append([name, *cells])
+    return _table(["algorithm", *(f"{size} ranks: steps, sent" for size in sizes)], rows)
+
+
+def measured_algorithms() -> str:
+    """Median times of all-reduce by each algorithm, on 2 and 4 ranks."""
+    if not COLLECTIVES.exists():
+        return _not_measured()
+    rows = [row for row in _measured("rows") if row["operation"] == "all_reduce" and row["backend"] == "gloo"]
+    compared = {row["ranks"] for row in rows if row["algorithm"]}
+    cells: dict[tuple[int, str], list[str]] = {}
+    for ranks in sorted(compared):
+        names = dict.fromkeys(row["algorithm"] or "gloo's own" for row in rows if row["ranks"] == ranks)
+        for name in names:
+            cells[ranks, name] = []
+            for size in SHOWN_SIZES:
+                found = [
+                    row["p50_seconds"]
+                    for row in rows
+                    if (row["ranks"], row["algorithm"] or "gloo's own", row["num_bytes"]) == (ranks, name, size)
+                ]
+                cells[ranks, name].append(
+                    _microseconds(found[0]) if found else ""
+                )  # the run that compared them is first
+    header = ["ranks", "all_reduce by", *(f"{size_text(size)}, us" for size in SHOWN_SIZES)]
+    return f"{_table(header, [[str(ranks), name, *found] for (ranks, name), found in cells.items()])}\n\n{_source()}"
+
+
+def measured_backends() -> str:
+    """The line of each operation on each backend, and how many times as fast as the first it is; two ranks."""
+    if not COLLECTIVES.exists():
+        return _not_measured()
+    lines = {
+        (cost["operation"], cost["backend"]): cost  # the last run is the one of backends
+        for cost in _measured("costs")
+        if cost["algorithm"] is None and cost["ranks"] == 2
+    }
+    rows = [row for row in _measured("rows") if row["algorithm"] is None and row["ranks"] == 2]
+    shown: list[list[str]] = []
+    for name in OPERATION_NAMES:
+        for (operation, backend), cost in lines.items():
+            if operation == name:
+                rate = cost["bytes_per_second"]
+                text = f"{_microseconds(cost['latency_seconds'])} us" + (
+                    f" + bytes / {rate / 1e9:.3g} GB/s" if rate else ""
+                )
+                own = [row for row in rows if (row["operation"], row["backend"]) == (operation, backend)]
+                errors = f"{cost['median_error']:.0%}, {cost['largest_error']:.0%}"
+                shown.append([name, backend, text, errors, *(_speedups(own, size) for size in SHOWN_SIZES)])
+    header = ["operation", "backend", "seconds", "median and largest error"]
+    header += [f"x the first: {size_text(size)}" for size in SHOWN_SIZES]
+    return f"{_table(header, shown)}\n\nHow many times as fast: by means, by medians. {_source()}"
+
+
+def _speedups(rows: list[dict[str, Any]], size: int) -> str:
+    """Of the size that is nearest, where one is near: parts for each rank are rounded up."""
+    near = [row for row in rows if size <= row["num_bytes"] < size * 1.1 + 16 and row["mean_speedup"] is not None]
+    return f"{near[0]['mean_speedup']:.1f}, {near[0]['p50_speedup']:.1f}" if near else ""
+
+
+def what_backends_carry() -> str:
+    """Of each operation, whether each backend offers it, and with how many wrong elements."""
+    if not COLLECTIVES.exists():
+        return _not_measured()
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in sorted(_measured("rows"), key=lambda row: OPERATION_NAMES.index(row["operation"])):
+        if row["algorithm"] is None:
+            found.setdefault(row["operation"], {}).setdefault(row["backend"], []).append(row)
+    backends = list(dict.fromkeys(backend for rows in found.values() for backend in rows))
+    shown = [[name, *(_carried(rows.get(backend, [])) for backend in backends)] for name, rows in found.items()]
+    return f"{_table(['operation', *backends], shown)}\n\n{_source()}"
+
+
+def _carried(rows: list[dict[str, Any]]) -> str:
+    refused = next((row["refused"] for row in rows if row["refused"]), None)
+    wrong = sum(row["num_wrong"] for row in rows)
+    if refused is not None:
+        return f"no: {refused}".replace("|", "\\|")
+    return f"{wrong:,} wrong elements" if wrong else "yes" if rows else ""
+
+
+def _measured(key: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(COLLECTIVES.read_text(encoding="utf-8"))[key]
+    return found
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f}" if seconds >= 1e-4 else f"{seconds * 1e6:.1f}"
+
+
+def _not_measured() -> str:
+    return f"Not measured yet: `python benchmarks/collectives.py` makes `{COLLECTIVES.relative_to(ROOT)}`."
+
+
+def _source() -> str:
+    about = json.loads(COLLECTIVES.read_text(encoding="utf-8"))["provenance"]
+    return (
+        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['date'][:10]}; medians; "
+        f"`{COLLECTIVES.relative_to(ROOT)}`, by `python benchmarks/collectives.py`."
+    )
+
+
 PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "README.md": {
         "the speeds of make demo": (DIGITS, lambda: demo_table(0)),
@@ -84,6 +204,12 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
     },
+    "docs/collectives.md": {
+        "theory of the algorithms": (ALGORITHMS, theory_of_algorithms),
+        "measured algorithms": (COLLECTIVES, measured_algorithms),
+        "measured backends": (COLLECTIVES, measured_backends),
+    },
+    "docs/backends.md": {"what backends carry": (COLLECTIVES, what_backends_carry)},
 }
 """Of each page, its parts: (what it is made from, how)."""
 

@@ -94,11 +94,12 @@ INSIDE = {
         "operations",
         "cost",
         "sweep",
+        "strides",
     ],
     "checkpoint": ["generators", "contents", "storage", "saver", "weights"],
     "loop": ["open_data", "finite", "updates", "evaluation"],
     "train": ["trackers", "log", "display", "throughput", "job", "on_epoch", "training"],
-    "tasks": ["predictions", "train", "predict", "verify", "bench_results", "bench"],
+    "tasks": ["predictions", "train", "predict", "verify", "bench_results", "bench", "comm"],
     "data": ["slicing", "order", "seeds", "stream", "parts", "loader"],
     "datasets": ["download", "arrays", "transforms", "idx", "cifar", "folder", "shards", "text", "table"],
     "builtin": [
@@ -217,6 +218,7 @@ INSIDE = {
         "page",
         "audit",
         "comm",
+        "comm_page",
     ],
 }
 # The face of the package, and who starts it.

@@ -1,15 +1,17 @@
-"""README's tables and CONTRIBUTING's drawing and tables are what `docs/generate.py` makes of Records and code."""
+"""What in README, CONTRIBUTING and docs follows from Records and code is what `docs/generate.py` makes of them."""
 
 from __future__ import annotations
 
+import json
 import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/collectives.md", "docs/backends.md")
 
 
 @pytest.fixture
@@ -50,6 +52,12 @@ def test_pages_follow_from_what_is_there(
         ("CONTRIBUTING.md", "| `zero1` |", "| `zero2` |", '"strategies" is not what src/everyrank/strategies gives'),
         ("CONTRIBUTING.md", "| `spawn` |", "| `spawned` |", '"launchers" is not what src/everyrank/launch gives'),
         (
+            "docs/collectives.md",
+            "| ring | 2, 64 MiB",
+            "| ring | 2, 65 MiB",
+            '"theory of the algorithms" is not what src/everyrank/collectives/algorithms gives',
+        ),
+        (
             "CONTRIBUTING.md",
             "<!-- end -->",
             "",
@@ -69,7 +77,8 @@ def test_a_page_that_was_changed_is_found(
 ) -> None:
     """In one line: which part of which page, what it is made from, and what to run; that repairs all but a marker."""
     for name in PAGES:
-        shutil.copy(repository / name, tmp_path)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(repository / name, tmp_path / name)
     text = (tmp_path / page).read_text()
     assert old in text
     (tmp_path / page).write_text(text.replace(old, new, 1))
@@ -80,3 +89,35 @@ def test_a_page_that_was_changed_is_found(
     can_be_repaired = "<!--" not in old
     assert generate(["--pages", str(tmp_path)]) == (0 if can_be_repaired else 1)
     assert ((tmp_path / page).read_text() == text) == can_be_repaired
+
+
+def collective(operation: str, backend: str, seconds: float, **values: Any) -> dict[str, Any]:
+    row = {"operation": operation, "backend": backend, "algorithm": None, "ranks": 2, "num_bytes": 4, "refused": None}
+    row |= {"p50_seconds": seconds, "num_wrong": 0, "mean_speedup": None, "p50_speedup": None}
+    line = {"latency_seconds": seconds, "bytes_per_second": 2e9, "median_error": 0.01, "largest_error": 0.5}
+    return {**row, **line, **values}
+
+
+def test_tables_of_the_collectives(repository: Path, tmp_path: Path) -> None:
+    """What benchmarks/collectives.py leaves, as the pages show it; without it they say how it is made."""
+    made = runpy.run_path(str(repository / "docs" / "generate.py"))
+    names = made["main"].__globals__
+    names["ROOT"], names["COLLECTIVES"] = tmp_path, tmp_path / "c.json"
+    parts = [made[name] for name in ("measured_algorithms", "measured_backends", "what_backends_carry")]
+    assert all("Not measured yet" in part() for part in parts)
+    rows = [
+        collective("all_reduce", "gloo", 1e-3),
+        collective("all_reduce", "gloo", 2e-3, algorithm="ring"),
+        collective("all_reduce", "shm", 5e-5, mean_speedup=20.0, p50_speedup=15.0),
+        collective("send", "gloo", 1e-4),
+        collective("send", "shm", 1e-4, refused="not here"),
+    ]
+    about = {"processor": "P", "cores": 2, "torch": "2", "date": "2026-11-22T00"}
+    (tmp_path / "c.json").write_text(json.dumps({"rows": rows, "costs": rows, "provenance": about}))
+    algorithms, backends, carried = (part() for part in parts)
+    assert "| 2 | gloo's own | 1,000 |" in algorithms
+    assert "| 2 | ring | 2,000 |" in algorithms
+    assert "| all_reduce | shm | 50.0 us + bytes / 2 GB/s | 1%, 50% | 20.0, 15.0 |" in backends
+    assert backends.index("| send |") < backends.index("| all_reduce |")
+    assert "| send | yes | no: not here |" in carried
+    assert all("P, 2 cores, torch 2, 2026-11-22" in text for text in (algorithms, backends, carried))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from everyrank.backends import register_backend
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.cost import fit_cost
-from everyrank.collectives.operations import OPERATIONS, Case
-from everyrank.collectives.question import ALGORITHM_NAMES, OPERATION_NAMES, REDUCING, parse_sizes, size_text
-from processes import refused
+from everyrank.collectives.operations import OPERATIONS, Call, Case
+from everyrank.collectives.question import (
+    ALGORITHM_NAMES,
+    OPERATION_NAMES,
+    REDUCING,
+    CommOptions,
+    parse_sizes,
+    size_text,
+)
+from everyrank.collectives.strides import MEMORY, check_strides
+from everyrank.collectives.sweep import refusal, sweep
+from everyrank.commands.launching import _backend
+from everyrank.measure.memory import free_memory_bytes
+from everyrank.tasks.comm import needed_bytes
+from processes import Cli, one_line, refused
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
@@ -26,14 +43,27 @@ def test_names_are_those_of_the_tables() -> None:
     assert tuple(ALGORITHMS) == ALGORITHM_NAMES
 
 
-def tried(world: Any, size: int, length: int) -> list[str]:
+@pytest.mark.parametrize("memory", ["contiguous", *MEMORY])
+def test_right_answers(memory: str) -> None:
+    """Each rank has another pattern, and no element that of its neighbour; reduced element by element."""
+    for reduction, combine in (("sum", sum), ("max", max), ("avg", lambda row: sum(row) / 3), ("product", np.prod)):
+        case = Case(0, 3, None, 10, torch.float64, reduction=reduction, memory=memory)
+        ranks = [case.values(rank) for rank in range(3)]
+        for number, values in enumerate(ranks):
+            assert values.is_contiguous() == (memory == "contiguous")
+            assert not any(torch.equal(values, other) for other in ranks[:number]) or reduction == "product"
+            assert (values[1:] != values[:-1]).all()
+        expected = [combine([float(one) for one in row]) for row in zip(*(r.flatten() for r in ranks), strict=True)]
+        assert case.reduced().flatten().tolist() == expected
+
+
+def tried(world: Any, backend: str, size: int, length: int) -> list[str]:
     """Every operation, dtype and reduction, blocking and asynchronous: those with a wrong element."""
-    group = world.group
-    if size < world.size:
-        group = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
+    members = [list(range(first, first + size)) for first in range(0, world.size, size)]
+    group = dist.new_subgroups_by_enumeration(members, backend=backend)[0]
     found = []
     for name, operation in OPERATIONS.items():
-        if name == "monitored_barrier" and world.backend != "gloo":
+        if name == "monitored_barrier" and backend != "gloo":
             continue  # torch gives it to gloo alone
         for dtype in DTYPES if operation.has_size else DTYPES[:1]:
             for reduction in reductions(name, dtype):
@@ -55,11 +85,12 @@ def reductions(name: str, dtype: torch.dtype) -> list[str]:
     return ["sum", "product", "min", "max", *(["avg"] if dtype.is_floating_point else ["band", "bor", "bxor"])]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize(("count", "size"), [(2, 2), (3, 3), (4, 2)])
-def test_every_operation_has_the_right_answer(ranks: Any, count: int, size: int) -> None:
+def test_every_operation_has_the_right_answer(ranks: Any, backend: str, count: int, size: int) -> None:
     """In all dtypes and reductions, of lengths that are no round number; also in two groups at the same time."""
     for length in (1, 1001):
-        assert ranks(count, tried, size, length) == [[]] * count
+        assert ranks(count, tried, backend, size, length) == [[]] * count
 
 
 def spoilt(world: Any) -> dict[str, int]:
@@ -130,6 +161,8 @@ def test_algorithms_by_the_command(everyrank: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "all_reduce ring: the busiest rank sends 1368 B in 4 steps" in done.stdout
+    assert "by" in done.stdout
+    assert "shm ring" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -144,6 +177,12 @@ def test_algorithms_by_the_command(everyrank: Any, tmp_path: Path) -> None:
         ("--algorithm ring", "the algorithms are of all_reduce"),
         ("--op all_reduce --algorithm star", "--algorithm star: give one of ring"),
         ("--op all_reduce --algorithm ring --reduction max", "it adds up"),
+        ("--op broadcast --algorithm ring", "--algorithm ring: the algorithms are of all_reduce"),
+        ("--op all_reduce broadcast --algorithm all", "--algorithm all: the algorithms are of all_reduce"),
+        ("--op all_reduce --algorithm ring all", "all are all; give it alone"),
+        ("--op all_reduce --algorithm ring tree ring", "ring stands there twice"),
+        ("--backend gloo foo", "--backend foo: give shm, gloo, nccl"),
+        ("--backend gloo gloo", "gloo stands there twice"),
         ("--op all_reduce --reduction band", "give --dtype int64"),
         ("--op all_reduce --reduction avg --dtype int64", "give a floating --dtype"),
         ("--group-size 3 --processes 4", "give a divisor of 4"),
@@ -176,3 +215,155 @@ def test_cost_of_known_times() -> None:
     assert falling.largest_error > 0.1
     through_zero = fit_cost([1e6, 1e7, 1e8], [1e-4, 1.1e-2, 1.1e-1])
     assert through_zero.latency_seconds == 0.0
+
+
+def in_turns(world: Any, options: CommOptions) -> tuple[list[Any], list[Any], list[str]]:
+    """Rows, how tensors that are not contiguous come out, and over which group each all-reduce went."""
+    gloo, other = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    groups = {"gloo": gloo, "other": other}
+    called: list[str] = []
+    right = dist.all_reduce
+
+    def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append("gloo" if kwargs["group"] is gloo else "other")
+        return right(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        rows = sweep(world, groups, options)
+    finally:
+        dist.all_reduce = right
+    # gloo under the name of a backend that says it takes them, and that one itself
+    strides = [check_strides(world, {name: group}, CommOptions()) for name, group in (("gloo", gloo), ("shm", gloo))]
+    register_backend("shm")
+    strides.append(check_strides(world, {"shm": dist.new_group(backend="shm")}, CommOptions()))
+    return rows, strides, called
+
+
+def test_backends_take_turns(ranks: Any) -> None:
+    """Call by call, another one first in each round; each row has the ratio of its times to those of the first."""
+    options = CommOptions(operations=("all_reduce",), sizes=(4, 64), seconds=1e-9)
+    (rows, (strides, claimed, shm), called), (others, _, _) = ranks(2, in_turns, options)
+    assert [(row.num_bytes, row.backend) for row in rows] == [(4, "gloo"), (4, "other"), (64, "gloo"), (64, "other")]
+    assert rows == others  # every rank knows what all have measured
+    timed = called[: len(called) // 2][4:]  # after a call to see whether it is offered, and one to be warm
+    assert timed == ["gloo", "other", "other", "gloo"] * 2 + ["gloo", "other"]
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        assert (first.calls, first.mean_speedup, first.p50_speedup, second.calls) == (5, None, None, 5)
+        assert second.mean_speedup == pytest.approx(first.mean_seconds / second.mean_seconds)
+        assert second.p50_speedup == pytest.approx(first.p50_seconds / second.p50_seconds)
+    by = {(row.operation, row.memory): row for row in strides}
+    with_tensors = [name for name, operation in OPERATIONS.items() if operation.has_tensors]
+    assert set(by) == {(name, memory) for name in with_tensors for memory in MEMORY}
+    assert "contiguous" in by["send", "strided"].refused
+    assert by["all_reduce", "strided"].num_wrong > 0  # gloo adds up what lies between the elements
+    assert by["all_gather", "strided"].num_wrong == 0
+    assert not any(row.is_failure for row in strides)  # gloo has never said that it takes them
+    assert not any(row.is_failure or row.refused or row.num_wrong for row in shm)
+    assert {row.operation for row in claimed if row.is_failure and row.memory == "strided"} == {
+        row.operation for row in strides if row.memory == "strided" and (row.refused or row.num_wrong)
+    }
+
+
+def test_several_backends_by_the_command(everyrank: Any, tmp_path: Path) -> None:
+    """In the order in which they were asked for, with the costs of both, and the page."""
+    words = [
+        "--op",
+        "all_reduce",
+        "monitored_barrier",
+        "--sizes",
+        "4:64",
+        "--seconds",
+        "0.01",
+        "--backend",
+        "gloo",
+        "shm",
+    ]
+    done = everyrank(tmp_path, "comm", *words, "--json", "c.json", "--html", "c.html")
+    assert done.returncode == 0, done.stderr
+    assert "gloo, shm, 2 ranks on cpu" in done.stdout
+    assert "shm monitored_barrier: not offered: monitored_barrier is only implemented for GLOO" in done.stdout
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert [(row["num_bytes"], row["backend"]) for row in found["rows"][:4]] == [
+        (4, "gloo"), (4, "shm"), (16, "gloo"), (16, "shm"),
+    ]  # fmt: skip
+    assert [cost["backend"] for cost in found["costs"]] == found["world"]["backends"] == ["gloo", "shm"]
+    assert found["machine"]["cores"] >= 1
+    assert {row["memory"] for row in found["strides"]} == set(MEMORY)
+    assert "<svg" in (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend"),
+    [
+        (None, None),
+        ("gloo", "gloo"),
+        (["nccl", "gloo"], "nccl"),
+        (["gloo", "shm"], "shm"),
+        (["gloo", "shm", "mpi"], "mpi"),
+    ],
+)
+def test_ranks_start_as_the_most_demanding_backend_needs(asked: Any, backend: str | None) -> None:
+    """So that `open_world` finds out, and says, what is not there for it."""
+    assert _backend(argparse.Namespace(backend=asked)) == backend
+
+
+def one_sided(world: Any) -> str | None:
+    def run() -> None:
+        if world.rank == 1:
+            raise ValueError("not with these\nand more")
+
+    return refusal(world, Call(run, lambda: None, lambda: 0))
+
+
+def test_what_one_rank_is_refused_all_know(ranks: Any) -> None:
+    """Else the others would go on to be timed, and wait for it."""
+    assert ranks(2, one_sided) == ["not with these"] * 2
+
+
+def test_sizes_that_do_not_fit(everyrank: Any, tmp_path: Path) -> None:
+    """Seen before a tensor is made: one line, status 3."""
+    done = everyrank(tmp_path, "comm", "--op", "all_reduce", "--sizes", "1KiB", "9999999GiB")
+    assert done.returncode == 3, done.stderr
+    assert "--sizes 9999999GiB: the 2 ranks of a host need about" in one_line(done.stderr)
+
+
+def test_needed_and_free_memory(tmp_path: Path) -> None:
+    """More for several that take turns, and for objects; a container's limit counts where it is below the host's."""
+    one = needed_bytes(CommOptions(operations=("all_reduce",)), 100, 4)
+    assert one == 500
+    assert needed_bytes(CommOptions(backends=("gloo", "shm"), operations=("all_reduce",)), 100, 4) == 800
+    assert needed_bytes(CommOptions(operations=("all_gather_object",)), 100, 4) == 1200
+    assert needed_bytes(CommOptions(operations=("all_gather_object",), group_size=2), 100, 4) == 800
+    assert free_memory_bytes(tmp_path) is None
+    for name, text in (
+        ("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:      8 kB\n"),
+        ("sys/fs/cgroup/memory.max", "max\n"),
+        ("sys/fs/cgroup/memory.current", "3000\n"),
+        ("sys/fs/cgroup/memory.stat", "anon 5\ninactive_file 1000\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory_bytes(tmp_path) == 8 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("6000\n")
+    assert free_memory_bytes(tmp_path) == 4000
+
+
+def sharing(cli: Cli) -> int:
+    """How many of its processes have opened the shared memory of their group."""
+    found = 0
+    for process in cli.processes():
+        with contextlib.suppress(OSError):
+            found += "/memfd:everyrank" in Path(f"/proc/{process}/maps").read_text()
+    return found
+
+
+def test_interrupted(cli: Cli) -> None:
+    """Ctrl-C in the middle: one line, status 130, no process left."""
+    cli.start("comm", "--op", "all_reduce", "--sizes", "64MiB", "--seconds", "1e9", "--json", "c.json")
+    cli.wait_for(lambda: sharing(cli) >= 2)
+    os.killpg(cli.process.pid, signal.SIGINT)
+    status, _, stderr = cli.end()
+    assert (status, one_line(stderr)) == (130, "everyrank: interrupted; all ranks are ended")
+    assert cli.left() == {}
+    assert not (cli.folder / "c.json").exists()

@@ -5,5 +5,6 @@ links.py        messages between two ranks, counted
 algorithms/     an all-reduce in plain sends and receives: ring, halving, tree, server, hierarchical
 operations/     every point-to-point and collective operation, with the answer that each rank must have
 cost.py         latency and bandwidth, fitted from a sweep of sizes
-sweep.py        what each rank does: one operation after the other, one size after the other
+sweep.py        one operation after the other, one size after the other, backends and algorithms in turns
+strides.py      whether tensors that are not contiguous are taken, refused, or wrong without a word
 """

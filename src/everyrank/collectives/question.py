@@ -39,21 +39,23 @@ _DEFAULT_SIZES = "4:64MiB"
 class CommOptions:
     """What is asked of each backend. Raises `UsageError` for what does not go together.
 
+    backends     names, the first of which the others are compared with; empty: the one that suits the device
     operations   names out of `OPERATION_NAMES`; empty: all
     sizes        bytes of the largest tensor that a rank hands in, or gets
     dtype        out of `DTYPE_BYTES`
     reduction    out of `REDUCTION_NAMES`, for the operations that reduce
-    algorithm    out of `ALGORITHM_NAMES`: `all_reduce` in plain sends and receives; None: the backend's own
+    algorithms   out of `ALGORITHM_NAMES`: `all_reduce` in plain sends and receives, beside the backend's own
     is_async     called with async_op=True, and waited for
     group_size   ranks of each group; the groups work at the same time. None: one group of all ranks
-    seconds      how long each operation is repeated for at each size
+    seconds      how long each operation is repeated for at each size, on the average of backends and algorithms
     """
 
+    backends: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     dtype: str = "float32"
     reduction: str = "sum"
-    algorithm: str | None = None
+    algorithms: tuple[str, ...] = ()
     is_async: bool = False
     group_size: int | None = None
     seconds: float = 0.2
@@ -63,14 +65,16 @@ class CommOptions:
             *(("--op", name, OPERATION_NAMES) for name in self.operations),
             ("--dtype", self.dtype, tuple(DTYPE_BYTES)),
             ("--reduction", self.reduction, REDUCTION_NAMES),
-            *((("--algorithm", self.algorithm, ALGORITHM_NAMES),) if self.algorithm is not None else ()),
+            *(("--algorithm", name, (*ALGORITHM_NAMES, "all")) for name in self.algorithms),
         ):
             if value not in known:
                 raise UsageError(f"{flag} {value}: give one of {', '.join(known)}")
-        if self.algorithm is not None and self.operations != ("all_reduce",):
-            raise UsageError(f"--algorithm {self.algorithm}: the algorithms are of all_reduce; give --op all_reduce")
-        if self.algorithm is not None and (self.reduction != "sum" or self.is_async):
-            raise UsageError(f"--algorithm {self.algorithm}: it adds up, and waits; leave out --reduction and --async")
+        for flag, names in (("--backend", self.backends), ("--algorithm", self.algorithms)):
+            twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+            if twice is not None:
+                raise UsageError(f"{flag} {' '.join(names)}: {twice} stands there twice; give each once")
+        if self.algorithms:
+            self._check_algorithms()
         is_whole = self.dtype == "int64"
         if self.reduction in ("band", "bor", "bxor") and not is_whole:
             raise UsageError(f"--reduction {self.reduction}: it is of bits; give --dtype int64")
@@ -81,11 +85,25 @@ class CommOptions:
         if self.group_size is not None and self.group_size < 1:
             raise UsageError(f"--group-size {self.group_size}: give 1 or more")
 
+    def _check_algorithms(self) -> None:
+        named = f"--algorithm {' '.join(self.algorithms)}"
+        if "all" in self.algorithms and len(self.algorithms) > 1:
+            raise UsageError(f"{named}: all are all; give it alone")
+        if set(self.operations) != {"all_reduce"}:
+            raise UsageError(f"{named}: the algorithms are of all_reduce; give --op all_reduce")
+        if self.reduction != "sum" or self.is_async:
+            raise UsageError(f"{named}: it adds up, and waits; leave out --reduction and --async")
+
+    @property
+    def asked_algorithms(self) -> tuple[str | None, ...]:
+        """Those that take turns for each backend: None for its own, first."""
+        return (None, *(ALGORITHM_NAMES if self.algorithms == ("all",) else self.algorithms))
+
     @property
     def asked_operations(self) -> tuple[str, ...]:
         """Those to be tried, in the order of the table; where a reduction is named, those that reduce."""
         if self.operations:
-            return self.operations
+            return tuple(dict.fromkeys(self.operations))
         return REDUCING if self.reduction != "sum" else OPERATION_NAMES
 
 

@@ -1,37 +1,40 @@
-"""What each rank does for `everyrank comm`: one operation after the other, one size after the other."""
+"""Every operation timed and checked at every size, by several backends and algorithms in turns."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.operations import OPERATIONS, Call, Case, Operation
 from everyrank.collectives.question import DTYPE_BYTES, REDUCING, CommOptions, size_text
-from everyrank.launch import Launch, RankInfo
 from everyrank.progress import progress
-from everyrank.world import World, open_world, store_barrier
-from everyrank.world.collectives import all_gather
+from everyrank.world import World
+from everyrank.world.collectives import all_gather, all_gather_json
 
-__all__ = ["CommRow", "sweep_rank"]
+__all__ = ["TORCH_DTYPES", "CommRow", "copy_rate", "refusal", "sweep"]
 
 _LEAST, _MOST = 5, 200  # calls of each operation at each size
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {name: getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(name, name)) for name in DTYPE_BYTES}
+"""By the names of `everyrank comm --dtype`."""
 
 
 @dataclass(frozen=True)
 class CommRow:
-    """One operation at one size.
+    """One operation at one size, by one backend and algorithm.
 
     backend, operation, algorithm, reduction, dtype, is_async, ranks (of each group)
     num_bytes                     of the largest tensor that a rank hands in, or gets; 0 for a barrier
     calls                         how often it was timed, after two calls that were not
-    mean_, p50_, p99_seconds      of the slowest rank of each call, from a barrier on
+    mean_, p50_, p99_seconds      from when the last rank begins until the last one is done (`_seconds`)
+    mean_speedup, p50_speedup     these times of the first backend's own way / of this one; None for the first itself
     algorithm_, bus_bandwidth     bytes a second, by the definitions of the NCCL tests
     num_wrong                     elements that are not the right answer, over all ranks, after the first and last call
     steps, sent_bytes             of an algorithm: the most of any rank, by its theory
@@ -50,6 +53,8 @@ class CommRow:
     mean_seconds: float | None = None
     p50_seconds: float | None = None
     p99_seconds: float | None = None
+    mean_speedup: float | None = None
+    p50_speedup: float | None = None
     algorithm_bandwidth: float | None = None
     bus_bandwidth: float | None = None
     num_wrong: int = 0
@@ -58,127 +63,181 @@ class CommRow:
     refused: str | None = None
 
 
-def sweep_rank(info: RankInfo, launch: Launch, options: CommOptions, show: bool) -> dict[str, Any]:
-    """`rows`, the `CommRow`s as dicts, and what `world` they were measured in; the same on all ranks."""
-    with open_world(info, launch) as world:
-        group, rank, size = _own_group(world, options.group_size)
-        asked = [name for name in options.asked_operations if size >= OPERATIONS[name].least_ranks]
-        cases = [
-            (name, num_bytes) for name in asked for num_bytes in (options.sizes if OPERATIONS[name].has_size else (0,))
-        ]
-        rows: list[CommRow] = []
-        with progress(len(cases), show=show and world.rank == 0) as begin:
-            for number, (name, num_bytes) in enumerate(cases):
-                begin(f"{name} {size_text(num_bytes)}")
-                case = _case(options, OPERATIONS[name], world, group, rank, size, num_bytes)
-                rows.append(_row(world, options, name, case, number))
-        return {
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "world": {"size": world.size, "hosts": list(dict.fromkeys(world.hosts)), "device": str(world.device.type)}
-            | {"threads": world.threads, "choices": dict(world.choices), "torch": torch.__version__},
-        }
+class _Arm(NamedTuple):
+    """One of those that take turns."""
+
+    row: CommRow
+    case: Case
+    call: Call
 
 
-def _own_group(world: World, group_size: int | None) -> tuple[dist.ProcessGroup | None, int, int]:
-    """(the group, the rank in it, ranks of each group): neighbours are in one group."""
-    if group_size is None or group_size == world.size:
-        return world.group, world.rank, world.size
-    members = [list(range(first, first + group_size)) for first in range(0, world.size, group_size)]
-    group: Any = dist.new_subgroups_by_enumeration(members)[0]
-    return group, world.rank % group_size, group_size
+def sweep(
+    world: World, groups: Mapping[str, dist.ProcessGroup], options: CommOptions, show: bool = False
+) -> list[CommRow]:
+    """The same rows on all ranks: of each operation and size one for each backend of `groups` and each algorithm.
+
+    These take turns call by call, in the same processes, on tensors of the same kind, and another one begins each
+    round: what slows the machine down for a while slows all of them, and nobody always follows the same other. One
+    start for each backend would compare two moments, and two placements of processes on cores.
+    """
+    size = dist.get_world_size(next(iter(groups.values())))
+    asked = [name for name in options.asked_operations if size >= OPERATIONS[name].least_ranks]
+    cases = [
+        (name, num_bytes) for name in asked for num_bytes in (options.sizes if OPERATIONS[name].has_size else (0,))
+    ]
+    rows: list[CommRow] = []
+    with progress(len(cases), show=show) as begin:
+        for name, num_bytes in cases:
+            begin(f"{name} {size_text(num_bytes)}")
+            arms = [
+                _arm(world, options, name, num_bytes, backend, group, algorithm)
+                for backend, group in groups.items()
+                for algorithm in options.asked_algorithms
+            ]
+            rows += _measured(world, arms, options.seconds)
+    return rows
 
 
-def _case(
-    options: CommOptions,
-    operation: Operation,
+def _arm(
     world: World,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    size: int,
+    options: CommOptions,
+    name: str,
     num_bytes: int,
-) -> Case:
+    backend: str,
+    group: dist.ProcessGroup,
+    algorithm: str | None,
+) -> _Arm:
+    operation, rank, size = OPERATIONS[name], dist.get_rank(group), dist.get_world_size(group)
     step = operation.multiple(size)
-    length = -(-max(1, num_bytes // DTYPE_BYTES[options.dtype]) // step) * step
-    return Case(
-        rank,
-        size,
-        group,
-        length if operation.has_size else 0,
-        _DTYPES.get(options.dtype) or getattr(torch, options.dtype),
-        world.device,
-        options.reduction,
-        options.algorithm,
-        options.is_async and operation.has_async,
+    length = -(-max(1, num_bytes // DTYPE_BYTES[options.dtype]) // step) * step if operation.has_size else 0
+    is_async = options.is_async and operation.has_async
+    case = Case(
+        rank, size, group, length, TORCH_DTYPES[options.dtype], world.device, options.reduction, algorithm, is_async
     )
-
-
-def _row(world: World, options: CommOptions, name: str, case: Case, number: int) -> CommRow:
-    operation = OPERATIONS[name]
-    num_bytes = case.length * case.dtype.itemsize
+    reduction = options.reduction if name in REDUCING else None
     row = CommRow(
-        world.backend,
-        name,
-        case.algorithm,
-        case.reduction if name in REDUCING else None,
-        options.dtype,
-        case.is_async,
-        case.size,
-        num_bytes,
+        backend, name, algorithm, reduction, options.dtype, is_async, size, length * DTYPE_BYTES[options.dtype]
     )
-    if case.algorithm is not None:
-        traffic = [ALGORITHMS[case.algorithm].traffic(rank, case.size, case.length) for rank in range(case.size)]
-        sent = max(one.num_elements for one in traffic) * case.dtype.itemsize
+    if algorithm is not None:
+        traffic = [ALGORITHMS[algorithm].traffic(each, size, length) for each in range(size)]
+        sent = max(one.num_elements for one in traffic) * DTYPE_BYTES[options.dtype]
         row = dataclasses.replace(row, steps=max(one.num_steps for one in traffic), sent_bytes=sent)
-    call = operation.make(case)
-    refused = _first_call(call)
-    store_barrier(world, f"comm/{number}")  # who was refused has said so
-    if refused:
-        return dataclasses.replace(row, refused=refused)
-    wrong = call.wrong()
-    times = _times(world, case, call, options.seconds)
-    wrong += call.wrong()
-    seconds = all_gather(torch.tensor(times, dtype=torch.float64), world)
-    slowest = torch.stack(seconds).amax(0)
-    num_wrong = int(sum(int(one) for one in all_gather(torch.tensor([wrong]), world)))
-    mean = float(slowest.mean())
-    has_rate = operation.has_size
+    return _Arm(row, case, operation.make(case))
+
+
+def _measured(world: World, arms: Sequence[_Arm], seconds: float) -> list[CommRow]:
+    """The rows of these with their times, or why there are none."""
+    refused = [refusal(world, arm.call) for arm in arms]
+    here = [arm for arm, words in zip(arms, refused, strict=True) if words is None]
+    if not here:
+        return [dataclasses.replace(arm.row, refused=words) for arm, words in zip(arms, refused, strict=True)]
+    wrong = torch.tensor([arm.call.wrong() for arm in here])
+    times = _times(world, here, seconds)
+    wrong += torch.tensor([arm.call.wrong() for arm in here])
+    num_wrong = torch.stack(all_gather(wrong, world)).sum(0).tolist()
+    found = iter([_filled(arm, row, count) for arm, row, count in zip(here, times, num_wrong, strict=True)])
+    rows = [
+        next(found) if words is None else dataclasses.replace(arm.row, refused=words)
+        for arm, words in zip(arms, refused, strict=True)
+    ]
+    return [rows[0], *(_beside(row, rows[0]) for row in rows[1:])]
+
+
+def refusal(world: World, call: Call) -> str | None:
+    """Call it once. What the backend says that does not offer it, or this dtype; the same on all ranks."""
+    call.reset()
+    words = None
+    try:
+        call.run()
+    except (RuntimeError, ValueError, TypeError) as error:
+        words = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return next(filter(None, all_gather_json(words, world.group)), None)
+
+
+def _times(world: World, arms: Sequence[_Arm], seconds: float) -> Tensor:
+    """Seconds of each call, shape (arms, calls): as many as fit into `seconds` for each, the same on all ranks."""
+    for arm in arms:
+        _timed(world, arm)
+    first = _seconds(world, _rounds(world, arms, _LEAST))
+    round_seconds = float(first.median(0).values.sum())  # one call alone may have waited for a core
+    more = min(_MOST, int(seconds * len(arms) / round_seconds)) - _LEAST
+    return torch.cat([first, _seconds(world, _rounds(world, arms, more))] if more > 0 else [first]).T
+
+
+def _rounds(world: World, arms: Sequence[_Arm], count: int) -> Tensor:
+    """When calls begin and end on this rank, shape (count, arms, 2); another arm is the first one in each round."""
+    spans = torch.zeros(count, len(arms), 2, dtype=torch.float64)
+    for number in range(count):
+        for turn in range(len(arms)):
+            place = (number + turn) % len(arms)
+            spans[number, place] = torch.tensor(_timed(world, arms[place]), dtype=torch.float64)
+    return spans
+
+
+def _seconds(world: World, spans: Tensor) -> Tensor:
+    """What a call takes, from this rank's (begin, end) of each: shape (..., 2) -> (...).
+
+    Ranks leave the barrier before a call at different times, those of some backends more so than of others. So it is
+    from when the last rank begins to when the last one is done, by the clock that the processes of a host share. Clocks
+    of several hosts differ: there it is what the slowest rank takes, which counts the wait for the others.
+    """
+    begins, ends = torch.stack([each.view_as(spans) for each in all_gather(spans, world)]).unbind(-1)
+    if len(set(world.hosts)) <= 1:
+        return ends.amax(0) - begins.amax(0)
+    return (ends - begins).amax(0)
+
+
+def _timed(world: World, arm: _Arm) -> tuple[float, float]:
+    """When a call begins and ends on this rank."""
+    arm.call.reset()
+    dist.barrier(group=arm.case.group)
+    begun = _now(world)
+    arm.call.run()
+    return begun, _now(world)
+
+
+def _now(world: World) -> float:
+    """Seconds, once the device has done all it was given."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return time.perf_counter()
+
+
+def _filled(arm: _Arm, times: Tensor, num_wrong: int) -> CommRow:
+    operation: Operation = OPERATIONS[arm.row.operation]
+    mean = float(times.mean())
+    rate = arm.row.num_bytes / mean if operation.has_size else None
     return dataclasses.replace(
-        row,
+        arm.row,
         calls=len(times),
         mean_seconds=mean,
-        p50_seconds=float(slowest.quantile(0.5)),
-        p99_seconds=float(slowest.quantile(0.99)),
-        algorithm_bandwidth=num_bytes / mean if has_rate else None,
-        bus_bandwidth=num_bytes / mean * operation.bus_factor(case.size) if has_rate else None,
+        p50_seconds=float(times.quantile(0.5)),
+        p99_seconds=float(times.quantile(0.99)),
+        algorithm_bandwidth=rate,
+        bus_bandwidth=None if rate is None else rate * operation.bus_factor(arm.case.size),
         num_wrong=num_wrong,
     )
 
 
-def _first_call(call: Call) -> str | None:
-    """What a backend says that does not offer the operation, or this dtype; all ranks are told the same."""
-    call.reset()
-    try:
-        call.run()
-    except (RuntimeError, ValueError, TypeError) as error:
-        return str(error).splitlines()[0][:200]
-    return None
+def _beside(row: CommRow, first: CommRow) -> CommRow:
+    """The row with how many times as fast as the first it is."""
+    mean, p50 = (_ratio(getattr(first, name), getattr(row, name)) for name in ("mean_seconds", "p50_seconds"))
+    return dataclasses.replace(row, mean_speedup=mean, p50_speedup=p50)
 
 
-def _times(world: World, case: Case, call: Call, seconds: float) -> list[float]:
-    """Seconds of each call on this rank. As many on all ranks: as fit into `seconds` on the slowest."""
-    warm = _timed(world, case, call)
-    slowest = max(float(one) for one in all_gather(torch.tensor([warm], dtype=torch.float64), world))
-    count = min(_MOST, max(_LEAST, int(seconds / slowest)))
-    return [_timed(world, case, call) for _ in range(count)]
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one and other else None
 
 
-def _timed(world: World, case: Case, call: Call) -> float:
-    call.reset()
-    dist.barrier(group=case.group)
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    begun = time.perf_counter()
-    call.run()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    return time.perf_counter() - begun
+def copy_rate(world: World, num_bytes: int) -> float:
+    """Bytes a second of a plain copy on every rank at once, the slowest of them: what a bandwidth is a share of."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(_LEAST + 1):
+        dist.barrier(group=world.group)
+        begun = _now(world)
+        target.copy_(source)
+        times.append(_now(world) - begun)
+    slowest = torch.stack(all_gather(torch.tensor(times[1:], dtype=torch.float64), world)).amax(0)
+    return num_bytes / float(slowest.median())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from everyrank.collectives.question import ALGORITHM_NAMES, DTYPE_BYTES, REDUCTION_NAMES, CommOptions, parse_sizes
 from everyrank.commands.launching import add_launching, launch_of
-from everyrank.commands.shared import check_writable, close_output
+from everyrank.commands.shared import check_html, check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch, run_ranks
 
@@ -28,51 +29,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPE_BYTES)}; default: float32")
     parser.add_argument("--reduction", default="sum", metavar="R", help=f"{', '.join(REDUCTION_NAMES)}; default: sum")
     parser.add_argument(
-        "--algorithm", metavar="A", help=f"all_reduce in plain sends and receives: {', '.join(ALGORITHM_NAMES)}"
+        "--algorithm",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="A",
+        help=f"all_reduce in plain sends and receives, beside the backend's: {', '.join(ALGORITHM_NAMES)}, or all",
     )
     parser.add_argument("--async", dest="is_async", action="store_true", help="call with async_op=True, then wait")
     parser.add_argument("--group-size", type=int, metavar="K", help="in groups of K ranks, all at the same time")
     parser.add_argument(
         "--seconds", type=float, default=0.2, metavar="S", help="repeat each operation at each size for so long"
     )
-    add_launching(parser, default_processes=2)
+    add_launching(parser, default_processes=2, several_backends=True)
     parser.set_defaults(timeout=60.0, workers=0, workload="comm")  # the name of a batch job
     parser.add_argument("--json", type=Path, metavar="F", help="write the rows, and latency and bandwidth of each")
+    parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page with time over bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table; 1 where an element was wrong."""
-    from everyrank.report.comm import comm_json, print_comm
+    from everyrank.report.comm import comm_json, has_failed, print_comm
 
     options = CommOptions(
+        tuple(args.backend or ()),
         tuple(args.op),
         parse_sizes(args.sizes),
         args.dtype,
         args.reduction,
-        args.algorithm,
+        tuple(args.algorithm),
         args.is_async,
         args.group_size,
         args.seconds,
     )
     launch = launch_of(args)
+    for backend in options.backends:
+        dataclasses.replace(launch, backend=backend)  # raises UsageError where there is no such
     _check_groups(options, launch)
+    check_html(args)
     check_writable(args.json)
-    found: dict[int, dict[str, Any]] = run_ranks(
-        launch, "everyrank.collectives.sweep:sweep_rank", launch, options, True
-    )
+    check_writable(args.html)
+    found: dict[int, dict[str, Any]] = run_ranks(launch, "everyrank.tasks.comm:comm_rank", launch, options, True)
     if not found.get(0):
         return 0  # a rank of a launcher outside: rank 0 has the word
-    rows, world = found[0]["rows"], found[0]["world"]
-    if args.json is not None:
-        args.json.write_text(json.dumps(comm_json(rows, world, args.words), indent=1) + "\n", encoding="utf-8")
+    measured = comm_json(found[0], args.words)
+    _write(measured, args)
     try:
-        print_comm(rows, world)
-        if args.json is not None:
-            print(f"wrote {printable(str(args.json))}")
+        print_comm(measured)
+        for path in (args.json, args.html):
+            if path is not None:
+                print(f"wrote {printable(str(path))}")
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
         close_output()
-    return CHECK_FAILED if any(row["num_wrong"] for row in rows) else 0
+    return CHECK_FAILED if has_failed(measured) else 0
+
+
+def _write(measured: dict[str, Any], args: argparse.Namespace) -> None:
+    """The files that were asked for, before anything is printed: a closed pipe loses no result."""
+    if args.json is not None:
+        args.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    if args.html is not None:
+        from everyrank.report.comm_page import comm_page
+
+        args.html.write_text(comm_page(measured), encoding="utf-8", errors="replace")
 
 
 def _check_groups(options: CommOptions, launch: Launch) -> None:

@@ -28,7 +28,12 @@ from everyrank.layout import Layout, parse_layout
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of"]
 
 
-def add_launching(parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False) -> None:
+def add_launching(
+    parser: argparse.ArgumentParser,
+    default_processes: int,
+    several_sizes: bool = False,
+    several_backends: bool = False,
+) -> None:
     """--processes, --launcher and what belongs to them. `default_processes`: where there is no accelerator."""
     parser.set_defaults(default_processes=default_processes)
     ranks = "ranks in all, on all nodes; default: the visible accelerators"
@@ -41,7 +46,11 @@ def add_launching(parser: argparse.ArgumentParser, default_processes: int, sever
     words = parser.add_argument_group("launching", "where and how the ranks start")
     words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER})")
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
-    words.add_argument("--backend", metavar="B", help="shm, gloo or nccl; default: shm on CPU, nccl on CUDA")
+    backends = "shm, gloo or nccl; default: shm on CPU, nccl on CUDA"
+    if several_backends:
+        words.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}. Several take turns")
+    else:
+        words.add_argument("--backend", metavar="B", help=backends)
     words.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
@@ -77,7 +86,7 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         launcher=row.name,
         processes=_processes(args, info, os.environ, layout, nodes, options),
         device=args.device,
-        backend=args.backend,
+        backend=_backend(args),
         loader_workers=args.workers,
         timeout_seconds=args.timeout,
         logs=logs,
@@ -184,6 +193,14 @@ def _asked(args: argparse.Namespace) -> int | None:
     """--processes; of several, the most."""
     asked: int | list[int] | None = args.processes
     return max(asked) if isinstance(asked, list) else asked
+
+
+def _backend(args: argparse.Namespace) -> str | None:
+    """--backend; of several the one that asks most of the ranks: to be started by MPI, or to share memory."""
+    asked: str | list[str] | None = args.backend
+    if not isinstance(asked, list):
+        return asked
+    return next((name for name in ("mpi", "shm") if name in asked), asked[0])
 
 
 def dry_run_or_submit(args: argparse.Namespace) -> int | None:

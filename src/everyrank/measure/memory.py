@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Generator
+from pathlib import Path
 
 import torch
 
 from everyrank.measure.profiling import events_of, profiler
 
-__all__ = ["PeakMemory", "peak_memory"]
+__all__ = ["PeakMemory", "free_memory_bytes", "peak_memory"]
 
 
 class PeakMemory:
@@ -46,3 +47,27 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
             found.bytes = max(found.bytes, total)
         else:
             total -= alive.pop(address, 0)
+
+
+_CGROUPS = (  # versions 2 and 1: the limit, what is used, and where it says what of that is cached files
+    ("memory.max", "memory.current", "memory.stat", "inactive_file "),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file "),
+)
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Of this host, or of this container where it may have less; None where the system does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        found.append(_number(root / "proc/meminfo", "MemAvailable:") * 1024)
+    for limit, used, stat, cached in _CGROUPS:
+        folder = root / "sys/fs/cgroup"
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+            found.append(_number(folder / limit) - _number(folder / used) + _number(folder / stat, cached))
+    return min(found, default=None)
+
+
+def _number(path: Path, name: str = "") -> int:
+    """What stands behind this name in a file of the system. Raises `OSError` or `ValueError` where nothing does."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith(name)]
+    return int(lines[0].removeprefix(name).split()[0]) if lines else int("")

@@ -17,15 +17,27 @@ from everyrank.launch import num_cores
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["provenance"]
+__all__ = ["machine", "provenance"]
 
 
 def provenance(workload: Workload, dataset: Any, world: World, command: list[str]) -> dict[str, Any]:
     """What a reader needs to repeat the run. `data_checksum` is the dataset's own `checksum`, where it has one."""
-    is_cuda = world.device.type == "cuda"
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
+        **machine(world),
+        "settings": dict(workload.source.settings) if workload.source else {},
+        "global_batch": workload.global_batch,
+        "seed": workload.seed,
+        "train_samples": len(dataset),
+        "data_checksum": getattr(dataset, "checksum", None),
+    }
+
+
+def machine(world: World) -> dict[str, Any]:
+    """Versions, hardware, and what was chosen for the ranks."""
+    is_cuda = world.device.type == "cuda"
+    return {
         "everyrank": _version.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
@@ -39,11 +51,6 @@ def provenance(workload: Workload, dataset: Any, world: World, command: list[str
         "choices": dict(world.choices),
         "accelerator": torch.cuda.get_device_name(world.device) if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,
-        "settings": dict(workload.source.settings) if workload.source else {},
-        "global_batch": workload.global_batch,
-        "seed": workload.seed,
-        "train_samples": len(dataset),
-        "data_checksum": getattr(dataset, "checksum", None),
     }
 
 

@@ -10,6 +10,8 @@ terminal.py   rich
 markdown.py   for a pull request or a README
 page.py       HTML that needs no network
 audit.py      what an audit found, on a terminal and as a page
+comm.py       what collectives cost, on a terminal and as JSON
+comm_page.py  the same as a page, with time over bytes
 """
 
 from everyrank.report.audit import audit_page, print_audit

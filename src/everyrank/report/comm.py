@@ -1,10 +1,9 @@
-"""What `everyrank comm` has measured: a table for each operation, and JSON with the fitted costs."""
+"""What `everyrank comm` has measured: a table, and JSON with the fitted costs."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,59 +13,135 @@ from everyrank.collectives.question import size_text
 from everyrank.report.table import Table
 from everyrank.report.terminal import print_table
 
-__all__ = ["comm_json", "print_comm"]
+__all__ = [
+    "arm_name",
+    "by_line",
+    "comm_cost_table",
+    "comm_json",
+    "comm_notes",
+    "comm_table",
+    "comm_title",
+    "has_failed",
+    "print_comm",
+]
 
 _HEADER = ["operation", "bytes", "mean us", "p50 us", "p99 us", "algorithm GB/s", "bus GB/s", "calls", "wrong"]
+_ARM = ("backend", "algorithm")
+_LINE = ("backend", "operation", "algorithm", "reduction", "dtype", "is_async", "ranks")
+_Row = Mapping[str, Any]
 
 
-def print_comm(rows: Sequence[dict[str, Any]], world: dict[str, Any]) -> None:
-    """A table with the sizes of each operation, and the line that fits its times below it."""
-    if not rows:
-        return
-    shown: list[list[str]] = []
-    notes: list[str] = []
-    for name, sizes, cost in _operations(rows):
-        shown += [_cells(name if place == 0 else "", row) for place, row in enumerate(sizes)]
+def comm_json(found: _Row, words: Sequence[str]) -> dict[str, Any]:
+    """What planning reads: `costs`, and the `rows` that they are fitted to; docs/collectives.md has the schema.
+
+    `found` is what a rank has measured (`tasks.comm.comm_rank`).
+    """
+    costs: list[dict[str, Any]] = []
+    for rows in by_line(found["rows"]):
+        cost = _cost(rows)
         if cost is not None:
-            notes.append(f"{name}: {_cost_text(cost)}")
-        steps = [row for row in sizes if row["steps"] is not None]
-        if steps:
-            last = steps[-1]
-            sent = size_text(last["sent_bytes"])
-            notes.append(f"{name}: the busiest rank sends {sent} in {last['steps']} steps for the last size")
-    first = rows[0]
-    heading = f"{first['backend']}, {world['size']} ranks on {world['device']}, {first['dtype']}"
-    if first["ranks"] != world["size"]:
-        heading += f", in groups of {first['ranks']}"
-    wrong = sum(row["num_wrong"] for row in rows)
-    notes.append(f"{wrong} wrong elements" if wrong else "no wrong element")
-    print_table(heading, Table(_HEADER, shown, []), notes)
+            fitted = {key: None if value == float("inf") else value for key, value in dataclasses.asdict(cost).items()}
+            sizes = [row["num_bytes"] for row in rows if row["p50_seconds"] is not None]
+            covers = {"least_bytes": min(sizes), "most_bytes": max(sizes)}
+            costs.append({"name": _name(rows[0]), **{key: rows[0][key] for key in _LINE}, **fitted, **covers})
+    return {
+        "schema": 1,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["everyrank", *words],
+        "everyrank": __version__,
+        "world": found["world"],
+        "machine": found["machine"],
+        "rows": found["rows"],
+        "costs": costs,
+        "copy": found["copy"],
+        "strides": found["strides"],
+    }
 
 
-def _operations(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]], Cost | None]]:
-    """Of each operation its name, its rows, and what fits their times."""
-    for name, group in itertools.groupby(rows, key=_name):
-        sizes = list(group)
-        yield name, sizes, _cost(sizes)
+def has_failed(measured: _Row) -> bool:
+    """Whether an element was wrong where it had to be right."""
+    return any(row["num_wrong"] for row in measured["rows"]) or any(row["is_failure"] for row in measured["strides"])
 
 
-def _name(row: dict[str, Any]) -> str:
-    parts = [row["reduction"] if row["reduction"] not in (None, "sum") else "", row["algorithm"] or ""]
-    parts.append("async" if row["is_async"] else "")
-    more = " ".join(filter(None, parts))
-    return f"{row['operation']} {more}".strip()
+def print_comm(measured: _Row) -> None:
+    """A table with the sizes of each operation; below it the line that fits the times of each, and what is wrong."""
+    if measured["rows"]:
+        print_table(comm_title(measured), comm_table(measured), [*cost_notes(measured), *comm_notes(measured)])
 
 
-def _cells(name: str, row: dict[str, Any]) -> list[str]:
-    size = size_text(row["num_bytes"]) if row["num_bytes"] else "-"
+def comm_title(measured: _Row) -> str:
+    """What stands over the table."""
+    first, world = measured["rows"][0], measured["world"]
+    heading = f"{', '.join(world['backends'])}, {world['size']} ranks on {world['device']}, {first['dtype']}"
+    return f"{heading}, in groups of {first['ranks']}" if first["ranks"] != world["size"] else heading
+
+
+def comm_table(measured: _Row, repeats: bool = False) -> Table:
+    """A row for each operation and size; where several backends or algorithms take turns one for each of these.
+
+    A name that the row above has, too, is left out unless it `repeats`.
+    """
+    rows = measured["rows"]
+    arms = list(dict.fromkeys(map(arm_name, rows)))
+    header = list(_HEADER)
+    if len(arms) < 2:
+        shown, named = [[_name(row), _size(row), *_cells(row)] for row in rows], 1
+    else:
+        shown = [[_name(row, with_arm=False), _size(row), arm_name(row), *_cells(row), *_speedups(row)] for row in rows]
+        header, named = [*_HEADER[:2], "by", *_HEADER[2:], f"x {arms[0]}: mean", "p50"], 2
+    if not repeats:
+        shown = [_without_repeats(row, last, named) for row, last in _with_last(shown)]
+    return Table(header, shown, [])
+
+
+def _with_last(rows: Sequence[list[str]]) -> Iterator[tuple[list[str], list[str]]]:
+    """Each row with the one above it."""
+    return zip(rows, [[], *rows[:-1]] if rows else [], strict=True)
+
+
+def _without_repeats(row: list[str], last: list[str], count: int) -> list[str]:
+    """The row; of the first cells those stay empty that say the same as the row above."""
+    same = next((place for place in range(count) if row[: place + 1] != last[: place + 1]), count)
+    return [""] * same + row[same:]
+
+
+def _size(row: _Row) -> str:
+    return size_text(row["num_bytes"]) if row["num_bytes"] else "-"
+
+
+def _speedups(row: _Row) -> list[str]:
+    values = (row["mean_speedup"], row["p50_speedup"])
+    return ["" if value is None else f"{value:.2f}" for value in values]
+
+
+def _cells(row: _Row) -> list[str]:
     if row["refused"] is not None:
-        return [name, size, f"not offered: {row['refused']}", "", "", "", "", "0", ""]
+        return ["not offered", "", "", "", "", "0", ""]
     times = [f"{row[key] * 1e6:,.1f}" for key in ("mean_seconds", "p50_seconds", "p99_seconds")]
     rates = ["-" if row[key] is None else f"{row[key] / 1e9:.3g}" for key in ("algorithm_bandwidth", "bus_bandwidth")]
-    return [name, size, *times, *rates, str(row["calls"]), str(row["num_wrong"])]
+    return [*times, *rates, str(row["calls"]), str(row["num_wrong"])]
 
 
-def _cost(rows: Sequence[dict[str, Any]]) -> Cost | None:
+def arm_name(row: _Row) -> str:
+    """`gloo`, or `gloo ring` for an algorithm over it: what takes turns with others."""
+    return " ".join(row[key] for key in _ARM if row[key])
+
+
+def _name(row: _Row, with_arm: bool = True) -> str:
+    parts = [row["operation"], row["reduction"] if row["reduction"] not in (None, "sum") else ""]
+    parts += [row["algorithm"] or "" if with_arm else "", "async" if row["is_async"] else ""]
+    return " ".join(filter(None, parts))
+
+
+def by_line(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """The sizes of each operation on each backend, by each algorithm: what a line is fitted to, and drawn through."""
+    found: dict[tuple[Any, ...], list[_Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in _LINE), []).append(row)
+    return list(found.values())
+
+
+def _cost(rows: Sequence[_Row]) -> Cost | None:
     """Fitted to the median times of one operation; None where there are fewer than three sizes."""
     known = [row for row in rows if row["p50_seconds"] is not None and row["num_bytes"]]
     if len(known) < 3:
@@ -74,26 +149,74 @@ def _cost(rows: Sequence[dict[str, Any]]) -> Cost | None:
     return fit_cost([row["num_bytes"] for row in known], [row["p50_seconds"] for row in known])
 
 
-def _cost_text(cost: Cost) -> str:
-    latency = f"{cost.latency_seconds * 1e6:,.1f} us"
-    rate = f" + bytes / {cost.bytes_per_second / 1e9:.3g} GB/s" if cost.bytes_per_second < float("inf") else ""
-    return f"{latency}{rate} (median error {cost.median_error:.0%}, largest {cost.largest_error:.0%})"
+def comm_cost_table(measured: _Row) -> Table:
+    """A row for each line that was fitted."""
+    rows = [
+        [
+            _name(cost, with_arm=False),
+            arm_name(cost),
+            f"{cost['latency_seconds'] * 1e6:,.1f}",
+            "-" if cost["bytes_per_second"] is None else f"{cost['bytes_per_second'] / 1e9:.3g}",
+            f"{cost['median_error']:.0%}",
+            f"{cost['largest_error']:.0%}",
+        ]
+        for cost in measured["costs"]
+    ]
+    return Table(["operation", "by", "latency us", "GB/s", "median error", "largest error"], rows, [])
 
 
-def comm_json(rows: Sequence[dict[str, Any]], world: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """`rows` as they were measured, `costs` of each operation, and where they come from."""
-    costs: list[dict[str, Any]] = []
-    for name, sizes, cost in _operations(rows):
-        if cost is not None:
-            keys = ("backend", "operation", "algorithm", "reduction", "dtype", "is_async", "ranks")
-            fitted = {key: None if value == float("inf") else value for key, value in dataclasses.asdict(cost).items()}
-            costs.append({"name": name, **{key: sizes[0][key] for key in keys}, **fitted})
-    return {
-        "schema": 1,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["everyrank", *words],
-        "everyrank": __version__,
-        "world": world,
-        "rows": list(rows),
-        "costs": costs,
-    }
+def cost_notes(measured: _Row) -> list[str]:
+    """The same, each as a sentence."""
+    return [f"{_line_name(cost, measured)}: {_cost_text(cost)}" for cost in measured["costs"]]
+
+
+def comm_notes(measured: _Row) -> list[str]:
+    """What an algorithm sends, what is not offered, tensors that are not contiguous; last, how many are wrong."""
+    notes: list[str] = []
+    for line in by_line(measured["rows"]):
+        last, name = line[-1], _line_name(line[-1], measured)
+        if last["steps"] is not None:
+            sent = size_text(last["sent_bytes"])
+            notes.append(f"{name}: the busiest rank sends {sent} in {last['steps']} steps for the last size")
+        refused = next((row["refused"] for row in line if row["refused"] is not None), None)
+        if refused is not None:
+            notes.append(f"{name}: not offered: {refused}")
+    notes += _strides_notes(measured["strides"])
+    copy = measured["copy"]
+    rate = f"{copy['bytes_per_second'] / 1e9:.3g} GB/s"
+    notes.append(f"a plain copy of {size_text(copy['num_bytes'])} on every rank at once: {rate}")
+    wrong = sum(row["num_wrong"] for row in measured["rows"])
+    return [*notes, f"{wrong} wrong elements" if wrong else "no wrong element"]
+
+
+def _line_name(row: _Row, measured: _Row) -> str:
+    """With the backend, where there are several."""
+    return _name(row) if len(measured["world"]["backends"]) == 1 else f"{row['backend']} {_name(row)}"
+
+
+def _cost_text(cost: _Row) -> str:
+    latency, rate = f"{cost['latency_seconds'] * 1e6:,.1f} us", cost["bytes_per_second"]
+    rest = f" + bytes / {rate / 1e9:.3g} GB/s" if rate is not None else ""
+    return f"{latency}{rest} (median error {cost['median_error']:.0%}, largest {cost['largest_error']:.0%})"
+
+
+def _strides_notes(rows: Sequence[_Row]) -> list[str]:
+    """One line for each backend and way of lying in memory: which operations are right, wrong, refused."""
+    found: dict[str, list[_Row]] = {}
+    for row in rows:
+        found.setdefault(f"{row['backend']}, {row['memory']} tensors", []).append(row)
+    notes: list[str] = []
+    for heading, group in found.items():
+        kinds: dict[str, list[str]] = {}
+        for row in group:
+            kinds.setdefault(_strides_text(row), []).append(row["operation"])
+        notes.append(f"{heading}: " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items()))
+    return notes
+
+
+def _strides_text(row: _Row) -> str:
+    if row["refused"] is not None:
+        return f"{'REFUSED' if row['is_failure'] else 'refused'} ({row['refused']})"
+    if row["num_wrong"]:
+        return "WRONG" if row["is_failure"] else "wrong without a word"
+    return "right"

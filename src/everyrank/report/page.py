@@ -17,7 +17,7 @@ from everyrank.report.notes import answer, notes
 from everyrank.report.rows import groups, title
 from everyrank.report.table import tables
 
-__all__ = ["environment", "page", "require_libraries"]
+__all__ = ["environment", "page", "rendered", "require_libraries"]
 
 
 def require_libraries() -> None:
@@ -43,13 +43,20 @@ def page(sets: Sets) -> str:
 
     Raises `CannotRunError` where jinja2 or matplotlib is missing.
     """
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     sections = [_section(rows) for records in sets.values() for rows in groups(records)]
     table = beside_table(sets) if len(sets) > 1 else None
     beside: dict[str, Any] | None = None
     if table is not None:
         beside = {"table": table, "notes": beside_notes(sets), "chart": charts.beside(sets)}
-    return environment().from_string(template).render(sections=sections, beside=beside, names=list(sets))
+    return rendered(sections, beside, list(sets))
+
+
+def rendered(
+    sections: Sequence[dict[str, Any]], beside: dict[str, Any] | None = None, names: Sequence[str] = ()
+) -> str:
+    """The page with these sections, each what `_section` gives. Raises `CannotRunError` where jinja2 is missing."""
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return environment().from_string(template).render(sections=sections, beside=beside, names=names)
 
 
 def _section(records: Sequence[Record]) -> dict[str, Any]:

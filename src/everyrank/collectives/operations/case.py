@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ class Case:
     group        the process group; None: all ranks
     length       elements of the tensor that a rank hands in, or gets, whichever is larger
     dtype, device, reduction, algorithm, is_async
+    memory       how tensors lie in memory: "contiguous", "strided" or "transposed"
     """
 
     rank: int
@@ -32,17 +34,15 @@ class Case:
     reduction: str = "sum"
     algorithm: str | None = None
     is_async: bool = False
+    memory: str = "contiguous"
 
     def values(self, rank: int, length: int | None = None) -> Tensor:
         """What a rank hands in: ones and twos for a product, else 1 to 7; another pattern for each rank."""
-        count = torch.arange(self.length if length is None else length, device=self.device)
-        top = 2 if self.reduction == "product" else 7
-        return ((count * (2 * rank + 1) + rank) % top + 1).to(self.dtype)
+        return self._repeated(self._pattern(rank).to(self.dtype), length)
 
     def empty(self, length: int | None = None) -> Tensor:
         """A tensor to be written into, with a number that no answer has."""
-        length = self.length if length is None else length
-        return torch.full((length,), -1, dtype=self.dtype, device=self.device)
+        return self._repeated(torch.full((1,), -1, dtype=self.dtype, device=self.device), length)
 
     def part(self, rank: int) -> slice:
         """The part of `length` that belongs to a rank, where all parts are equal."""
@@ -57,11 +57,28 @@ class Case:
     def reduced(self) -> Tensor:
         """The reduction of what all ranks hand in, in float64 or int64, rounded to the dtype at the end."""
         wide = torch.float64 if self.dtype.is_floating_point else torch.int64
-        rows = [self.values(rank).to(wide) for rank in range(self.size)]
-        found = rows[0]
-        for row in rows[1:]:
-            found = _COMBINE[self.reduction](found, row)
-        return (found / self.size if self.reduction == "avg" else found).to(self.dtype)
+        rows = [self._pattern(rank).to(wide) for rank in range(self.size)]
+        found = functools.reduce(_COMBINE[self.reduction], rows)
+        return self._repeated((found / self.size if self.reduction == "avg" else found).to(self.dtype), None)
+
+    def _pattern(self, rank: int) -> Tensor:
+        """What `values` repeats."""
+        top = 2 if self.reduction == "product" else 7
+        return (torch.arange(top, device=self.device) * (2 * rank + 1) + rank) % top + 1
+
+    def _repeated(self, pattern: Tensor, length: int | None) -> Tensor:
+        """The pattern again and again: shape (length,), or (length, 2) where it is transposed.
+
+        Between strided elements lie others, which nobody is to write or to send; a transposed tensor fills its memory,
+        in the order of columns.
+        """
+        length = self.length if length is None else length
+        row = pattern.repeat(-(-length // len(pattern)))[:length]
+        if self.memory == "strided":
+            return torch.stack([row, torch.full_like(row, -2)], dim=1)[:, 0]
+        if self.memory == "transposed":
+            return torch.stack([row, row.roll(1)]).t()
+        return row
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -101,6 +118,7 @@ class Operation:
     multiple      (ranks) -> what the length is a multiple of, where the tensor has a part for each rank
     has_size      whether there is a size at all: not of a barrier
     least_ranks   1 where a rank can do it alone
+    has_tensors   whether tensors are what it carries: not of a barrier, nor of objects
     """
 
     make: Callable[[Case], Call]
@@ -109,6 +127,7 @@ class Operation:
     multiple: Callable[[int], int] = lambda _: 1
     has_size: bool = True
     least_ranks: int = 1
+    has_tensors: bool = True
 
 
 def writing_call(

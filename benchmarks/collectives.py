@@ -1,0 +1,75 @@
+"""What collectives cost here: the algorithms beside gloo's own all-reduce, and backends beside each other.
+
+    python benchmarks/collectives.py                         # about five minutes, on a machine that does nothing else
+    python docs/generate.py                                  # the tables of docs/collectives.md
+
+Each question is one `everyrank comm`, in which all that is compared takes turns call by call. The file has the rows and
+the fitted costs of all of them, each with the number of its ranks, and where they come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DEFAULT = Path(__file__).parent / "records" / "collectives-cpu.json"
+
+
+def questions(backends: list[str], sizes: list[str], seconds: float) -> list[list[str]]:
+    """The words of each call: all-reduce by every algorithm on 2 and 4 ranks, and every operation on every backend."""
+    common = ["--sizes", *sizes, "--seconds", str(seconds), "--device", "cpu"]
+    found = [
+        [*common, "--op", "all_reduce", "--algorithm", "all", "--backend", "gloo", "--processes", str(ranks)]
+        for ranks in (2, 4)
+    ]
+    return [*found, [*common, "--backend", *backends, "--processes", "2"]]
+
+
+def ask(words: list[str], folder: Path) -> dict[str, Any]:
+    """What `everyrank comm` has measured. Ends this process where it has failed."""
+    path = folder / "comm.json"
+    command = [sys.executable, "-P", "-m", "everyrank", "comm", *words, "--json", str(path)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        sys.exit(f"everyrank comm {' '.join(words)}: status {done.returncode}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What collectives cost here, by algorithm and by backend.")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        default=["gloo", "shm"],
+        help="default: gloo shm; the first is what others are compared with",
+    )
+    parser.add_argument("--sizes", nargs="+", default=["4:64MiB"])
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--json", type=Path, default=DEFAULT)
+    args = parser.parse_args()
+    asked = questions(args.backend, args.sizes, args.seconds)
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, words in enumerate(asked, 1):
+            print(f"{number} of {len(asked)}: everyrank comm {' '.join(words)}", file=sys.stderr)
+            found.append(ask(words, Path(folder)))
+    last = found[-1]
+    machine = {key: value for key, value in last["machine"].items() if key not in ("choices", "threads_per_rank")}
+    merged = {
+        "provenance": {"date": last["time"], "commands": [" ".join(one["command"]) for one in found], **machine},
+        "copies": [{"ranks": one["world"]["size"], **one["copy"]} for one in found],
+        **{key: [row for one in found for row in one[key]] for key in ("rows", "costs", "strides")},
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    main()

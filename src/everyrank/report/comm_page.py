@@ -1,0 +1,73 @@
+"""What `everyrank comm` has measured, as a page that loads nothing: time over bytes, and the table."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everyrank.collectives.question import size_text
+from everyrank.report.comm import arm_name, by_line, comm_cost_table, comm_notes, comm_table, comm_title
+from everyrank.report.drawing import COLOURS, draw, legend_above, legend_height
+from everyrank.report.page import rendered
+
+__all__ = ["comm_page"]
+
+_MOST_TICKS = 8
+
+
+def comm_page(measured: Mapping[str, Any]) -> str:
+    """The page as text, of what `comm_json` gives.
+
+    Raises `CannotRunError` where jinja2 or matplotlib is missing.
+    """
+    rows: list[Mapping[str, Any]] = measured["rows"]
+    notes = comm_notes(measured) if rows else []
+    costs = [("", comm_cost_table(measured))] if measured["costs"] else []
+    section = {
+        "title": comm_title(measured) if rows else "no operation",
+        "answer": notes[-1] if notes else "nothing was measured",
+        "tables": [*costs, ("Every size", comm_table(measured, repeats=True))],
+        "notes": notes[:-1],
+        "command": shlex.join(measured["command"]),
+        "charts": _charts(rows),
+        "checks": [],
+        "provenance": {key: value for key, value in measured["machine"].items() if value not in (None, {})},
+    }
+    return rendered([section])
+
+
+def _charts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """(name, heading, drawing) of each operation: a line for each backend and algorithm, in the same colour in all."""
+    arms = list(dict.fromkeys(map(arm_name, rows)))
+    colours = {arm: COLOURS[place % len(COLOURS)] for place, arm in enumerate(arms)}
+    found: dict[str, list[list[Mapping[str, Any]]]] = {}
+    for line in by_line(rows):
+        known = [row for row in line if row["p50_seconds"] is not None and row["num_bytes"]]
+        if len(known) > 1:
+            found.setdefault(known[0]["operation"], []).append(known)
+    return [(name, name, _time_over_bytes(lines, colours)) for name, lines in found.items()]
+
+
+def _time_over_bytes(lines: Sequence[Sequence[Mapping[str, Any]]], colours: Mapping[str, str]) -> str:
+    """Medians, with bars up to the 99th percentile; both axes logarithmic."""
+    names = [arm_name(line[0]) for line in lines]
+
+    def paint(figure: Any) -> None:
+        axes = figure.subplots()
+        for name, line in zip(names, lines, strict=True):
+            at = [row["num_bytes"] for row in line]
+            middle, high = ([row[key] * 1e6 for row in line] for key in ("p50_seconds", "p99_seconds"))
+            axes.plot(at, middle, ".-", color=colours[name], label=name)
+            axes.vlines(at, middle, high, color=colours[name], linewidth=0.5)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        sizes = sorted({row["num_bytes"] for line in lines for row in line})
+        shown = sizes[:: -(-len(sizes) // _MOST_TICKS)]
+        axes.set_xticks(shown, [size_text(size) for size in shown], rotation=30)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")  # powers of ten would be markup
+        axes.yaxis.set_minor_formatter("")
+        axes.set_ylabel("us, median and 99th percentile")
+        legend_above(axes, names)
+
+    return draw(3.0 + legend_height(names), paint)
