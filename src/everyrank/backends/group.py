@@ -23,6 +23,7 @@ __all__ = ["PythonGroup", "is_observed", "observed_calls"]
 
 _Observer = Callable[[str, str, int], None]
 _OBSERVERS: list[_Observer] = []
+_REDUCTIONS: Any = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 _NAMES: set[str] = set()
 
 
@@ -92,7 +93,7 @@ class PythonGroup(_ProcessGroup):
             lane.timeout_seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Let go of the transport; whoever still waits is told."""
+        """Let go of the transport; whoever still waits is told so."""
         for lane in self.transport.lanes():
             ENGINE.forget(lane)
         _NAMES.discard(self.given_name)
@@ -279,7 +280,8 @@ def _flat(tensor: Tensor) -> Tensor:
     """All elements in one dimension: a view where that can be, outside autograd. Raises `RuntimeError`."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise RuntimeError(f"a {tensor.layout} tensor on {tensor.device}: this backend moves dense tensors on the CPU")
-    return tensor.data.contiguous().view(-1)
+    data = tensor.data.contiguous()
+    return data if data.dim() == 1 else data.view(-1)
 
 
 def _listed(tensors: Any) -> Any:
@@ -287,7 +289,7 @@ def _listed(tensors: Any) -> Any:
 
 
 def _reduction(opts: Any) -> str:
-    return "sum" if opts is None else str(opts.reduceOp.op.name).lower()
+    return "sum" if opts is None else _REDUCTIONS[opts.reduceOp.op]
 
 
 def _split(flat: Tensor, tensor: Tensor, rows: Sequence[int], num_ranks: int) -> list[Tensor]:

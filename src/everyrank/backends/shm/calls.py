@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 __all__ = ["call_text", "encode_call"]
@@ -15,6 +17,7 @@ _DTYPES = tuple(dict.fromkeys(value for value in vars(torch).values() if isinsta
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
+@functools.lru_cache(maxsize=4096)
 def encode_call(operation: str, dtype: torch.dtype, count: int, reduction: str = "none", root: int = 0) -> int:
     """A call in 63 bits. Raises `RuntimeError` for a reduction that this backend does not have."""
     if reduction not in _REDUCTIONS:
