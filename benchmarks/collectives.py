@@ -3,7 +3,7 @@
     python benchmarks/collectives.py                         # about five minutes, on a machine that does nothing else
     python docs/generate.py                                  # the tables of docs/collectives.md
 
-Each question is one `everyrank comm`, in which all that is compared takes turns call by call. The file has the rows and
+Each question is one `everyrank comm`, in which all that is compared takes turns. The file has the rows and
 the fitted costs of all of them, each with the number of its ranks, and where they come from.
 """
 

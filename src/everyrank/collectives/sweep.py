@@ -21,7 +21,7 @@ from everyrank.world.collectives import all_gather, all_gather_json
 
 __all__ = ["TORCH_DTYPES", "CommRow", "copy_rate", "refusal", "sweep"]
 
-_LEAST, _MOST = 5, 200  # calls of each operation at each size
+_LEAST, _MOST = 5, 200  # calls of each operation at each size; the first is also how many calls a turn has
 TORCH_DTYPES = {name: getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(name, name)) for name in DTYPE_BYTES}
 """By the names of `everyrank comm --dtype`."""
 
@@ -32,7 +32,7 @@ class CommRow:
 
     backend, operation, algorithm, reduction, dtype, is_async, ranks (of each group)
     num_bytes                     of the largest tensor that a rank hands in, or gets; 0 for a barrier
-    calls                         how often it was timed, after two calls that were not
+    calls                         how often it was timed
     mean_, p50_, p99_seconds      from when the last rank begins until the last one is done (`_seconds`)
     mean_speedup, p50_speedup     these times of the first backend's own way / of this one; None for the first itself
     algorithm_, bus_bandwidth     bytes a second, by the definitions of the NCCL tests
@@ -76,9 +76,10 @@ def sweep(
 ) -> list[CommRow]:
     """The same rows on all ranks: of each operation and size one for each backend of `groups` and each algorithm.
 
-    These take turns call by call, in the same processes, on tensors of the same kind, and another one begins each
-    round: what slows the machine down for a while slows all of them, and nobody always follows the same other. One
-    start for each backend would compare two moments, and two placements of processes on cores.
+    These take turns after a few calls each, in the same processes, on tensors of the same kind, and another one begins
+    each round: what slows the machine down for a while slows all of them, and nobody always follows the same other. One
+    start for each backend would compare two moments, and two placements of processes on cores; turns call by call would
+    time each in the wake of the other's threads, which no training does.
     """
     size = dist.get_world_size(next(iter(groups.values())))
     asked = [name for name in options.asked_operations if size >= OPERATIONS[name].least_ranks]
@@ -156,22 +157,26 @@ def refusal(world: World, call: Call) -> str | None:
 
 def _times(world: World, arms: Sequence[_Arm], seconds: float) -> Tensor:
     """Seconds of each call, shape (arms, calls): as many as fit into `seconds` for each, the same on all ranks."""
-    for arm in arms:
-        _timed(world, arm)
-    first = _seconds(world, _rounds(world, arms, _LEAST))
-    round_seconds = float(first.median(0).values.sum())  # one call alone may have waited for a core
-    more = min(_MOST, int(seconds * len(arms) / round_seconds)) - _LEAST
+    first = _seconds(world, _rounds(world, arms, 1))
+    round_seconds = float(first.median(0).values.sum()) * _LEAST  # one call alone may have waited for a core
+    more = min(_MOST // _LEAST, int(seconds * len(arms) / round_seconds)) - 1
     return torch.cat([first, _seconds(world, _rounds(world, arms, more))] if more > 0 else [first]).T
 
 
 def _rounds(world: World, arms: Sequence[_Arm], count: int) -> Tensor:
-    """When calls begin and end on this rank, shape (count, arms, 2); another arm is the first one in each round."""
-    spans = torch.zeros(count, len(arms), 2, dtype=torch.float64)
+    """When calls begin and end on this rank, shape (calls, arms, 2), `_LEAST` of each arm in a round.
+
+    Another arm is the first one in each round; the first call after those of another is not counted.
+    """
+    rounds: list[Tensor] = []
     for number in range(count):
+        spans: dict[int, list[tuple[float, float]]] = {}
         for turn in range(len(arms)):
             place = (number + turn) % len(arms)
-            spans[number, place] = torch.tensor(_timed(world, arms[place]), dtype=torch.float64)
-    return spans
+            _timed(world, arms[place])
+            spans[place] = [_timed(world, arms[place]) for _ in range(_LEAST)]
+        rounds.append(torch.tensor([spans[place] for place in range(len(arms))], dtype=torch.float64))
+    return torch.cat(rounds, dim=1).transpose(0, 1).contiguous()
 
 
 def _seconds(world: World, spans: Tensor) -> Tensor:
