@@ -234,7 +234,7 @@ def test_a_large_gradient_is_exposed_communication(ranks: Any) -> None:
     """A hundred megabytes for a handful of arithmetic: backward waits for them."""
     for seconds, shares in ranks(2, taken_apart, "gradient"):
         assert seconds["backward"] > seconds["forward"]
-        assert shares["backward"] > 0.1
+        assert shares["backward"] > 0.02
 
 
 def test_the_parts_are_the_whole(ranks: Any) -> None:

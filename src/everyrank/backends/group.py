@@ -21,7 +21,7 @@ from everyrank.backends.transport import Transport
 
 __all__ = ["PythonGroup", "is_observed", "observed_calls"]
 
-_Observer = Callable[[str, str, int], None]
+_Observer = Callable[[str, str, Sequence[Tensor]], None]
 _OBSERVERS: list[_Observer] = []
 _REDUCTIONS: Any = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 _NAMES: set[str] = set()
@@ -29,7 +29,7 @@ _NAMES: set[str] = set()
 
 @contextlib.contextmanager
 def observed_calls(observer: _Observer) -> Generator[None]:
-    """Call `observer(operation, group name, bytes that this rank hands in)` at every call of a `PythonGroup`."""
+    """Call `observer(operation, group name, the tensors that this rank hands in)` at every call of a `PythonGroup`."""
     _OBSERVERS.append(observer)
     try:
         yield
@@ -221,7 +221,7 @@ class PythonGroup(_ProcessGroup):
         lane, steps = self.transport.messages.send(flat, to, tag)
         return self._message("send", lane, steps, [flat], tensors)
 
-    def recv(self, tensors: Any, source: int, tag: int) -> PendingWork:
+    def recv(self, tensors: Any, source: int | None, tag: int) -> PendingWork:
         """What `dist.recv` and `irecv` call."""
         back = _Back()
         flat = back.out(tensors[0])
@@ -230,10 +230,7 @@ class PythonGroup(_ProcessGroup):
 
     def recv_anysource(self, tensors: Any, tag: int) -> PendingWork:
         """The same without a source."""
-        back = _Back()
-        flat = back.out(tensors[0])
-        lane, steps = self.transport.messages.receive(flat, None, tag)
-        return self._message("recv", lane, back.after(steps), [flat], tensors)
+        return self.recv(tensors, None, tag)
 
     def _message(self, name: str, lane: Lane, steps: Steps, handed_in: list[Tensor], tensors: Any) -> PendingWork:
         self._observe(name, handed_in)
@@ -249,7 +246,7 @@ class PythonGroup(_ProcessGroup):
 
     def _observe(self, name: str, handed_in: Sequence[Tensor]) -> None:
         for observer in _OBSERVERS:
-            observer(name, self.given_name, sum(tensor.nbytes for tensor in handed_in))
+            observer(name, self.given_name, handed_in)
 
 
 class _Back:

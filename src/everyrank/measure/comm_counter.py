@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,11 +87,11 @@ class CommCounter(TorchDispatchMode):
         super().__exit__(*error)
         self.observed.close()
 
-    def _count_observed(self, operation: str, group: str, num_bytes: int) -> None:
+    def _count_observed(self, operation: str, group: str, handed_in: Sequence[Tensor]) -> None:
         if operation != "barrier":
             key = operation, self.names.get(group, group)
             self.counts[key] += 1
-            self.bytes[key] += num_bytes
+            self.bytes[key] += sum(tensor.nbytes for tensor in handed_in)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
