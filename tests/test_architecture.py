@@ -79,6 +79,7 @@ INSIDE = {
         "group",
         "shm.segment",
         "shm.calls",
+        "shm.pieces",
         "shm.collectives",
         "shm.messages",
         "shm.group",

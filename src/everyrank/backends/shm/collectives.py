@@ -14,7 +14,7 @@ named instead of read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from everyrank.backends.engine import Steps
 from everyrank.backends.shm.calls import call_text, encode_call
+from everyrank.backends.shm.pieces import as_bytes, check_alike, pieces_of, ranges_of, spans_of
 from everyrank.errors import RankFailedError
 
 __all__ = ["LINE", "Slots"]
@@ -38,7 +39,8 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-_LEAST_DIVIDED_BYTES = 32768  # below, each rank reduces everything: cheaper than a second phase
+_LEAST_DIVIDED_BYTES = 2**18  # of all ranks together; below, each reduces everything: cheaper than a second phase
+_MOST_KEPT = 256
 
 
 class Slots:
@@ -60,6 +62,7 @@ class Slots:
         self.num_bytes = slots[0][0].numel()
         self.phase = 0
         self.views: dict[torch.dtype, list[list[Tensor]]] = {}
+        self.short: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
     def gave_up(self, rank: int) -> bool:
         """Whether that rank will not come any more, because it was called something else."""
@@ -105,6 +108,16 @@ class Slots:
             self.views[dtype] = views
         return views[phase % 2]
 
+    def _beginnings(self, dtype: torch.dtype, length: int) -> list[Tensor]:
+        """So many elements of each slot of this phase. A training asks for the same lengths in every step."""
+        views = self.short.get((dtype, length))
+        if views is None:
+            if len(self.short) >= _MOST_KEPT:
+                self.short.clear()
+            views = [[slot[:length] for slot in self._buffer(dtype, parity)] for parity in (0, 1)]
+            self.short[dtype, length] = views
+        return views[self.phase % 2]
+
     # collectives
 
     def barrier(self) -> Steps:
@@ -118,21 +131,21 @@ class Slots:
         call = encode_call("all_reduce", tensor.dtype, len(tensor), reduction)
         if self.size == 1:
             return
-        for part in _parts(tensor, self.num_bytes // tensor.itemsize):
+        for part in pieces_of(tensor, self.num_bytes // tensor.itemsize):
             yield from self._begin(call)
-            own = self._buffer(tensor.dtype, self.phase)[self.rank]
-            if part.numel() * part.itemsize < _LEAST_DIVIDED_BYTES:
-                own[: len(part)].copy_(part)
+            if part.nbytes * self.size < _LEAST_DIVIDED_BYTES:
+                slots = self._beginnings(part.dtype, len(part))
+                slots[self.rank].copy_(part)
                 yield from self._signalled(self.others, call)
-                slots = self._buffer(tensor.dtype, self.phase)
-                self._reduce([slot[: len(part)] for slot in slots], part, reduction)
+                self._reduce(slots, part, reduction)
             else:
-                yield from self._divided(part, own, call, reduction)
+                yield from self._divided(part, call, reduction)
 
-    def _divided(self, part: Tensor, own: Tensor, call: int, reduction: str) -> Steps:
+    def _divided(self, part: Tensor, call: int, reduction: str) -> Steps:
         """Reduce-scatter, then all-gather; each rank hands in what others reduce, and gets what they have reduced."""
-        spans = _spans(len(part), self.size)
+        spans = spans_of(len(part), self.size)
         first, last = spans[self.rank].start, spans[self.rank].stop
+        own = self._buffer(part.dtype, self.phase)[self.rank]
         own[:first].copy_(part[:first])
         own[last : len(part)].copy_(part[last:])
         yield from self._signalled(self.others, call)
@@ -160,7 +173,7 @@ class Slots:
         call = encode_call("reduce", tensor.dtype, len(tensor), reduction, root)
         if self.size == 1:
             return
-        for part in _parts(tensor, self.num_bytes // tensor.itemsize):
+        for part in pieces_of(tensor, self.num_bytes // tensor.itemsize):
             yield from self._begin(call)
             slots = self._buffer(tensor.dtype, self.phase)
             if self.rank != root:
@@ -173,7 +186,7 @@ class Slots:
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("broadcast", tensor.dtype, len(tensor), root=root)
-        for part in _parts(_bytes(tensor), self.num_bytes):
+        for part in pieces_of(as_bytes(tensor), self.num_bytes):
             yield from self._begin(call)
             slot = self._buffer(torch.uint8, self.phase)[root][: len(part)]
             if self.rank == root:
@@ -186,55 +199,55 @@ class Slots:
     def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("all_gather", own.dtype, len(own))
-        _check_lengths("all_gather", parts, own)
-        for span in _ranges(own.nbytes, self.num_bytes):
-            piece = _bytes(own)[span]
+        check_alike("all_gather", parts, own)
+        for span in ranges_of(own.nbytes, self.num_bytes):
+            piece = as_bytes(own)[span]
             yield from self._begin(call)
             slots = self._buffer(torch.uint8, self.phase)
             slots[self.rank][: len(piece)].copy_(piece)
             yield from self._signalled(self.others, call)
             for rank in range(self.size):
-                _bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
+                as_bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
 
     def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("gather", own.dtype, len(own), root=root)
-        _check_lengths("gather", parts, own)
-        for span in _ranges(own.nbytes, self.num_bytes):
-            piece = _bytes(own)[span]
+        check_alike("gather", parts, own)
+        for span in ranges_of(own.nbytes, self.num_bytes):
+            piece = as_bytes(own)[span]
             yield from self._begin(call)
             slots = self._buffer(torch.uint8, self.phase)
             slots[self.rank][: len(piece)].copy_(piece)
             yield from self._signalled(self.others if self.rank == root else [], call)
             for rank in range(len(parts)):
-                _bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
+                as_bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
 
     def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("scatter", own.dtype, len(own), root=root)
-        _check_lengths("scatter", parts, own)
+        check_alike("scatter", parts, own)
         room = self._room()
-        for span in _ranges(own.nbytes, room):
+        for span in ranges_of(own.nbytes, room):
             length = span.stop - span.start
             yield from self._begin(call)
             slot = self._buffer(torch.uint8, self.phase)[root]
             if self.rank == root:
                 for rank in range(self.size):
-                    slot[rank * room : rank * room + length].copy_(_bytes(parts[rank])[span])
+                    slot[rank * room : rank * room + length].copy_(as_bytes(parts[rank])[span])
                 yield from self._signalled([], call)
             else:
                 yield from self._signalled([root], call)
-            _bytes(own)[span].copy_(slot[self.rank * room : self.rank * room + length])
+            as_bytes(own)[span].copy_(slot[self.rank * room : self.rank * room + length])
 
     def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("reduce_scatter", own.dtype, len(own), reduction)
-        _check_lengths("reduce_scatter", parts, own)
+        check_alike("reduce_scatter", parts, own)
         if self.size == 1:
             own.copy_(parts[0])
             return
         room = self._room() // own.itemsize
-        for span in _ranges(len(own), room):
+        for span in ranges_of(len(own), room):
             length = span.stop - span.start
             yield from self._begin(call)
             slots = self._buffer(own.dtype, self.phase)
@@ -261,45 +274,18 @@ class Slots:
                     f"{self.ranks[self.rank]}, which expects {received[rank].nbytes}"
                 )
         room = self._room()
-        for span in _ranges(max(map(max, lengths)), room):
+        for span in ranges_of(max(map(max, lengths)), room):
             yield from self._begin(call)
             slots = self._buffer(torch.uint8, self.phase)
             for rank in range(self.size):
-                piece = _bytes(sent[rank])[span]
+                piece = as_bytes(sent[rank])[span]
                 slots[self.rank][rank * room : rank * room + len(piece)].copy_(piece)
             yield from self._signalled(self.others, call)
             first = self.rank * room
             for rank in range(self.size):
-                piece = _bytes(received[rank])[span]
+                piece = as_bytes(received[rank])[span]
                 piece.copy_(slots[rank][first : first + len(piece)])
 
     def _room(self) -> int:
         """Bytes of a slot for each rank, so that any dtype fits without a remainder."""
         return self.num_bytes // self.size // 64 * 64
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
-def _ranges(length: int, longest: int) -> Iterator[slice]:
-    for first in range(0, length, longest):
-        yield slice(first, min(length, first + longest))
-
-
-def _parts(tensor: Tensor, longest: int) -> Sequence[Tensor]:
-    return [tensor] if 0 < len(tensor) <= longest else [tensor[span] for span in _ranges(len(tensor), longest)]
-
-
-def _spans(length: int, count: int) -> list[slice]:
-    step = -(-length // count)
-    return [slice(min(length, step * place), min(length, step * (place + 1))) for place in range(count)]
-
-
-def _check_lengths(operation: str, parts: Sequence[Tensor], own: Tensor) -> None:
-    for part in parts:
-        if part.nbytes != own.nbytes or part.dtype != own.dtype:
-            raise RuntimeError(
-                f"{operation}: a tensor of {len(part)} {part.dtype} beside one of {len(own)} {own.dtype}: "
-                "all ranks' tensors are alike"
-            )

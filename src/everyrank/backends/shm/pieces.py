@@ -1,0 +1,42 @@
+"""Flat tensors in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_bytes", "check_alike", "pieces_of", "ranges_of", "spans_of"]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a flat tensor."""
+    return tensor.view(torch.uint8)
+
+
+def ranges_of(length: int, longest: int) -> Iterator[slice]:
+    """0 to `length` in slices of at most `longest`."""
+    for first in range(0, length, longest):
+        yield slice(first, min(length, first + longest))
+
+
+def pieces_of(tensor: Tensor, longest: int) -> Sequence[Tensor]:
+    """A flat tensor in pieces of at most `longest` elements."""
+    return [tensor] if 0 < len(tensor) <= longest else [tensor[span] for span in ranges_of(len(tensor), longest)]
+
+
+def spans_of(length: int, count: int) -> list[slice]:
+    """0 to `length` in `count` slices, the first ones equal; the last may be shorter, or empty."""
+    step = -(-length // count)
+    return [slice(min(length, step * place), min(length, step * (place + 1))) for place in range(count)]
+
+
+def check_alike(operation: str, parts: Sequence[Tensor], own: Tensor) -> None:
+    """Raises `RuntimeError` for parts that differ in length or dtype."""
+    for part in parts:
+        if part.nbytes != own.nbytes or part.dtype != own.dtype:
+            raise RuntimeError(
+                f"{operation}: a tensor of {len(part)} {part.dtype} beside one of {len(own)} {own.dtype}: "
+                "all ranks' tensors are alike"
+            )
