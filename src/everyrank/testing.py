@@ -5,7 +5,7 @@
     def test_layouts():
         assert_same_training(my_workload(), ["ddp", "fsdp", "my_parallel.py:tensor=2"])
 
-Ranks are processes of their own, started and ended within each call; on CPU, with gloo, unless `device` says otherwise.
+Ranks are processes of their own, started and ended within each call; on CPU unless `device` says otherwise.
 """
 
 from __future__ import annotations
