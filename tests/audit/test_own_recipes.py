@@ -11,7 +11,7 @@ import pytest
 
 from auditing import audit_forked
 from forkserver import ForkServer
-from recipes.test_recipes import ALL, beside
+from recipes.test_recipes import ALL, OPERATIONS, beside
 
 SPLIT = "gradients: layers are split over ranks"
 # ranks, and what the audit has to say that it cannot see
@@ -21,6 +21,7 @@ RECIPES = {
     "ddp_torchrun": (2, ""),
     "fsdp": (2, "whether samples that were repeated are counted"),
     "iterable_sharding": (2, "the order of epochs: the data is a stream"),
+    "ring_allreduce": (2, SPLIT),
     "tensor": (2, SPLIT),
 }
 # much like one of those, or with four ranks: in make test-integrations
@@ -44,7 +45,7 @@ BY_COMMAND = {"ddp_file", "ddp_spawn", "ddp_tcp", "imagenet_ddp", "mpi", "ray_ac
 
 
 def test_none_is_left_out() -> None:
-    assert {*RECIPES, *MORE, *BY_COMMAND} == set(ALL)
+    assert {*RECIPES, *MORE, *BY_COMMAND, *OPERATIONS} == set(ALL)  # the last of these train nothing
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])

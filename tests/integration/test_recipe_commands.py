@@ -20,6 +20,7 @@ from recipes.test_recipes import (
     MUTATIONS,
     NAMES,
     NUM_ROWS,
+    OPERATIONS,
     RECIPES,
     Printed,
     beside,
@@ -53,6 +54,13 @@ def test_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
     if name == "multi_node":
         places = re.findall(r"^rank (\d) of 2: host \S+, local rank 0, address 127.0.0.1$", done.stdout, re.MULTILINE)
         assert sorted(places) == ["0", "1"]
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_operations_by_their_own_command(tmp_path: Path, name: str) -> None:
+    beside(tmp_path, name)
+    (command,) = re.findall(r"^Run: (.*)$", (tmp_path / f"{name}.py").read_text(), re.MULTILINE)
+    assert re.search(r"^ *\d\d results on \d ranks, all right$", typed(tmp_path, command).stdout, re.MULTILINE)
 
 
 # --- those with a launcher that has to be there

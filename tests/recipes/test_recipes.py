@@ -41,8 +41,12 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
     "context": "context",
     "contrastive": "contrastive",
 }
-LONG = {"context": 230, "imagenet_ddp": 215, "pipeline": 185}  # lines; the others have 175 at most
-NAMES = [name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE}]  # it reads images: see the end
+OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
+# lines; the others have 175 at most
+LONG = {"collectives": 270, "context": 230, "imagenet_ddp": 215, "pipeline": 185, "point_to_point": 190}
+NAMES = [
+    name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE, *OPERATIONS}
+]  # it reads images: see the end
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
 # The recipes read the first of them: 365 to train with and 91 held out, which 2, 3 and 4 ranks do not divide. An epoch
 # is 6 updates, the last of 45 samples.
@@ -72,6 +76,7 @@ LAYOUTS = {
     "ddp_env": "ddp:precision=float64",
     "multi_node": "ddp:precision=float64",
     "elastic_torchrun": "ddp:precision=float64",
+    "ring_allreduce": "ddp:precision=float64",
     "slurm": "ddp:precision=float64",
     "mpi": "ddp:precision=float64",
     "ray_actors": "ddp:precision=float64",
@@ -110,6 +115,7 @@ MUTATIONS = {
         'DistributedSampler(train_data, world_size, int(os.environ["LOCAL_RANK"]), seed=SEED)',
     ),
     "elastic_torchrun": ('optimizer.load_state_dict(box[0]["optimizer"])', "pass"),  # the momentum is lost
+    "ring_allreduce": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # what its own checks cannot see
     "slurm": ("(loss * world_size / size)", "(loss * world_size / BATCH)"),
     "mpi": ("        dist.all_reduce(losses)\n", ""),  # rank 0 prints the losses of its own half
     "ray_actors": ("ddp(images)", "model(images)"),
@@ -171,6 +177,8 @@ OTHER_STARTS = [
     ("pipeline", 4, ("", "")),
     ("pipeline", 3, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50")),  # of the last batch, of 45, some are empty
     ("pipeline", 4, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 2")),  # fewer than stages
+    ("ring_allreduce", 3, ("", "")),
+    ("ring_allreduce", 4, ("", "")),
     ("contrastive", 3, ("", "")),
     ("context", 3, ("", "")),
     ("context", 4, ("", "")),
@@ -489,7 +497,7 @@ def test_recipe_is_standalone(name: str) -> None:
     assert len(text.splitlines()) <= LONG.get(name, 175)
     said = ast.get_docstring(tree) or ""
     assert all(re.search(rf"^{word}  +\S", said, re.MULTILINE) for word in ("Holds", "Travels", "Use when"))
-    assert '"--float64"' in text  # float32 without it
+    assert name in OPERATIONS or '"--float64"' in text  # float32 without it
     command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", said, re.MULTILINE)
     assert command is not None
     assert command[1] in {"python", "torchrun", "export", "srun", "mpirun"}

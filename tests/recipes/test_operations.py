@@ -1,0 +1,114 @@
+"""The recipes that show operations and train nothing: they check each result, and end with 1 where one is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from processes import Done, Forge, by_hand
+from recipes.test_recipes import OPERATIONS, RECIPES, _forked_programs, beside, refusal
+
+__all__ = ["_forked_programs"]
+
+# How many results the ranks of a world of this size check together, and what rank 0 says of some of them.
+RESULTS = {
+    "point_to_point": {2: 14, 3: 20, 4: 26},
+    "collectives": {1: 21, 2: 39, 3: 57, 4: 75},
+    "process_groups": {1: 17, 2: 29, 3: 45, 4: 57},
+}
+SAID = {
+    "point_to_point": ["came back as 3", "rank 1 took 200 first", "rank 0 has 1000 numbers of rank 3"],
+    "collectives": [
+        "all_to_all             rank 0            0 1 2 3  ->  0 10 20 30\n",
+        "reduce_scatter         rank 0            0 1 2 3  ->  60\n",
+    ],
+    "process_groups": [
+        "    rank 2: number 1 of 2 in it; the sum of its ranks is 2\n",
+        "    rank 3: data 1, tensor 1: sums 5 in its row, 4 in its column, 6 over both\n",
+    ],
+}
+# (recipe, ranks, what stands there, what is written instead, what it says)
+MISTAKES = [
+    ("point_to_point", 3, "        tensor += 1\n", "", "recv from the rank before: got 0.0, not 1"),
+    (
+        "point_to_point",
+        2,
+        "dist.isend(own[:1], dst=before",
+        "dist.isend(own[1:], dst=before",
+        "irecv from both neighbours",
+    ),
+    ("point_to_point", 2, "tensor([rank**2])", "tensor([rank * 2])", "answers by the rank that gave them"),
+    (
+        "point_to_point",
+        3,  # the other way around
+        "P2POp(dist.isend, sent, (rank + 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank - 1)",
+        "P2POp(dist.isend, sent, (rank - 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank + 1)",
+        "all that came in the batch",
+    ),
+    ("collectives", 2, "op=dist.ReduceOp.SUM", "op=dist.ReduceOp.MAX", "reduce: got [2.0], not [3.0]"),
+    ("collectives", 2, "op=getattr(dist.ReduceOp, name)", "op=dist.ReduceOp.SUM", "all_reduce AVG"),
+    ("collectives", 2, "dist.reduce_scatter(own, parts)", "dist.reduce_scatter(own, parts[::-1])", "reduce_scatter"),
+    ("collectives", 2, "dist.all_to_all_single(received, own)", "received.copy_(own)", "all_to_all: got [0.0, 1.0]"),
+    ("collectives", 2, "    dist.barrier()\n", "", "barrier: all came before one left"),
+    ("process_groups", 3, "found = total(rank, own)", "found = total(rank)", "sum of the own half"),
+    ("process_groups", 4, "group = mesh.get_group(axis)", 'group = mesh.get_group("data")', "ranks along tensor"),
+    ("process_groups", 4, 'mesh.get_group("tensor")), mesh', 'mesh.get_group("data")), mesh', "sum along both axes"),
+    ("ring_allreduce", 3, "own += received", "own.copy_(received)", "differs from dist.all_reduce's by"),
+    (
+        "ring_allreduce",
+        3,
+        "isend(outgoing, to)",
+        "isend(tensor[: len(outgoing)], to)",
+        "differs from dist.all_reduce's by",
+    ),
+    ("ring_allreduce", 2, "/ len(batch)", "/ len(own)", "that is not rounding"),  # a mean of each rank, added up
+]
+
+
+def started(forge: Forge, folder: Path, name: str, size: int) -> Done:
+    return forge(folder, size=size, script=f"{name}.py")
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in RESULTS for size in RESULTS[name]])
+def test_every_result_is_checked_and_right(forge: Forge, tmp_path: Path, name: str, size: int) -> None:
+    beside(tmp_path, name)
+    done = started(forge, tmp_path, name, size)
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-1].strip() == f"{RESULTS[name][size]} results on {size} ranks, all right"
+    if size == 4:
+        assert all(text in done.out for text in SAID[name])
+
+
+def test_none_is_left_out() -> None:
+    assert set(RESULTS) == set(SAID) == OPERATIONS
+
+
+@pytest.mark.parametrize(("name", "size", "before", "after", "said"), MISTAKES)
+def test_wrong_result_ends_it(
+    forge: Forge, tmp_path: Path, name: str, size: int, before: str, after: str, said: str
+) -> None:
+    """With status 1, by the rank that has it, which says what it got."""
+    text = (RECIPES / f"{name}.py").read_text()
+    assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
+    beside(tmp_path, name, text.replace(before, after))
+    done = started(forge, tmp_path, name, size)
+    assert 1 in done.statuses
+    assert "all right" not in done.out
+    said_by_all = "".join((tmp_path / f"rank{rank}.err").read_text() for rank in range(size))
+    assert re.search(rf"^{name}.py: .*{re.escape(said)}", said_by_all, re.MULTILINE), said_by_all
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "said"),
+    [
+        ("point_to_point", {}, "0 ranks of torchrun: give 2 or more, that one can send"),
+        ("point_to_point", by_hand(0, "1", 1), "1 ranks of torchrun: give 2 or more, that one can send"),
+        ("collectives", {}, "start it by torchrun: its header says how"),
+        ("process_groups", {}, "start it by torchrun: its header says how"),
+    ],
+)
+def test_start_without_torchrun_is_refused(tmp_path: Path, name: str, variables: dict[str, str], said: str) -> None:
+    beside(tmp_path, name)
+    assert refusal(tmp_path, f"python {name}.py", **variables) == f"{name}.py: {said}"
