@@ -84,6 +84,7 @@ INSIDE = {
         "shm.messages",
         "shm.group",
         "shm",
+        *("mpi.calls", "mpi.library", "mpi.whereabouts", "mpi.collectives", "mpi.messages", "mpi.group", "mpi"),
     ],
     "world": ["world", "barrier", "collectives", "rendezvous", "heartbeat", "process_group"],
     "collectives": [

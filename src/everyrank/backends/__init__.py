@@ -1,4 +1,4 @@
-"""c10d backends of ours, in Python: `shm` for ranks of one host.
+"""c10d backends of ours, in Python: `shm` for ranks of one host, `mpi` for those that mpirun starts.
 
 Registered with torch where a World asks for them; every group made inside that world is one of theirs, too.
 
@@ -6,6 +6,7 @@ Registered with torch where a World asks for them; every group made inside that 
     transport.py  what a backend has to give: a few operations on flat tensors
     group.py      c10d's calls by those: the process group that torch sees
     shm/          through memory that the ranks share
+    mpi/          through any MPI, by mpi4py
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ from typing import Any
 import torch.distributed as dist
 
 from everyrank.backends.group import PythonGroup, is_observed, observed_calls
+from everyrank.backends.mpi import make_mpi_group
 from everyrank.backends.shm import make_shm_group, no_shared_memory
 
 __all__ = ["OWN_BACKENDS", "PythonGroup", "is_observed", "no_shared_memory", "observed_calls", "register_backend"]
 
-OWN_BACKENDS = {"shm": make_shm_group}
+OWN_BACKENDS = {"shm": make_shm_group, "mpi": make_mpi_group}
+_TORCH_NAMES = {"mpi": "everyrank_mpi"}  # torch keeps `mpi` for its own, which only a torch built with an MPI has
 
 
-def register_backend(name: str) -> None:
-    """Tell torch how a group of this backend is made. Again and again is as good as once."""
+def register_backend(name: str) -> str:
+    """Tell torch how a group of this backend is made, again and again if need be. Its name for `init_process_group`."""
 
     def make(asked: Any, _: Any) -> PythonGroup:
         # of the default group torch gives no list
         ranks = list(asked.global_ranks_in_group) or list(range(asked.group_size))
         return OWN_BACKENDS[name](asked.store, asked.group_rank, asked.group_size, ranks, asked.timeout, asked.group_id)
 
-    dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+    torch_name = _TORCH_NAMES.get(name, name)
+    dist.Backend.register_backend(torch_name, make, extended_api=True, devices=["cpu"])
+    return torch_name

@@ -46,7 +46,7 @@ def add_launching(
     words = parser.add_argument_group("launching", "where and how the ranks start")
     words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER})")
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
-    backends = "shm, gloo or nccl; default: shm on CPU, nccl on CUDA"
+    backends = "shm, gloo, nccl or mpi; default: shm on CPU, nccl on CUDA"
     if several_backends:
         words.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}. Several take turns")
     else:

@@ -22,7 +22,7 @@ FORK_SERVER = (*PYTHON, "-m", "everyrank.launch.fork_server")
 _MOST_PROCESSES, _MOST_ON_A_HOST = 1_000_000, 4_096  # more is a slip of the hand: there is no such machine
 _LONGEST_TIMEOUT = 10_000_000  # four months; clocks of 32 bits end not far behind
 
-BACKEND_NAMES = ("shm", "gloo", "nccl")
+BACKEND_NAMES = ("shm", "gloo", "nccl", "mpi")
 
 
 @dataclass(frozen=True)

@@ -115,11 +115,10 @@ def _with_settled_backend(world: World, asked: str | None, is_one_machine: bool)
 
 
 def _init_process_group(world: World) -> None:
-    if world.backend in OWN_BACKENDS:
-        register_backend(world.backend)
+    backend = register_backend(world.backend) if world.backend in OWN_BACKENDS else world.backend
     dist.init_process_group(
         # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
-        "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend,
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
         store=dist.PrefixStore("group", world.store),
         rank=world.rank,
         world_size=world.size,

@@ -1,0 +1,64 @@
+"""Messages of one communicator. Each is in a lane of its own: MPI keeps them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from everyrank.backends.engine import Lane, Steps
+from everyrank.backends.mpi.calls import Calls
+
+__all__ = ["MpiMessages"]
+
+
+class MpiMessages:
+    """Of one communicator; `GroupMessages` of transport.py says what each does."""
+
+    def __init__(self, calls: Calls, rank: int, size: int, ranks: Sequence[int], timeout_seconds: float) -> None:
+        self.calls, self.mpi, self.communicator = calls, calls.mpi, calls.communicator
+        self.rank, self.size, self.ranks, self.timeout_seconds = rank, size, ranks, timeout_seconds
+        self.pending: dict[Lane, None] = {}
+
+    def lanes(self) -> list[Lane]:
+        """Of all messages that may be pending."""
+        return list(self.pending)
+
+    def _new_lane(self) -> Lane:
+        lane = Lane(self.ranks, self.timeout_seconds)
+        self.pending[lane] = None
+        return lane
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> tuple[Lane, Steps]:
+        """As `GroupMessages` says."""
+        lane = self._new_lane()
+        return lane, self._send(lane, tensor, to, tag)
+
+    def _send(self, lane: Lane, tensor: Tensor, to: int, tag: int) -> Steps:
+        try:
+            request = self.communicator.Isend(self.calls.moved([tensor]), to, tag)
+            yield from self.calls.until_done(request, [to], tensor)
+        finally:
+            del self.pending[lane]
+
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[Lane, Steps]:
+        """As `GroupMessages` says."""
+        lane = self._new_lane()
+        return lane, self._receive(lane, tensor, source, tag)
+
+    def _receive(self, lane: Lane, tensor: Tensor, source: int | None, tag: int) -> Steps:
+        status = self.mpi.Status()
+        missing = [rank for rank in range(self.size) if rank != self.rank] if source is None else [source]
+        try:
+            asked = self.mpi.ANY_SOURCE if source is None else source
+            request = self.communicator.Irecv(self.calls.moved([tensor]), asked, tag)
+            yield from self.calls.until_done(request, missing, tensor, status)
+        finally:
+            del self.pending[lane]
+        num_bytes, sender = status.Get_count(self.mpi.BYTE), status.Get_source()
+        if num_bytes != tensor.nbytes:
+            raise RuntimeError(
+                f"recv: rank {self.ranks[sender]} sent {num_bytes} bytes with tag {tag}, and rank "
+                f"{self.ranks[self.rank]} receives {tensor.nbytes}: the tensors of a send and its recv are alike"
+            )
+        return sender
