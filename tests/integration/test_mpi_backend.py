@@ -80,7 +80,7 @@ else:
 
 # two groups, in the opposite order on every other rank; one of them blocking
 groups = [dist.new_group(everybody) for _ in range(2)]
-for length in (10, 2**18):
+for length in (10, 2**20 + 3):
     tensors = [full(rank, length), full(2 * rank, length)]
     places = [0, 1] if rank % 2 else [1, 0]
     work = dist.all_reduce(tensors[places[0]], group=groups[places[0]], async_op=True)
