@@ -74,6 +74,7 @@ INSIDE = {
         "ray_driver",
     ],
     "backends": [
+        "lane",
         "engine",
         "transport",
         "group",

@@ -12,14 +12,12 @@ Operations of one lane come one after the other: collectives of a group, message
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,12 +25,10 @@ from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsa
 from torch.distributed.distributed_c10d import Work
 from torch.profiler import record_function
 
+from everyrank.backends.lane import Lane, Steps
 from everyrank.errors import RankFailedError, describe
 
-__all__ = ["ENGINE", "Engine", "Lane", "PendingWork", "Steps"]
-
-Steps = Generator[list[int], None, Any]
-"""Yields the ranks of the group that are waited for whenever it cannot go on: one list object for each wait."""
+__all__ = ["ENGINE", "Engine", "PendingWork"]
 
 _SPINS = 200  # looks at what is waited for, before the clock is looked at
 _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
@@ -45,25 +41,6 @@ _LINGER_SECONDS, _THREAD_PAUSE = 0.1, 0.0002  # the thread stays awake so long a
 def _recorded(name: str) -> contextlib.AbstractContextManager[Any]:
     """Under a profiler, the span of a call: "shm:all_reduce"."""
     return record_function(name.replace(" ", ":")) if _profiler_enabled() else contextlib.nullcontext()
-
-
-@dataclass(eq=False)
-class Lane:
-    """Operations that come one after the other.
-
-    ranks             the number of each rank of the group among all ranks, for messages
-    timeout_seconds   longest wait for another rank
-    lost              of some ranks of the group, those that have ended, in words; None where nobody can know
-    is_any_enough     whether one of the ranks waited for is enough: a receive from any source
-    broken            what an operation failed with: none after it can be right
-    """
-
-    ranks: Sequence[int]
-    timeout_seconds: float
-    lost: Callable[[Sequence[int]], dict[int, str]] | None = None
-    is_any_enough: bool = False
-    waiting: deque[PendingWork] = field(default_factory=lambda: deque[PendingWork]())
-    broken: BaseException | None = None
 
 
 class PendingWork(Work):
@@ -263,7 +240,7 @@ class Engine:
             if gone and (not lane.is_any_enough or len(gone) == len(missing)):
                 self._break(lane, RankFailedError(f"{waiting.name}: {', '.join(gone.values())}"))
             elif now > waiting.since + (timeout_seconds or lane.timeout_seconds):
-                self._break(lane, _late(waiting, missing, timeout_seconds or lane.timeout_seconds))
+                self._break(lane, waiting.lane.late(waiting.name, missing, timeout_seconds or lane.timeout_seconds))
             if not lane.waiting:
                 self.pending.pop(lane, None)
 
@@ -271,11 +248,17 @@ class Engine:
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, name="everyrank backends", daemon=True)
             self.thread.start()
+            atexit.register(self._end_thread, self.thread)
         self.has_work.set()
+
+    def _end_thread(self, thread: threading.Thread) -> None:
+        self.thread = None  # where Python ends while it is inside torch, the process aborts
+        self.has_work.set()
+        thread.join(1.0)
 
     def _work(self) -> None:
         last = time.monotonic()
-        while True:
+        while self.thread is not None:
             lane = next(iter(list(self.pending)), None)
             first = lane.waiting[0] if lane is not None and lane.waiting else None
             if first is not None:
@@ -284,13 +267,13 @@ class Engine:
                 last = time.monotonic()
             elif time.monotonic() > last + _LINGER_SECONDS:
                 self.has_work.clear()
-                if not self.pending:
+                if not self.pending and self.thread is not None:
                     self.has_work.wait()
                 last = time.monotonic()
             time.sleep(_THREAD_PAUSE)
 
     def _work_on(self, first: PendingWork) -> None:
-        while True:
+        while self.thread is not None:
             if not self.num_waiters:
                 with self.lock:
                     self._move_all()
@@ -298,13 +281,6 @@ class Engine:
             if first.done:
                 return
             time.sleep(_THREAD_PAUSE)
-
-
-def _late(waiting: PendingWork, missing: Sequence[int], seconds: float) -> RankFailedError:
-    names = ", ".join(str(waiting.lane.ranks[rank]) for rank in missing)
-    return RankFailedError(
-        f"{waiting.name} timed out after {seconds:g} s (--timeout): rank{'s' * (len(missing) > 1)} {names} did not come"
-    )
 
 
 ENGINE = Engine()

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyrank.backends.engine import ENGINE, Lane, PendingWork, Steps
+from everyrank.backends.engine import ENGINE, PendingWork
+from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.transport import Transport
 
 __all__ = ["PythonGroup", "is_observed", "observed_calls"]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from everyrank.backends.engine import Lane, Steps
+from everyrank.backends.lane import Lane, Steps
 
 __all__ = ["GroupCollectives", "GroupMessages", "Transport"]
 

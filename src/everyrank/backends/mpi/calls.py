@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everyrank.backends.engine import Steps
+from everyrank.backends.lane import Steps
 
 __all__ = ["UNFINISHED", "Calls", "apart", "hand_out", "joined", "room_for", "widened"]
 

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from everyrank.backends.engine import Steps
+from everyrank.backends.lane import Steps
 from everyrank.backends.mpi.calls import Calls, apart, hand_out, joined, room_for, widened
 from everyrank.backends.mpi.whereabouts import Whereabouts
 from everyrank.errors import RankFailedError

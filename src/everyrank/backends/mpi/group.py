@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from everyrank.backends.engine import ENGINE, Lane
+from everyrank.backends.engine import ENGINE
 from everyrank.backends.group import PythonGroup
+from everyrank.backends.lane import Lane
 from everyrank.backends.mpi.calls import UNFINISHED, Calls
 from everyrank.backends.mpi.collectives import MpiCollectives
 from everyrank.backends.mpi.library import load_mpi, meet

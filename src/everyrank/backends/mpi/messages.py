@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from everyrank.backends.engine import Lane, Steps
+from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.mpi.calls import Calls
 
 __all__ = ["MpiMessages"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everyrank.backends.engine import Steps
+from everyrank.backends.lane import Steps
 
 __all__ = ["Whereabouts"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everyrank.backends.engine import Steps
+from everyrank.backends.lane import Steps
 from everyrank.backends.shm.calls import call_text, encode_call
 from everyrank.backends.shm.pieces import as_bytes, check_alike, pieces_of, ranges_of, spans_of
 from everyrank.errors import RankFailedError

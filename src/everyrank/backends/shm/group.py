@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from everyrank.backends.engine import Lane
 from everyrank.backends.group import PythonGroup
+from everyrank.backends.lane import Lane
 from everyrank.backends.shm.collectives import LINE, Slots
 from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
 from everyrank.backends.shm.segment import map_shared

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everyrank.backends.engine import Lane, Steps
+from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.shm.collectives import LINE
 
 __all__ = ["NUM_CELLS", "Rings", "words_of_rings"]
