@@ -118,12 +118,12 @@ def plain(job: Job, losses: list[float]) -> Iterator[None]:
             yield
 
 
-def conventional(job: Job, losses: list[float]) -> Iterator[None]:
+def conventional(job: Job, losses: list[float], group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """DDP as most scripts have it."""
     size = dist.get_world_size()
     torch.manual_seed(job.seed)
     model = job.model().train()
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, process_group=group)
     optimizer = job.optimizer(model)
     schedule = job.schedule(optimizer) if job.schedule else None
     dataset = job.train_data()

@@ -2,11 +2,12 @@
 
     python benchmarks/overhead.py digits text one --json benchmarks/records/overhead-cpu.json
 
-Needs `pip install -e '.[benchmarks]'`. The same DDP training runs in every arm, in the same two processes, on gloo, one
-thread each (`one`: a model of one parameter, in one process). The arms take turns: in each round each does a few
-updates, in an order drawn anew; what is quoted is the median over rounds of the time divided by the hand-written
-loop's in the same round, with its 95% bootstrap interval. The slower rank's time counts. Nothing is printed or logged
-inside. `loss` says how far the first losses are from the hand-written loop's: who trains something else is seen.
+Needs `pip install -e '.[benchmarks]'`. The same DDP training runs in every arm, in the same two processes, one thread
+each, on gloo, and those that say so on shm (`one`: a model of one parameter, in one process). The arms take turns: in
+each round each does a few updates, in an order drawn anew; what is quoted is the median over rounds of the time divided
+by the hand-written loop's in the same round, with its 95% bootstrap interval. The slower rank's time counts. Nothing is
+printed or logged inside. `loss` says how far the first losses are from the hand-written loop's: who trains something
+else is seen.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ import one_parameter
 import tools
 
 from everyrank import find_workload
+from everyrank.backends import register_backend
 from everyrank.launch import Launch, rank_info_from_environment
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.record import Interval, Record, read_records, write_records
 from everyrank.world import World, open_world
+from everyrank.world.world import GroupCache
 
 # updates of a turn, and rounds: about five minutes in all on two cores
 ROUNDS = {"digits": (10, 600), "text": (3, 60), "one": (200, 80)}
@@ -95,7 +98,7 @@ def measure(args: argparse.Namespace) -> None:
     """In a rank: all arms of one workload."""
     (name,) = args.workload
     info = rank_info_from_environment(os.environ)
-    with open_world(info, Launch(processes=info.size, device="cpu")) as world:
+    with open_world(info, Launch(processes=info.size, device="cpu", backend="gloo")) as world:
         torch.set_num_threads(1)
         job = one_parameter.workload() if name == "one" else find_workload(name)
         job = dataclasses.replace(job, train_data=lambda data=job.train_data: OneByOne(data()))
@@ -145,7 +148,10 @@ def make_arms(name: str, job: Any, world: World, steps: int) -> list[Arm]:
     if name == "one":
         loops += [("hand-written", handwritten.plain)]
     else:
+        shm = on_shm(world)
         loops += [("hand-written", handwritten.same_arithmetic), ("conventional", handwritten.conventional)]
+        loops += [("conventional, shm", lambda job, losses: handwritten.conventional(job, losses, shm.group))]
+        loops += [("everyrank, shm", lambda job, losses: tools.everyrank_loop(job, losses, shm))]
     loops += [("everyrank", lambda job, losses: tools.everyrank_loop(job, losses, world))]
     loops += [("accelerate", tools.accelerate_loop), ("fabric", tools.fabric_loop)]
     arms: list[Arm] = []
@@ -155,6 +161,12 @@ def make_arms(name: str, job: Any, world: World, steps: int) -> list[Arm]:
     losses = []
     arms.append(Arm("trainer", tools.trainer_loop(job, losses, steps), losses, updates_at_once=steps))
     return arms
+
+
+def on_shm(world: World) -> World:
+    """The same ranks, over memory that they share."""
+    register_backend("shm")
+    return dataclasses.replace(world, backend="shm", group=dist.new_group(backend="shm"), group_cache=GroupCache())
 
 
 def turn(arm: Arm, steps: int, world: World) -> float:
@@ -192,7 +204,7 @@ def record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
         workload=job.name,
         layout="ddp" if world.size > 1 else "single",
         launcher="torchrun",
-        backend=world.backend,
+        backend="shm" if arm.name.endswith("shm") else world.backend,
         device="cpu",
         world_size=world.size,
         step_seconds=interval(list(arm.seconds.values())),

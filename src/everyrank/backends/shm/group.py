@@ -17,7 +17,7 @@ from everyrank.backends.transport import Transport
 
 __all__ = ["make_shm_group"]
 
-_SLOT_BYTES = 2**20
+_SLOT_BYTES = 2**21
 _CELL_BYTES = 2**16
 _FEW_RANKS = 16  # of more ranks each has less, so that the address space of a group stays below a gigabyte
 _PAGE = 4096
