@@ -77,6 +77,7 @@ INSIDE = {
         "lane",
         "engine",
         "transport",
+        "flat",
         "group",
         "shm.segment",
         "shm.calls",

@@ -138,3 +138,14 @@ def test_flash_attention_that_is_not_what_it_was(monkeypatch: pytest.MonkeyPatch
     name = f"_scaled_dot_product_flash_attention_for_cpu{direction}"
     monkeypatch.setattr(ATEN, name, functools.partial(WRONG[what], getattr(ATEN, name)))
     assert not chunk._flash_is_right.__wrapped__()
+
+
+def test_queries_whose_widths_do_not_lie_side_by_side() -> None:
+    """Heads packed as (w h): torch's operator would read others' numbers."""
+    packed = torch.randn(1, 6, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k, v = packed.permute(0, 3, 1, 2), torch.randn(1, 2, 6, 8, dtype=torch.float64), torch.randn(1, 2, 6, 8).double()
+    assert q.stride(-1) != 1
+    for diagonal in (False, True):
+        found = chunk.attend(q, k, v, 0.3, diagonal)
+        right = chunk.attend(q.contiguous(), k, v, 0.3, diagonal)
+        assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, right, strict=True))

@@ -8,6 +8,7 @@ screen is the one to read, and never a traceback.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
 import io
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # a workload may have put anything there
                 stream.flush()
+        if status == 0:
+            atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (MPI is finalised there)
         os._exit(status)
     return status
 

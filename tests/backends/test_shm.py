@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from everyrank.backends import register_backend
 from everyrank.backends.shm import no_shared_memory, segment
+from everyrank.backends.shm.group import slot_and_cell
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.world import open_world
@@ -264,6 +265,131 @@ def test_a_rank_killed_in_the_middle_is_named(tmp_path: Path, name: str) -> None
     assert not list(Path("/dev/shm").glob("*everyrank*"))
 
 
+def raced(world: Any, rounds: int) -> int:
+    """Messages that come while the engine's thread listens and this thread asks for the next: those that went wrong."""
+    group, wrong = group_of(world), 0
+    if world.rank == 1:
+        for number in range(rounds):
+            dist.send(torch.tensor([float(number)]), group_dst=0, group=group, tag=number % 3)
+        dist.send(torch.zeros(1), group_dst=0, group=group, tag=99)
+        return 0
+    waiting = dist.irecv(torch.zeros(1), group_src=1, group=group, tag=99)  # keeps the thread listening
+    for number in range(rounds):
+        found = torch.full((1,), -1.0)
+        dist.irecv(found, group_src=1, group=group, tag=number % 3).wait()
+        wrong += float(found) != number
+    waiting.wait()
+    return wrong
+
+
+def test_no_message_is_taken_between_looking_and_asking(ranks: Any) -> None:
+    assert ranks(2, raced, 2000) == [0, 0]
+
+
+def again(world: Any) -> list[Any]:
+    """A receive that was given up takes nothing from the one after it, nor writes into its tensor."""
+    group = group_of(world)
+    if world.rank == 1:
+        time.sleep(0.5)
+        dist.send(torch.ones(3), group_dst=0, group=group, tag=1)
+        return []
+    given_up, found = torch.zeros(3), torch.zeros(3)
+    try:
+        dist.irecv(given_up, group_src=1, group=group, tag=1).wait(datetime.timedelta(seconds=0.1))
+    except RankFailedError as error:
+        words = str(error)
+    dist.recv(found, group_src=1, group=group, tag=1)
+    return [words, given_up.tolist(), found.tolist()]
+
+
+def test_a_receive_that_timed_out_takes_no_message(ranks: Any) -> None:
+    words, given_up, found = ranks(2, again)[0]
+    assert "shm recv timed out after 0.1 s" in words
+    assert (given_up, found) == ([0.0] * 3, [1.0] * 3)
+
+
+def beside(world: Any) -> str:
+    """A short time for one operation is none for what another group waits for."""
+    groups = [group_of(world) for _ in range(2)]
+    tensor = torch.zeros(3)
+    if world.rank == 1:
+        time.sleep(0.6)
+        dist.send(torch.ones(3), group_dst=0, group=groups[0])
+        return ""
+    work = dist.irecv(tensor, group_src=1, group=groups[0])
+    try:
+        dist.irecv(torch.zeros(1), group_src=1, group=groups[1]).wait(datetime.timedelta(seconds=0.2))
+    except RankFailedError:
+        work.wait()
+    return str(tensor.tolist())
+
+
+def test_a_timeout_is_of_one_operation(ranks: Any) -> None:
+    assert ranks(2, beside)[0] == "[1.0, 1.0, 1.0]"
+
+
+def unequal(world: Any) -> str:
+    group = group_of(world)
+    sizes = [1, 2] if world.rank == 0 else [1, 1]
+    try:
+        dist.all_to_all_single(torch.zeros(2), torch.zeros(sum(sizes)), [1, 1], sizes, group=group)
+        dist.barrier(group=group)
+    except (RankFailedError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_of_one_rank_reaches_the_others(ranks: Any) -> None:
+    """Rank 1 expects another length than rank 0 sends; rank 0, which is right, does not wait for it."""
+    begun = time.monotonic()
+    first, second = ranks(2, unequal)
+    assert "rank 0 sends 8 bytes to rank 1, which expects 4" in second
+    assert "rank 1 has failed in this group" in first
+    assert time.monotonic() < begun + SECONDS / 2
+
+
+def wrong_at_the_call(world: Any) -> list[str]:
+    """What this rank alone can see is said at the call, and the group goes on."""
+    group, said = group_of(world), []
+    for tensor, reduction in (
+        (torch.ones(2), dist.ReduceOp.BAND),
+        (torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG),
+    ):
+        try:
+            dist.all_reduce(tensor, op=reduction, group=group)
+        except RuntimeError as error:
+            said.append(str(error))
+    try:
+        dist.all_gather_into_tensor(torch.zeros(2 * world.size + 1), torch.zeros(2), group=group)
+    except (RuntimeError, ValueError) as error:
+        said.append(type(error).__name__)
+    odd = torch.arange(6.0)[::3][:1] + world.rank  # one element, of another stride
+    whole = torch.arange(6.0).view(2, 3)[:1, 0]
+    parts = [torch.empty(1) for _ in range(world.size)]
+    dist.all_gather(parts, whole, group=group)
+    dist.all_reduce(odd, group=group)
+    return [*said, str(odd.tolist()), str([part.tolist() for part in parts])]
+
+
+def test_what_a_call_gets_wrong_by_itself_breaks_no_group(ranks: Any) -> None:
+    for band, avg, gather, odd, parts in ranks(2, wrong_at_the_call):
+        assert "reduction band of torch.float32" in band
+        assert "reduction avg of torch.int64" in avg
+        assert gather in ("RuntimeError", "ValueError")
+        assert (odd, parts) == ("[1.0]", "[[0.0], [0.0]]")
+
+
+def test_slots_hold_every_dtype_for_any_number_of_ranks() -> None:
+    """Whole pages; what is divided among the ranks of a group leaves each of them some."""
+    for size in range(1, 257):
+        slot, cell = slot_and_cell(size)
+        assert slot % 4096 == cell % 4096 == 0
+        assert slot // size >= 64
+        assert cell > 0
+    with pytest.raises(CannotRunError, match="too many"):
+        slot_and_cell(100_000)
+
+
 def again_and_again(info: RankInfo, launch: Launch, rounds: int) -> int:
     """Elements that are wrong, over many rounds of many operations, with more ranks than cores."""
     with open_world(info, launch) as world:
@@ -293,6 +419,27 @@ def test_more_ranks_than_cores() -> None:
 
 
 # --- where there is none
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "pidfd_open"])
+def test_a_system_call_that_is_refused_is_a_reason(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As by an old kernel, or a container."""
+
+    def refuse_call(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(segment.os, name, refuse_call)
+    assert "rank 0 (PermissionError: Operation not permitted)" in no_shared_memory(dist.HashStore(), 0, 1, 1.0)
+
+
+def test_a_group_of_a_name_that_was_there_before() -> None:
+    store = dist.HashStore()
+    for _ in range(2):
+        memory, peers = segment.map_shared(store, 0, 1, [0], 4096, 5.0)
+        assert memory[0] == 0
+        memory[0] = 1
+        memory.close()
+        peers.close()
 
 
 def test_a_machine_that_cannot_have_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

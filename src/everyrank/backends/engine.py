@@ -18,6 +18,7 @@ import datetime
 import os
 import threading
 import time
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -59,12 +60,15 @@ class PendingWork(Work):
         self.value: Any = None
         self.future: torch.futures.Future[Any] | None = None
         self.missing: list[int] | None = None  # waited for
+        self.is_awaited = False
         self.since = 0.0  # when that wait began
         self.looked = 0.0  # when the missing were last looked after
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Until it is done. Raises what it failed with: `RankFailedError` for ranks that are gone or do not come."""
         if not self.done:
+            if not self.is_awaited:
+                self.is_awaited, self.since = True, time.monotonic()
             with _recorded(self.name):
                 ENGINE.finish(self, timeout.total_seconds() if timeout else None)
         if self.error is not None:
@@ -72,10 +76,18 @@ class PendingWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done, after one more step."""
-        if not self.done:
-            ENGINE.step()
+        """Whether it is done, after one more step of all that is pending."""
+        with ENGINE.lock:
+            ENGINE.move_all()
         return self.done
+
+    def is_success(self) -> bool:
+        """Whether it is done and has not failed."""
+        return self.done and self.error is None
+
+    def exception(self) -> Any:
+        """What it failed with."""
+        return self.error
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that it fills."""
@@ -134,19 +146,18 @@ class Engine:
         with _recorded(operation.name):
             if not is_async:
                 self.finish(operation, None)
-            elif not ((patience and self._spin(operation)) or self._drive(operation, patience, None)):
-                self._leave_to_thread()
+            else:
+                with self._as_waiter():
+                    is_done = patience > 0 and (self._spin(operation) or self._drive(operation, patience, None))
+                if not is_done:
+                    self._leave_to_thread()
         return operation
 
-    def finish(self, operation: PendingWork, timeout_seconds: float | None) -> None:
+    def finish(self, work: PendingWork, timeout_seconds: float | None) -> None:
         """Move on all that is pending until this one is done, or failed."""
-        if not self._spin(operation):
-            self._drive(operation, None, timeout_seconds)
-
-    def step(self) -> None:
-        """One step of all that is pending."""
-        with self.lock:
-            self._move_all()
+        with self._as_waiter():
+            if not self._spin(work):
+                self._drive(work, None, timeout_seconds)
 
     def forget(self, lane: Lane) -> None:
         """The group of this lane has ended: nobody waits for it any more."""
@@ -156,42 +167,53 @@ class Engine:
             while lane.waiting:
                 lane.waiting.popleft().end(lane.broken)
 
-    def _spin(self, operation: PendingWork) -> bool:
-        self.num_waiters += 1
+    @contextlib.contextmanager
+    def _as_waiter(self) -> Generator[None]:
+        """While a thread of the person waits, that of the engine rests."""
+        with self.lock:
+            self.num_waiters += 1
         try:
-            for _ in range(_SPINS):
-                with self.lock:
-                    if not operation.done:
-                        self._move(operation.lane)
-                if operation.done:
-                    return True
-                os.sched_yield()  # there may be more ranks than cores
-            return False
+            yield
         finally:
-            self.num_waiters -= 1
+            with self.lock:
+                self.num_waiters -= 1
 
-    def _drive(self, operation: PendingWork, patience: float | None, timeout_seconds: float | None) -> bool:
+    def _spin(self, work: PendingWork) -> bool:
+        begun = time.monotonic()
+        for _ in range(_SPINS):
+            with self.lock:
+                if not work.done:
+                    self._move(work.lane)
+            if work.done:
+                return True
+            os.sched_yield()  # there may be more ranks than cores
+            if time.monotonic() > begun + _PATIENCE_SECONDS:
+                break
+        return False
+
+    def _drive(self, work: PendingWork, patience: float | None, timeout_seconds: float | None) -> bool:
         """Until it is done or, with patience, has waited that long for the same ranks. Whether it is done."""
-        self.num_waiters += 1
-        try:
-            while not operation.done:
-                with self.lock:
-                    self._move_all()
-                    if operation.done:
-                        break
-                    waited = time.monotonic() - operation.lane.waiting[0].since
-                    if patience is not None and waited >= patience:
-                        break
-                    self._look_after_all(timeout_seconds)
-                if waited < _YIELD_SECONDS:
-                    os.sched_yield()
-                else:
-                    time.sleep(min(_LONGEST_PAUSE, waited / 20))
-            return operation.done
-        finally:
-            self.num_waiters -= 1
+        begun = time.monotonic()
+        while not work.done:
+            with self.lock:
+                self.move_all()
+                if work.done:
+                    break
+                now, head = time.monotonic(), work.lane.waiting[0]
+                waited = now - head.since
+                if patience is not None and waited >= patience:
+                    break
+                self._look_after_all()
+                if timeout_seconds and now > begun + timeout_seconds and not work.done:
+                    self._break(work.lane, work.lane.late(head.name, head.missing or [], timeout_seconds))
+            if waited < _YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(min(_LONGEST_PAUSE, waited / 20))
+        return work.done
 
-    def _move_all(self) -> None:
+    def move_all(self) -> None:
+        """One step of all that is pending. Under the lock."""
         for lane in list(self.pending):
             self._move(lane)
 
@@ -220,27 +242,29 @@ class Engine:
     def _break(self, lane: Lane, error: BaseException) -> None:
         """No operation of this lane can be right any more."""
         lane.broken = error
+        if lane.broke is not None:
+            lane.broke()
         while lane.waiting:
             lane.waiting.popleft().end(error)
 
-    def _look_after_all(self, timeout_seconds: float | None = None) -> None:
+    def _look_after_all(self) -> None:
         """Who is waited for and is gone, or has not come in time, ends the wait."""
         now = time.monotonic()
         for lane in list(self.pending):
-            waiting = lane.waiting[0] if lane.waiting else None
-            if waiting is None or waiting.missing is None or now < waiting.looked + _LOOK_SECONDS:
+            head = lane.waiting[0] if lane.waiting else None
+            if head is None or head.missing is None or now < head.looked + _LOOK_SECONDS:
                 continue
-            waiting.looked, missing = now, waiting.missing
+            head.looked, missing = now, head.missing
             gone = lane.lost(missing) if lane.lost is not None else {}
             if gone:
                 self._move(lane)  # what it said last may have come since
-            if waiting.done or waiting.missing is not missing:
+            if head.done or head.missing is not missing:
                 continue
             gone = {rank: words for rank, words in gone.items() if rank in missing}
             if gone and (not lane.is_any_enough or len(gone) == len(missing)):
-                self._break(lane, RankFailedError(f"{waiting.name}: {', '.join(gone.values())}"))
-            elif now > waiting.since + (timeout_seconds or lane.timeout_seconds):
-                self._break(lane, waiting.lane.late(waiting.name, missing, timeout_seconds or lane.timeout_seconds))
+                self._break(lane, RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
+            elif now > head.since + lane.timeout_seconds and (head.is_awaited or not lane.is_message):
+                self._break(lane, lane.late(head.name, missing, lane.timeout_seconds))
             if not lane.waiting:
                 self.pending.pop(lane, None)
 
@@ -276,7 +300,7 @@ class Engine:
         while self.thread is not None:
             if not self.num_waiters:
                 with self.lock:
-                    self._move_all()
+                    self.move_all()
                     self._look_after_all()
             if first.done:
                 return

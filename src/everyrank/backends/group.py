@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.backends.engine import ENGINE, PendingWork
+from everyrank.backends.flat import Outputs, check_alike, flattened, split_rows
 from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.transport import Transport
 
@@ -55,6 +56,7 @@ class PythonGroup(_ProcessGroup):
     def __init__(self, transport: Transport, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
         self.transport, self.num_ranks, self.given_name, self.desc = transport, size, name, ""
+        self.is_shut = False
 
     # what torch asks a group about itself
 
@@ -90,15 +92,19 @@ class PythonGroup(_ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """For operations from now on."""
-        for lane in self.transport.lanes():
-            lane.timeout_seconds = timeout.total_seconds()
+        with ENGINE.lock:
+            for lane in self.transport.lanes():
+                lane.timeout_seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Let go of the transport; whoever still waits is told so."""
-        for lane in self.transport.lanes():
-            ENGINE.forget(lane)
+        """Let go of the transport; whoever still waits is told so. Again and again is as good as once."""
+        with ENGINE.lock:
+            for lane in self.transport.lanes():
+                ENGINE.forget(lane)
         _NAMES.discard(self.given_name)
-        self.transport.close()
+        if not self.is_shut:
+            self.is_shut = True
+            self.transport.close()
 
     abort = shutdown
 
@@ -106,7 +112,7 @@ class PythonGroup(_ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> PendingWork:
         """What `dist.all_reduce` and DistributedDataParallel call."""
-        tensors, back = _listed(tensors), _Back()
+        tensors, back = _listed(tensors), Outputs()
         flats = [back.out(tensor) for tensor in tensors]
         reduction = _reduction(opts)
         steps = _each([self.transport.collectives.all_reduce(flat, reduction) for flat in flats])
@@ -116,23 +122,23 @@ class PythonGroup(_ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None) -> PendingWork:
         """What `dist.reduce` calls."""
-        back = _Back()
+        back = Outputs()
         flat = back.out(tensors[0])
         steps = self.transport.collectives.reduce(flat, _reduction(opts), opts.rootRank)
         return self._run("reduce", steps, [flat], tensors, opts, back)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> PendingWork:
         """What `dist.broadcast` and DistributedDataParallel call."""
-        tensors, back = _listed(tensors), _Back()
+        tensors, back = _listed(tensors), Outputs()
         flats = [back.out(tensor) for tensor in tensors]
         steps = _each([self.transport.collectives.broadcast(flat, opts.rootRank) for flat in flats])
         return self._run("broadcast", steps, flats, tensors, opts, back)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.all_gather` calls: a list of tensors."""
-        back, own = _Back(), [_flat(tensor) for tensor in inputs]
+        back, own = Outputs(), [flattened(tensor) for tensor in inputs]
         steps = [
-            self.transport.collectives.all_gather([back.out(tensor) for tensor in parts], flat)
+            self._all_gather([back.out(tensor) for tensor in parts], flat)
             for parts, flat in zip(outputs, own, strict=True)
         ]
         return self._run("all_gather", _each(steps), own, outputs, opts, back)
@@ -143,9 +149,9 @@ class PythonGroup(_ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What functional collectives call, several at once: one tensor for all parts of each."""
-        back, own = _Back(), [_flat(tensor) for tensor in inputs]
+        back, own = Outputs(), [flattened(tensor) for tensor in inputs]
         steps = [
-            self.transport.collectives.all_gather(list(back.out(whole).chunk(self.num_ranks)), flat)
+            self._all_gather(list(back.out(whole).chunk(self.num_ranks)), flat)
             for whole, flat in zip(outputs, own, strict=True)
         ]
         return self._run("all_gather", _each(steps), own, outputs, opts, back)
@@ -154,34 +160,41 @@ class PythonGroup(_ProcessGroup):
         """What `dist.all_gather_into_tensor` calls: one tensor for all parts."""
         return self.all_gather_single_coalesced([output], [own], opts)
 
+    def _all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
+        check_alike("all_gather", parts, own, self.num_ranks)
+        return self.transport.collectives.all_gather(parts, own)
+
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.gather` calls."""
-        back, own = _Back(), _flat(inputs[0])
+        back, own = Outputs(), flattened(inputs[0])
         parts = [back.out(tensor) for tensor in outputs[0]] if outputs else []
+        check_alike("gather", parts, own, len(parts) and self.num_ranks)
         steps = self.transport.collectives.gather(parts, own, opts.rootRank)
         return self._run("gather", steps, [own], outputs, opts, back)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.scatter` calls."""
-        back = _Back()
+        back = Outputs()
         own = back.out(outputs[0])
-        parts = [_flat(tensor) for tensor in inputs[0]] if inputs else []
+        parts = [flattened(tensor) for tensor in inputs[0]] if inputs else []
+        check_alike("scatter", parts, own, len(parts) and self.num_ranks)
         steps = self.transport.collectives.scatter(own, parts, opts.rootRank)
         return self._run("scatter", steps, parts, outputs, opts, back)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.reduce_scatter` calls: a list of tensors."""
-        back, reduction = _Back(), _reduction(opts)
-        parts = [[_flat(tensor) for tensor in own] for own in inputs]
-        steps = [
-            self.transport.collectives.reduce_scatter(back.out(tensor), own, reduction)
-            for tensor, own in zip(outputs, parts, strict=True)
-        ]
+        back, reduction = Outputs(), _reduction(opts)
+        parts = [[flattened(tensor) for tensor in own] for own in inputs]
+        steps: list[Steps] = []
+        for tensor, own in zip(outputs, parts, strict=True):
+            flat = back.out(tensor)
+            check_alike("reduce_scatter", own, flat, self.num_ranks)
+            steps.append(self.transport.collectives.reduce_scatter(flat, own, reduction))
         return self._run("reduce_scatter", _each(steps), [part for own in parts for part in own], outputs, opts, back)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What functional collectives call, several at once: all parts of each in one tensor."""
-        parts = [_flat(tensor).chunk(self.num_ranks) for tensor in inputs]
+        parts = [flattened(tensor).chunk(self.num_ranks) for tensor in inputs]
         return self.reduce_scatter(outputs, parts, opts)
 
     def reduce_scatter_single(self, output: Any, whole: Any, opts: Any = None) -> PendingWork:
@@ -190,22 +203,22 @@ class PythonGroup(_ProcessGroup):
 
     def all_to_all_single(self, output: Any, whole: Any, taken: Any, given: Any, opts: Any = None) -> PendingWork:
         """What `dist.all_to_all_single` calls; without splits along dimension 0, as many rows to each rank."""
-        back, sent = _Back(), _flat(whole)
+        back, sent = Outputs(), flattened(whole)
         received = back.out(output)
         steps = self.transport.collectives.all_to_all(
-            _split(received, output, taken, self.num_ranks), _split(sent, whole, given, self.num_ranks)
+            split_rows(received, output, taken, self.num_ranks), split_rows(sent, whole, given, self.num_ranks)
         )
         return self._run("all_to_all", steps, [sent], [output], opts, back)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.all_to_all` calls: lists of tensors."""
-        back, sent = _Back(), [_flat(tensor) for tensor in inputs]
+        back, sent = Outputs(), [flattened(tensor) for tensor in inputs]
         steps = self.transport.collectives.all_to_all([back.out(tensor) for tensor in outputs], sent)
         return self._run("all_to_all", steps, sent, outputs, opts, back)
 
     def barrier(self, opts: Any = None) -> PendingWork:
         """What `dist.barrier` calls."""
-        return self._run("barrier", self.transport.collectives.barrier(), [], [], opts, _Back())
+        return self._run("barrier", self.transport.collectives.barrier(), [], [], opts, Outputs())
 
     # torch's older names
     _allgather_base = all_gather_single
@@ -218,15 +231,16 @@ class PythonGroup(_ProcessGroup):
 
     def send(self, tensors: Any, to: int, tag: int) -> PendingWork:
         """What `dist.send` and `isend` call."""
-        flat = _flat(tensors[0])
+        flat = flattened(tensors[0])
         lane, steps = self.transport.messages.send(flat, to, tag)
         return self._message("send", lane, steps, [flat], tensors)
 
     def recv(self, tensors: Any, source: int | None, tag: int) -> PendingWork:
         """What `dist.recv` and `irecv` call."""
-        back = _Back()
+        back = Outputs()
         flat = back.out(tensors[0])
-        lane, steps = self.transport.messages.receive(flat, source, tag)
+        with ENGINE.lock:  # between looking for the message and asking for it no thread may take it
+            lane, steps = self.transport.messages.receive(flat, source, tag)
         return self._message("recv", lane, back.after(steps), [flat], tensors)
 
     def recv_anysource(self, tensors: Any, tag: int) -> PendingWork:
@@ -239,7 +253,7 @@ class PythonGroup(_ProcessGroup):
         return ENGINE.start(operation, is_async=True, patience=0.0)
 
     def _run(
-        self, name: str, steps: Steps, handed_in: Sequence[Tensor], tensors: Any, opts: Any, back: _Back
+        self, name: str, steps: Steps, handed_in: Sequence[Tensor], tensors: Any, opts: Any, back: Outputs
     ) -> PendingWork:
         self._observe(name, handed_in)
         work = PendingWork(f"{self.transport.backend} {name}", self.transport.lane, back.after(steps), list(tensors))
@@ -250,54 +264,12 @@ class PythonGroup(_ProcessGroup):
             observer(name, self.given_name, handed_in)
 
 
-class _Back:
-    """Outputs that are not contiguous: filled in a copy, and copied back at the end."""
-
-    def __init__(self) -> None:
-        self.copies: list[tuple[Tensor, Tensor]] = []
-
-    def out(self, tensor: Tensor) -> Tensor:
-        """`tensor`, flat, to be written into."""
-        flat = _flat(tensor)
-        if not tensor.is_contiguous():
-            self.copies.append((tensor.data, flat))
-        return flat
-
-    def after(self, steps: Steps) -> Steps:
-        """`steps`, and then the copies back."""
-        return self._then_copies(steps) if self.copies else steps
-
-    def _then_copies(self, steps: Steps) -> Steps:
-        value = yield from steps
-        for tensor, flat in self.copies:
-            tensor.copy_(flat.view(tensor.shape))
-        return value
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """All elements in one dimension: a view where that can be, outside autograd. Raises `RuntimeError`."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise RuntimeError(f"a {tensor.layout} tensor on {tensor.device}: this backend moves dense tensors on the CPU")
-    data = tensor.data.contiguous()
-    return data if data.dim() == 1 else data.view(-1)
-
-
 def _listed(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def _reduction(opts: Any) -> str:
     return "sum" if opts is None else _REDUCTIONS[opts.reduceOp.op]
-
-
-def _split(flat: Tensor, tensor: Tensor, rows: Sequence[int], num_ranks: int) -> list[Tensor]:
-    """The part for each rank; `rows` along dimension 0, equal ones where it is empty."""
-    if not rows:
-        if len(tensor) % num_ranks:
-            raise RuntimeError(f"all_to_all_single: {len(tensor)} rows make no equal parts for {num_ranks} ranks")
-        return list(flat.split(max(1, len(flat) // num_ranks))) if len(flat) else [flat] * num_ranks
-    row = len(flat) // max(1, len(tensor))
-    return list(flat.split([count * row for count in rows]))
 
 
 def _each(steps: list[Steps]) -> Steps:

@@ -23,6 +23,8 @@ class Lane:
     timeout_seconds   longest wait for another rank
     lost              of some ranks of the group, those that have ended, in words; None where nobody can know
     is_any_enough     whether one of the ranks waited for is enough: a receive from any source
+    is_message        whether its time runs only while somebody waits: a receive may be posted long before
+    broke             called when an operation has failed, so that others need not wait for this rank
     broken            what an operation failed with: none after it can be right
     """
 
@@ -30,6 +32,8 @@ class Lane:
     timeout_seconds: float
     lost: Callable[[Sequence[int]], dict[int, str]] | None = None
     is_any_enough: bool = False
+    is_message: bool = False
+    broke: Callable[[], None] | None = None
     waiting: deque[Any] = field(default_factory=lambda: deque[Any]())
     broken: BaseException | None = None
 

@@ -35,6 +35,7 @@ from everyrank.launch.supervisor import write_whole
 __all__ = ["main"]
 
 _GRACE_SECONDS = 3.0  # after the first failure, for the others to say what they saw
+_STARTED: list[subprocess.Popen[bytes]] = []
 
 
 def main() -> int:
@@ -90,7 +91,9 @@ def _fork(directory: Path, place: tuple[int, int, int]) -> int:
 
 
 def _start(directory: Path, place: tuple[int, int, int]) -> int:
-    return subprocess.Popen([*WORKER, str(directory), *map(str, place)]).pid
+    process = subprocess.Popen([*WORKER, str(directory), *map(str, place)])
+    _STARTED.append(process)  # dropped, another Popen would wait for it in our place
+    return process.pid
 
 
 def _wait(supervisors: dict[int, int], directory: Path) -> int:

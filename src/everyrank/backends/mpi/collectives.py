@@ -7,7 +7,7 @@ wait for ever. So ranks agree first, in a reduction of two numbers, what they al
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
@@ -101,7 +101,6 @@ class MpiCollectives:
 
     def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
         """As `GroupCollectives` says."""
-        _check_alike("all_gather", parts, own)
         whole = room_for(parts)
         given = apart(own, whole)
         memory = self.calls.moved([given]), self.calls.moved(whole)
@@ -110,7 +109,6 @@ class MpiCollectives:
 
     def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
-        _check_alike("gather", parts, own)
         whole = room_for(parts)
         given = apart(own, whole)
         memory = self.calls.moved([given]), self.calls.moved(whole) if self.rank == root else None
@@ -120,7 +118,6 @@ class MpiCollectives:
 
     def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
         """As `GroupCollectives` says."""
-        _check_alike("scatter", parts, own)
         whole = joined(parts, [own])
         memory = self.calls.moved(whole) if self.rank == root else None, self.calls.moved([own])
         call = _text("scatter", own, root=root)
@@ -128,7 +125,6 @@ class MpiCollectives:
 
     def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """As `GroupCollectives` says."""
-        _check_alike("reduce_scatter", parts, own)
         return self._reduce_scatter(own, parts, reduction, self.calls.operation(reduction, own.dtype))
 
     def _reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str, operation: Any) -> Steps:
@@ -164,15 +160,6 @@ class MpiCollectives:
     def _uneven(self, whole: list[Tensor], parts: list[Tensor]) -> list[Any]:
         memory, kind = self.calls.moved(whole)
         return [memory, [part.numel() for part in parts], None, kind]
-
-
-def _check_alike(operation: str, parts: Sequence[Tensor], own: Tensor) -> None:
-    for part in parts:
-        if part.nbytes != own.nbytes or part.dtype != own.dtype:
-            raise RuntimeError(
-                f"{operation}: a tensor of {len(part)} {part.dtype} beside one of {len(own)} {own.dtype}: "
-                "all ranks' tensors are alike"
-            )
 
 
 def _text(operation: str, tensor: Tensor, reduction: str = "", root: int | None = None) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everyrank.backends.engine import ENGINE
 from everyrank.backends.mpi.calls import UNFINISHED
 from everyrank.errors import CannotRunError, RankFailedError
 
@@ -21,8 +20,6 @@ __all__ = ["load_mpi", "meet"]
 
 _STARTED_BY = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "MV2_")  # how the variables of mpirun and srun begin
 _INSTALL = "pip install 'everyrank[mpi]', or load your cluster's MPI and pip install mpi4py"
-
-_LONGEST_IDLING_SECONDS = 1.0
 
 
 def load_mpi(size: int) -> Any:
@@ -51,9 +48,6 @@ def load_mpi(size: int) -> Any:
 
 def _finalize(mpi: Any) -> None:
     """A collective of all processes of mpirun: not after an error, when the others are elsewhere."""
-    deadline = time.monotonic() + _LONGEST_IDLING_SECONDS
-    while ENGINE.has_work.is_set() and time.monotonic() < deadline:  # until its thread sleeps: where Python ends while
-        time.sleep(0.005)  # a thread is inside torch, the process aborts
     if not UNFINISHED and getattr(sys, "last_value", None) is None and not mpi.Is_finalized():
         mpi.Finalize()
 

@@ -25,7 +25,7 @@ class MpiMessages:
         return list(self.pending)
 
     def _new_lane(self) -> Lane:
-        lane = Lane(self.ranks, self.timeout_seconds)
+        lane = Lane(self.ranks, self.timeout_seconds, is_message=True)
         self.pending[lane] = None
         return lane
 
@@ -49,10 +49,13 @@ class MpiMessages:
     def _receive(self, lane: Lane, tensor: Tensor, source: int | None, tag: int) -> Steps:
         status = self.mpi.Status()
         missing = [rank for rank in range(self.size) if rank != self.rank] if source is None else [source]
+        asked = self.mpi.ANY_SOURCE if source is None else source
+        request = self.communicator.Irecv(self.calls.moved([tensor]), asked, tag)
         try:
-            asked = self.mpi.ANY_SOURCE if source is None else source
-            request = self.communicator.Irecv(self.calls.moved([tensor]), asked, tag)
             yield from self.calls.until_done(request, missing, tensor, status)
+        except GeneratorExit:
+            request.Cancel()  # given up: the next message is for the next receive
+            raise
         finally:
             del self.pending[lane]
         num_bytes, sender = status.Get_count(self.mpi.BYTE), status.Get_source()

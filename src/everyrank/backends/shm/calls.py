@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-__all__ = ["call_text", "encode_call"]
+__all__ = ["call_text", "check_reduction", "encode_call"]
 
 _REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _OPERATIONS = (
@@ -19,9 +19,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 @functools.lru_cache(maxsize=4096)
 def encode_call(operation: str, dtype: torch.dtype, count: int, reduction: str = "none", root: int = 0) -> int:
-    """A call in 63 bits. Raises `RuntimeError` for a reduction that this backend does not have."""
-    if reduction not in _REDUCTIONS:
-        raise RuntimeError(f"{operation}: reduction {reduction}: give one of {', '.join(_REDUCTIONS[1:])}")
+    """A call in 63 bits."""
     number = _OPERATIONS.index(operation) | _DTYPE_NUMBERS[dtype] << 4 | _REDUCTIONS.index(reduction) << 10
     return number | root << 14 | (count & 0xFFFFFFFFF) << 26
 
@@ -32,3 +30,14 @@ def call_text(call: int) -> str:
     words = [f"{call >> 26} elements of {str(dtype).removeprefix('torch.')}"]
     words += [reduction] if reduction != "none" else []
     return f"{_OPERATIONS[call & 15]}({', '.join(words)}, root {call >> 14 & 4095})"
+
+
+def check_reduction(reduction: str, dtype: torch.dtype) -> None:
+    """Raises `RuntimeError` for a reduction that this backend does not have, or not of this dtype."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    if reduction not in _REDUCTIONS or (
+        (reduction in ("band", "bor", "bxor") and not is_whole)
+        or (reduction in ("min", "max") and dtype.is_complex)
+        or (reduction == "avg" and is_whole)
+    ):
+        raise RuntimeError(f"reduction {reduction} of {dtype}: give one of {', '.join(_REDUCTIONS[1:])} that it has")

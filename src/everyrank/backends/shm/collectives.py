@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from everyrank.backends.lane import Steps
-from everyrank.backends.shm.calls import call_text, encode_call
-from everyrank.backends.shm.pieces import as_bytes, check_alike, pieces_of, ranges_of, spans_of
+from everyrank.backends.shm.calls import call_text, check_reduction, encode_call
+from everyrank.backends.shm.pieces import as_bytes, pieces_of, ranges_of, spans_of
 from everyrank.errors import RankFailedError
 
 __all__ = ["LINE", "Slots"]
 
 LINE = 8  # 8-byte words that a processor moves at once: the counters of two ranks never share a line
-_GAVE_UP = 3  # the word of a line that says that its rank has met another call than its own
+_GAVE_UP = 3  # the word of a line that says that an operation of its rank has failed
 _REDUCE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -64,8 +64,12 @@ class Slots:
         self.views: dict[torch.dtype, list[list[Tensor]]] = {}
         self.short: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
+    def give_up(self) -> None:
+        """Tell the others not to wait for this rank: an operation of it has failed."""
+        self.words[self.counters[self.rank] + _GAVE_UP] = 1
+
     def gave_up(self, rank: int) -> bool:
-        """Whether that rank will not come any more, because it was called something else."""
+        """Whether that rank will not come any more."""
         return bool(self.words[self.counters[rank] + _GAVE_UP])
 
     # one phase
@@ -74,6 +78,8 @@ class Slots:
         """Until this rank may write into its slot of the next phase."""
         self.phase += 1
         yield from self._until(self.others, self.phase - 1)
+        if self.phase > 1:  # also of those whose slots nobody has read
+            self._compare(self.others, self.phase - 1)
         self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
 
     def _signal(self) -> None:
@@ -86,15 +92,18 @@ class Slots:
             yield missing
             missing[:] = [rank for rank in missing if words[counters[rank]] < phase]
 
-    def _signalled(self, sources: Sequence[int], call: int) -> Steps:
+    def _signalled(self, sources: Sequence[int]) -> Steps:
         """Signal, and wait until those whose slots are read have written. Raises `RankFailedError` for another call."""
         self._signal()
         yield from self._until(sources, self.phase)
-        place = 1 + self.phase % 2
-        for rank in sources:
+        self._compare(sources, self.phase)
+
+    def _compare(self, others: Sequence[int], phase: int) -> None:
+        place = 1 + phase % 2
+        call = self.words[self.counters[self.rank] + place]
+        for rank in others:
             other = self.words[self.counters[rank] + place]
             if other != call:
-                self.words[self.counters[self.rank] + _GAVE_UP] = 1
                 raise RankFailedError(
                     f"rank {self.ranks[self.rank]} calls {call_text(call)}, rank {self.ranks[rank]} "
                     f"{call_text(other)}: all ranks of a group call the same collectives in the same order"
@@ -124,10 +133,14 @@ class Slots:
         """As `GroupCollectives` says."""
         call = encode_call("barrier", torch.uint8, 0)
         yield from self._begin(call)
-        yield from self._signalled(self.others, call)
+        yield from self._signalled(self.others)
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
         """As `GroupCollectives` says. Short tensors are reduced by every rank, long ones by each rank a part."""
+        check_reduction(reduction, tensor.dtype)
+        return self._all_reduce(tensor, reduction)
+
+    def _all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
         call = encode_call("all_reduce", tensor.dtype, len(tensor), reduction)
         if self.size == 1:
             return
@@ -136,7 +149,7 @@ class Slots:
             if part.nbytes * self.size < _LEAST_DIVIDED_BYTES:
                 slots = self._beginnings(part.dtype, len(part))
                 slots[self.rank].copy_(part)
-                yield from self._signalled(self.others, call)
+                yield from self._signalled(self.others)
                 self._reduce(slots, part, reduction)
             else:
                 yield from self._divided(part, call, reduction)
@@ -148,14 +161,14 @@ class Slots:
         own = self._buffer(part.dtype, self.phase)[self.rank]
         own[:first].copy_(part[:first])
         own[last : len(part)].copy_(part[last:])
-        yield from self._signalled(self.others, call)
+        yield from self._signalled(self.others)
         slots = self._buffer(part.dtype, self.phase)
         mine = part[first:last]
         self._reduce([mine, *(slots[rank][first:last] for rank in self.others)], mine, reduction)
         yield from self._begin(call)
         slots = self._buffer(part.dtype, self.phase)
         slots[self.rank][first:last].copy_(mine)
-        yield from self._signalled(self.others, call)
+        yield from self._signalled(self.others)
         for rank in self.others:
             part[spans[rank]].copy_(slots[rank][spans[rank]])
 
@@ -170,6 +183,10 @@ class Slots:
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
         """As `GroupCollectives` says."""
+        check_reduction(reduction, tensor.dtype)
+        return self._reduce_to(tensor, reduction, root)
+
+    def _reduce_to(self, tensor: Tensor, reduction: str, root: int) -> Steps:
         call = encode_call("reduce", tensor.dtype, len(tensor), reduction, root)
         if self.size == 1:
             return
@@ -178,9 +195,9 @@ class Slots:
             slots = self._buffer(tensor.dtype, self.phase)
             if self.rank != root:
                 slots[self.rank][: len(part)].copy_(part)
-                yield from self._signalled([], call)
+                yield from self._signalled([])
             else:
-                yield from self._signalled(self.others, call)
+                yield from self._signalled(self.others)
                 self._reduce([part, *(slots[rank][: len(part)] for rank in self.others)], part, reduction)
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
@@ -191,41 +208,38 @@ class Slots:
             slot = self._buffer(torch.uint8, self.phase)[root][: len(part)]
             if self.rank == root:
                 slot.copy_(part)
-                yield from self._signalled([], call)
+                yield from self._signalled([])
             else:
-                yield from self._signalled([root], call)
+                yield from self._signalled([root])
                 part.copy_(slot)
 
     def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("all_gather", own.dtype, len(own))
-        check_alike("all_gather", parts, own)
         for span in ranges_of(own.nbytes, self.num_bytes):
             piece = as_bytes(own)[span]
             yield from self._begin(call)
             slots = self._buffer(torch.uint8, self.phase)
             slots[self.rank][: len(piece)].copy_(piece)
-            yield from self._signalled(self.others, call)
+            yield from self._signalled(self.others)
             for rank in range(self.size):
                 as_bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
 
     def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("gather", own.dtype, len(own), root=root)
-        check_alike("gather", parts, own)
         for span in ranges_of(own.nbytes, self.num_bytes):
             piece = as_bytes(own)[span]
             yield from self._begin(call)
             slots = self._buffer(torch.uint8, self.phase)
             slots[self.rank][: len(piece)].copy_(piece)
-            yield from self._signalled(self.others if self.rank == root else [], call)
+            yield from self._signalled(self.others if self.rank == root else [])
             for rank in range(len(parts)):
                 as_bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
 
     def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
         """As `GroupCollectives` says."""
         call = encode_call("scatter", own.dtype, len(own), root=root)
-        check_alike("scatter", parts, own)
         room = self._room()
         for span in ranges_of(own.nbytes, room):
             length = span.stop - span.start
@@ -234,15 +248,18 @@ class Slots:
             if self.rank == root:
                 for rank in range(self.size):
                     slot[rank * room : rank * room + length].copy_(as_bytes(parts[rank])[span])
-                yield from self._signalled([], call)
+                yield from self._signalled([])
             else:
-                yield from self._signalled([root], call)
+                yield from self._signalled([root])
             as_bytes(own)[span].copy_(slot[self.rank * room : self.rank * room + length])
 
     def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """As `GroupCollectives` says."""
+        check_reduction(reduction, own.dtype)
+        return self._reduce_scatter(own, parts, reduction)
+
+    def _reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         call = encode_call("reduce_scatter", own.dtype, len(own), reduction)
-        check_alike("reduce_scatter", parts, own)
         if self.size == 1:
             own.copy_(parts[0])
             return
@@ -253,7 +270,7 @@ class Slots:
             slots = self._buffer(own.dtype, self.phase)
             for rank in self.others:
                 slots[self.rank][rank * room : rank * room + length].copy_(parts[rank][span])
-            yield from self._signalled(self.others, call)
+            yield from self._signalled(self.others)
             first = self.rank * room
             given = [parts[self.rank][span], *(slots[rank][first : first + length] for rank in self.others)]
             self._reduce(given, own[span], reduction)
@@ -265,7 +282,7 @@ class Slots:
         yield from self._begin(call)
         slots = self._buffer(torch.int64, self.phase)
         slots[self.rank][: self.size] = torch.tensor([part.nbytes for part in sent])
-        yield from self._signalled(self.others, call)
+        yield from self._signalled(self.others)
         lengths = [slots[rank][: self.size].tolist() for rank in range(self.size)]
         for rank in range(self.size):
             if lengths[rank][self.rank] != received[rank].nbytes:
@@ -280,7 +297,7 @@ class Slots:
             for rank in range(self.size):
                 piece = as_bytes(sent[rank])[span]
                 slots[self.rank][rank * room : rank * room + len(piece)].copy_(piece)
-            yield from self._signalled(self.others, call)
+            yield from self._signalled(self.others)
             first = self.rank * room
             for rank in range(self.size):
                 piece = as_bytes(received[rank])[span]

@@ -14,11 +14,12 @@ from everyrank.backends.shm.collectives import LINE, Slots
 from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
 from everyrank.backends.shm.segment import map_shared
 from everyrank.backends.transport import Transport
+from everyrank.errors import CannotRunError
 
-__all__ = ["make_shm_group"]
+__all__ = ["make_shm_group", "slot_and_cell"]
 
 _SLOT_BYTES = 2**21
-_CELL_BYTES = 2**16
+_CELL_BYTES = 2**18
 _FEW_RANKS = 16  # of more ranks each has less, so that the address space of a group stays below a gigabyte
 _PAGE = 4096
 
@@ -31,8 +32,7 @@ def make_shm_group(
     Raises `CannotRunError` where they share none, and `RankFailedError` naming who does not come. The memory is taken
     from the machine page by page, when it is first written.
     """
-    share = max(1, size // _FEW_RANKS)
-    slot, cell = _SLOT_BYTES // share, max(_PAGE, _CELL_BYTES // share**2)
+    slot, cell = slot_and_cell(size)
     num_words = LINE * size + words_of_rings(size)
     first_slot = -(-num_words * 8 // _PAGE) * _PAGE
     first_cell = first_slot + 2 * size * slot
@@ -46,18 +46,34 @@ def make_shm_group(
 
     collectives = Slots(rank, size, ranks, words, 0, [list(row) for row in slots])
 
+    lane = Lane(ranks, seconds, broke=collectives.give_up)
+
     def lost(missing: Sequence[int]) -> dict[int, str]:
         gave_up = [one for one in missing if collectives.gave_up(one)]
-        return {one: f"rank {ranks[one]} has met a call that is not its own" for one in gave_up} | peers.lost(missing)
+        return {one: f"rank {ranks[one]} has failed in this group" for one in gave_up} | peers.lost(missing)
 
-    def new_lane(is_any_enough: bool = False) -> Lane:
-        return Lane(ranks, seconds, lost, is_any_enough)
+    lane.lost = lost
+
+    def new_lane(is_any_enough: bool) -> Lane:
+        return Lane(ranks, lane.timeout_seconds, lost, is_any_enough, is_message=True)
 
     transport = Transport(
         "shm",
         collectives,
         Rings(rank, size, ranks, words, LINE * size, cells, new_lane),
-        new_lane(),
+        lane,
         peers.close,
     )
     return PythonGroup(transport, rank, size, name)
+
+
+def slot_and_cell(size: int) -> tuple[int, int]:
+    """Bytes of a slot and of a cell in a group of so many ranks, both whole pages, so that any dtype fits.
+
+    Raises `CannotRunError` for more ranks than a slot has room for.
+    """
+    share = max(1, size // _FEW_RANKS)
+    slot, cell = _SLOT_BYTES // share // _PAGE * _PAGE, max(_PAGE, _CELL_BYTES // share**2 // _PAGE * _PAGE)
+    if slot < 64 * size:
+        raise CannotRunError(f"--backend shm: {size} ranks in a group are too many; use --backend gloo")
+    return slot, cell

@@ -40,7 +40,6 @@ class _Incoming:
     source: int | None
     tag: int
     content: Tensor
-    lane: Lane | None = None
     sender: int | None = None
     is_whole: bool = False
     error: str = ""
@@ -77,10 +76,11 @@ class Rings:
     unasked: list[_Incoming] = field(default_factory=list[_Incoming])
     rings: dict[tuple[int, int], _Ring] = field(default_factory=dict[tuple[int, int], _Ring])
     sending: dict[int, Lane] = field(default_factory=dict[int, Lane])
+    receiving: dict[Lane, None] = field(default_factory=dict[Lane, None])
 
     def lanes(self) -> list[Lane]:
         """Of all messages that may be pending."""
-        return [*self.sending.values(), *(one.lane for one in self.asked if one.lane is not None)]
+        return [*self.sending.values(), *self.receiving]
 
     def send(self, tensor: Tensor, to: int, tag: int) -> tuple[Lane, Steps]:
         """As `GroupMessages` says."""
@@ -104,25 +104,30 @@ class Rings:
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[Lane, Steps]:
         """As `GroupMessages` says. In its place among the receives from now on, whenever its steps are taken."""
-        asked = _Incoming(source, tag, tensor.view(torch.uint8), self.new_lane(source is None))
+        asked = _Incoming(source, tag, tensor.view(torch.uint8))
         found = next((one for one in self.unasked if _fits(asked, one.sender, one.tag)), None)
         if found is None:
             self.asked.append(asked)
         else:
             self.unasked.remove(found)
-        assert asked.lane is not None
-        return asked.lane, self._receive(asked, found)
+        lane = self.new_lane(source is None)
+        self.receiving[lane] = None
+        return lane, self._receive(lane, asked, found)
 
-    def _receive(self, asked: _Incoming, found: _Incoming | None) -> Steps:
+    def _receive(self, lane: Lane, asked: _Incoming, found: _Incoming | None) -> Steps:
         awaited = found or asked
         source = awaited.sender if found is not None else asked.source
         sources = [source] if source is not None else [rank for rank in range(self.size) if rank != self.rank]
         missing = list(sources)
-        while not awaited.is_whole:
-            for rank in sources:
-                self._empty(rank)
-            if not awaited.is_whole:
-                yield missing
+        try:
+            while not awaited.is_whole:
+                if sum(self._empty(rank) for rank in sources):
+                    missing = list(sources)  # something has come: another wait
+                if not awaited.is_whole:
+                    yield missing
+        finally:
+            self._forget(asked, awaited)
+            del self.receiving[lane]
         if found is not None:
             asked.error = self._check_length(asked, found.sender, len(found.content))
             if not asked.error:
@@ -131,9 +136,17 @@ class Rings:
             raise RuntimeError(asked.error)
         return awaited.sender
 
-    def _empty(self, source: int) -> None:
-        """Take what has come from that rank."""
+    def _forget(self, asked: _Incoming, awaited: _Incoming) -> None:
+        """A receive that was given up takes no message any more; where half of one is here, the rest goes nowhere."""
+        if asked in self.asked:
+            self.asked.remove(asked)
+        elif not awaited.is_whole:
+            awaited.content = torch.empty_like(awaited.content)
+
+    def _empty(self, source: int) -> int:
+        """Take what has come from that rank; how many cells."""
         ring, words = self._ring(source, self.rank), self.words
+        before = ring.count
         while words[ring.first_word] > ring.count:
             cell = ring.count % NUM_CELLS
             if ring.current is None:
@@ -147,6 +160,7 @@ class Rings:
             words[ring.first_word + LINE] = ring.count
             if ring.filled >= len(content):
                 current.is_whole, ring.current = True, None
+        return ring.count - before
 
     def _addressee(self, source: int, length: int, tag: int) -> _Incoming:
         """Who has asked for the message that begins here, or memory for it."""

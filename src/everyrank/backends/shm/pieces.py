@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "check_alike", "pieces_of", "ranges_of", "spans_of"]
+__all__ = ["as_bytes", "pieces_of", "ranges_of", "spans_of"]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -27,16 +27,6 @@ def pieces_of(tensor: Tensor, longest: int) -> Sequence[Tensor]:
 
 
 def spans_of(length: int, count: int) -> list[slice]:
-    """0 to `length` in `count` slices, the first ones equal; the last may be shorter, or empty."""
+    """0 to `length` in `count` slices, equal ones first; the last may be shorter or empty."""
     step = -(-length // count)
     return [slice(min(length, step * place), min(length, step * (place + 1))) for place in range(count)]
-
-
-def check_alike(operation: str, parts: Sequence[Tensor], own: Tensor) -> None:
-    """Raises `RuntimeError` for parts that differ in length or dtype."""
-    for part in parts:
-        if part.nbytes != own.nbytes or part.dtype != own.dtype:
-            raise RuntimeError(
-                f"{operation}: a tensor of {len(part)} {part.dtype} beside one of {len(own)} {own.dtype}: "
-                "all ranks' tensors are alike"
-            )

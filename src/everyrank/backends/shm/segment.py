@@ -25,7 +25,7 @@ from everyrank.errors import CannotRunError, RankFailedError
 
 __all__ = ["Peers", "map_shared", "no_shared_memory"]
 
-_STRONG_ORDER = ("x86_64", "amd64", "i686")
+_STRONG_ORDER = ("x86_64", "amd64")
 _TOKEN_BYTES = 16
 _PROBE_BYTES = 4096
 
@@ -51,7 +51,7 @@ def _unfit_machine() -> str:
     """Ranks publish what they wrote by writing a number after it. A processor of weak memory order may show the number
     first, and Python has no instruction against that.
     """
-    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"shared memory needs Linux with memfd and pidfd; this is {platform.system()} {platform.release()}"
     if platform.machine().lower() not in _STRONG_ORDER:
         return f"shared memory needs a processor of strong memory order (x86-64); this is {platform.machine()}"
@@ -104,38 +104,56 @@ def map_shared(
     Raises `CannotRunError` on all of them where one shares no memory with the first, and `RankFailedError` that names
     who did not come in time.
     """
-    descriptor = -1
+    # groups of one name may follow each other: each has keys of its own
+    store = dist.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
+    failure, descriptor, memory = _forbidden(), -1, None
     try:
         if rank == 0:
-            descriptor = os.memfd_create("everyrank", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, num_bytes + _TOKEN_BYTES)
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            os.pwrite(descriptor, token, num_bytes)
-            store.set("where", json.dumps([os.getpid(), descriptor, token.hex()]))
+            if not failure:
+                descriptor = os.memfd_create("everyrank", os.MFD_CLOEXEC)
+                os.ftruncate(descriptor, num_bytes + _TOKEN_BYTES)
+                token = secrets.token_bytes(_TOKEN_BYTES)
+                os.pwrite(descriptor, token, num_bytes)
+                store.set("where", json.dumps([os.getpid(), descriptor, token.hex()]))
+            else:
+                store.set("where", "null")
         found = _answer(store, "where", ranks[0], timeout_seconds)
-        failure = ""
-        if rank != 0:
+        if not failure and found is not None:
             try:
-                descriptor = _open(found, num_bytes)
+                descriptor = descriptor if rank == 0 else _open(found, num_bytes)
+                memory = mmap.mmap(descriptor, num_bytes)
             except OSError as error:
                 failure = f"{type(error).__name__}: {error.strerror}"
         store.set(f"mapped/{rank}", json.dumps([os.getpid(), failure]))
         answers = [_answer(store, f"mapped/{one}", ranks[one], timeout_seconds) for one in range(size)]
-        strangers = [f"rank {ranks[one]} ({why})" for one, (_, why) in enumerate(answers) if why]
-        if strangers:
-            raise CannotRunError(f"no memory is shared with rank {ranks[0]} by {', '.join(strangers)}")
-        return mmap.mmap(descriptor, num_bytes), Peers([pid for pid, _ in answers], ranks)
     finally:
         if descriptor >= 0:  # all have opened it, or nobody waits for it any more
             os.close(descriptor)
+    strangers = [f"rank {ranks[one]} ({why})" for one, (_, why) in enumerate(answers) if why]
+    if strangers or memory is None:
+        raise CannotRunError(f"no memory is shared with rank {ranks[0]} by {', '.join(strangers)}")
+    return memory, Peers([pid for pid, _ in answers], ranks)
+
+
+def _forbidden() -> str:
+    """Why this process cannot have it; empty where it can. Old kernels and containers refuse the system calls."""
+    try:
+        os.close(os.memfd_create("everyrank"))
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+    return ""
 
 
 def _open(found: Any, num_bytes: int) -> int:
     pid, number, token = found
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    if os.pread(descriptor, _TOKEN_BYTES, num_bytes) != bytes.fromhex(token):
+    try:
+        if os.pread(descriptor, _TOKEN_BYTES, num_bytes) != bytes.fromhex(token):
+            raise FileNotFoundError(0, f"process {pid} of this host is another one")
+    except OSError:
         os.close(descriptor)
-        raise FileNotFoundError(0, f"process {pid} of this host is another one")
+        raise
     return descriptor
 
 

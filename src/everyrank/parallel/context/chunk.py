@@ -50,7 +50,9 @@ def attend_backward(
 
 
 def _suits_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dim() == 4 and k.shape[-1] == v.shape[-1] and _flash_is_right()
+    """The operator does not look at strides: torch's own `scaled_dot_product_attention` does before it calls it."""
+    is_plain = all(one.stride(-1) == 1 and one.shape[-2] > 0 for one in (q, k, v))
+    return q.device.type == "cpu" and q.dim() == 4 and k.shape[-1] == v.shape[-1] and is_plain and _flash_is_right()
 
 
 @functools.cache
