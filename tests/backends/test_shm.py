@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -13,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everyrank.backends import register_backend
+from everyrank.backends import PythonGroup, register_backend
+from everyrank.backends.engine import ENGINE
+from everyrank.backends.lane import Lane
 from everyrank.backends.shm import no_shared_memory, segment
 from everyrank.backends.shm.group import slot_and_cell
+from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.world import open_world
@@ -283,7 +287,25 @@ def raced(world: Any, rounds: int) -> int:
 
 
 def test_no_message_is_taken_between_looking_and_asking(ranks: Any) -> None:
-    assert ranks(2, raced, 2000) == [0, 0]
+    assert ranks(2, raced, 500) == [0, 0]
+
+
+def test_a_receive_is_entered_under_the_lock() -> None:
+    """The race above is too rare to be seen without it."""
+    held: list[bool] = []
+
+    class Messages:
+        def receive(self, *_: Any) -> Any:
+            held.append(ENGINE.lock._is_owned())  # type: ignore[attr-defined]
+            return Lane([0], 1.0), iter(())
+
+        def lanes(self) -> list[Lane]:
+            return []
+
+    transport: Any = Transport("shm", None, Messages(), Lane([0], 1.0), lambda: None)  # type: ignore[arg-type]
+    with contextlib.suppress(Exception):
+        PythonGroup(transport, 0, 1, "of this test").recv([torch.zeros(1)], 0, 0)
+    assert held == [True]
 
 
 def again(world: Any) -> list[Any]:
