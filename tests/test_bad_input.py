@@ -180,7 +180,7 @@ CALLS = [
     ("train digits --timeout nan", ["--timeout nan", "more than 0"]),
     # choices
     ("train digits --device gpu", ["--device gpu", "cpu or cuda"]),
-    ("train digits --backend mpi", ["--backend mpi", "shm, gloo, nccl"]),
+    ("train digits --backend ucc", ["--backend ucc", "shm, gloo, nccl, mpi"]),
     ("train digits --launcher ssh", ["--launcher ssh", "spawn, torchrun"]),
     # settings
     ("train digits --set lr", ["--set lr", "key=value"]),
