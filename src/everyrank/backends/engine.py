@@ -22,14 +22,14 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
+from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
 from torch.profiler import record_function
 
 from everyrank.backends.lane import Lane, Steps
 from everyrank.errors import RankFailedError, describe
 
-__all__ = ["ENGINE", "Engine", "PendingWork"]
+__all__ = ["ENGINE", "Engine", "PendingWork", "recorded"]
 
 _SPINS = 200  # looks at what is waited for, before the clock is looked at
 _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
@@ -39,9 +39,9 @@ _LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
 _LINGER_SECONDS, _THREAD_PAUSE = 0.1, 0.0002  # the thread stays awake so long after its last work, and sleeps between
 
 
-def _recorded(name: str) -> contextlib.AbstractContextManager[Any]:
+def recorded(name: str) -> contextlib.AbstractContextManager[Any]:
     """Under a profiler, the span of a call: "shm:all_reduce"."""
-    return record_function(name.replace(" ", ":")) if _profiler_enabled() else contextlib.nullcontext()
+    return record_function(name.replace(" ", ":")) if profiler._is_profiler_enabled else contextlib.nullcontext()  # pyright: ignore
 
 
 class PendingWork(Work):
@@ -69,7 +69,7 @@ class PendingWork(Work):
         if not self.done:
             if not self.is_awaited:
                 self.is_awaited, self.since = True, time.monotonic()
-            with _recorded(self.name):
+            with recorded(self.name):
                 ENGINE.finish(self, timeout.total_seconds() if timeout else None)
         if self.error is not None:
             raise self.error
@@ -143,14 +143,13 @@ class Engine:
             if operation.done:
                 return operation
             self.pending[lane] = None
-        with _recorded(operation.name):
-            if not is_async:
-                self.finish(operation, None)
-            else:
-                with self._as_waiter():
-                    is_done = patience > 0 and (self._spin(operation) or self._drive(operation, patience, None))
-                if not is_done:
-                    self._leave_to_thread()
+        if not is_async:
+            self.finish(operation, None)
+        else:
+            with self._as_waiter():
+                is_done = patience > 0 and (self._spin(operation) or self._drive(operation, patience, None))
+            if not is_done:
+                self._leave_to_thread()
         return operation
 
     def finish(self, work: PendingWork, timeout_seconds: float | None) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyrank.backends.engine import ENGINE, PendingWork
+from everyrank.backends.engine import ENGINE, PendingWork, recorded
 from everyrank.backends.flat import Outputs, check_alike, flattened, split_rows
 from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.transport import Transport
@@ -257,7 +257,8 @@ class PythonGroup(_ProcessGroup):
     ) -> PendingWork:
         self._observe(name, handed_in)
         work = PendingWork(f"{self.transport.backend} {name}", self.transport.lane, back.after(steps), list(tensors))
-        return ENGINE.start(work, is_async=bool(getattr(opts, "asyncOp", False)))
+        with recorded(work.name):
+            return ENGINE.start(work, is_async=bool(getattr(opts, "asyncOp", False)))
 
     def _observe(self, name: str, handed_in: Sequence[Tensor]) -> None:
         for observer in _OBSERVERS:

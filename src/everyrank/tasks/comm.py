@@ -55,9 +55,8 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
         if name == world.backend and size == world.size:
             found[name] = world.group
         else:
-            if name in OWN_BACKENDS:
-                register_backend(name)
-            own: Any = dist.new_subgroups_by_enumeration(members, backend=name)[0]
+            of_torch = register_backend(name) if name in OWN_BACKENDS else name
+            own: Any = dist.new_subgroups_by_enumeration(members, backend=of_torch)[0]
             found[name] = own
     return found
 
