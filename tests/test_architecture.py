@@ -74,6 +74,7 @@ INSIDE = {
         "ray_driver",
     ],
     "backends": [
+        "said",
         "lane",
         "engine",
         "transport",

@@ -2,6 +2,7 @@
 
 Registered with torch where a World asks for them; every group made inside that world is one of theirs, too.
 
+    said.py       what a rank has said in the store, while a group is made
     lane.py       operations that come one after the other, and whom they wait for
     engine.py     operations that wait for other ranks, moved on by whoever waits
     flat.py       tensors as transports take them
@@ -28,7 +29,9 @@ _TORCH_NAMES = {"mpi": "everyrank_mpi"}  # torch keeps `mpi` for its own, which 
 
 
 def register_backend(name: str) -> str:
-    """Tell torch how a group of this backend is made, again and again if need be. Its name for `init_process_group`."""
+    """The name for `init_process_group`; of a backend of ours torch is told how its groups are made, too."""
+    if name not in OWN_BACKENDS:
+        return name
 
     def make(asked: Any, _: Any) -> PythonGroup:
         # of the default group torch gives no list

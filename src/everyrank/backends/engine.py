@@ -285,7 +285,7 @@ class Engine:
             lane = next(iter(list(self.pending)), None)
             first = lane.waiting[0] if lane is not None and lane.waiting else None
             if first is not None:
-                with record_function(first.name.replace(" ", ":")):  # a profiler sees how long it was under way
+                with recorded(first.name):  # how long it was under way
                     self._work_on(first)
                 last = time.monotonic()
             elif time.monotonic() > last + _LINGER_SECONDS:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everyrank.backends import OWN_BACKENDS, register_backend
+from everyrank.backends import register_backend
 from everyrank.collectives.operations import OPERATIONS
 from everyrank.collectives.question import CommOptions, size_text
 from everyrank.collectives.strides import check_strides
@@ -55,8 +55,7 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
         if name == world.backend and size == world.size:
             found[name] = world.group
         else:
-            of_torch = register_backend(name) if name in OWN_BACKENDS else name
-            own: Any = dist.new_subgroups_by_enumeration(members, backend=of_torch)[0]
+            own: Any = dist.new_subgroups_by_enumeration(members, backend=register_backend(name))[0]
             found[name] = own
     return found
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from everyrank.backends import OWN_BACKENDS, no_shared_memory, register_backend
+from everyrank.backends import no_shared_memory, register_backend
 from everyrank.errors import CannotRunError
 from everyrank.launch import Launch, RankInfo, num_cores
 from everyrank.launch.hosts import choose_interface, usable_interfaces
@@ -115,7 +115,7 @@ def _with_settled_backend(world: World, asked: str | None, is_one_machine: bool)
 
 
 def _init_process_group(world: World) -> None:
-    backend = register_backend(world.backend) if world.backend in OWN_BACKENDS else world.backend
+    backend = register_backend(world.backend)
     dist.init_process_group(
         # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,

@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from everyrank.backends.mpi.calls import UNFINISHED
-from everyrank.errors import CannotRunError, RankFailedError
+from everyrank.backends.said import said
+from everyrank.errors import CannotRunError
 
 __all__ = ["load_mpi", "meet"]
 
@@ -56,7 +56,7 @@ def meet(store: dist.Store, mpi: Any, rank: int, size: int, ranks: Sequence[int]
     """The rank of each in MPI's own world, once all have come. Raises `CannotRunError` on all if these are no world."""
     world = mpi.COMM_WORLD
     store.set(f"place/{rank}", json.dumps([world.Get_rank(), world.Get_size()]))
-    found = [_answer(store, f"place/{one}", ranks[one], seconds) for one in range(size)]
+    found = [said(store, f"place/{one}", ranks[one], "MPI group", seconds) for one in range(size)]
     places, sizes = [place for place, _ in found], {count for _, count in found}
     if len(set(places)) < size or len(sizes) > 1:
         library = mpi.Get_library_version().partition(",")[0].splitlines()[0].strip("\0 ")
@@ -64,16 +64,3 @@ def meet(store: dist.Store, mpi: Any, rank: int, size: int, ranks: Sequence[int]
             f"--backend mpi: MPI knows {min(sizes)} of {size} ranks; mpi4py uses {library}: start them by its mpirun"
         )
     return places
-
-
-def _answer(store: dist.Store, name: str, rank: int, seconds: float) -> Any:
-    deadline, pause = time.monotonic() + seconds, 0.0002
-    try:
-        while not store.check([name]):
-            if time.monotonic() > deadline:
-                raise RankFailedError(f"rank {rank} did not come to the MPI group within {seconds:g} s (--timeout)")
-            time.sleep(pause)
-            pause = min(0.02, pause * 1.5)
-        return json.loads(store.get(name))
-    except RuntimeError as error:  # torch's DistNetworkError
-        raise RankFailedError(f"the store no longer answers: {str(error).splitlines()[0]}") from error

@@ -82,9 +82,6 @@ class Slots:
             self._compare(self.others, self.phase - 1)
         self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
 
-    def _signal(self) -> None:
-        self.words[self.counters[self.rank]] = self.phase
-
     def _until(self, sources: Sequence[int], phase: int) -> Steps:
         words, counters = self.words, self.counters
         missing = [rank for rank in sources if words[counters[rank]] < phase]
@@ -94,7 +91,7 @@ class Slots:
 
     def _signalled(self, sources: Sequence[int]) -> Steps:
         """Signal, and wait until those whose slots are read have written. Raises `RankFailedError` for another call."""
-        self._signal()
+        self.words[self.counters[self.rank]] = self.phase
         yield from self._until(sources, self.phase)
         self._compare(sources, self.phase)
 
@@ -215,27 +212,22 @@ class Slots:
 
     def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
         """As `GroupCollectives` says."""
-        call = encode_call("all_gather", own.dtype, len(own))
-        for span in ranges_of(own.nbytes, self.num_bytes):
-            piece = as_bytes(own)[span]
-            yield from self._begin(call)
-            slots = self._buffer(torch.uint8, self.phase)
-            slots[self.rank][: len(piece)].copy_(piece)
-            yield from self._signalled(self.others)
-            for rank in range(self.size):
-                as_bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
+        return self._gather(encode_call("all_gather", own.dtype, len(own)), parts, own)
 
     def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
-        call = encode_call("gather", own.dtype, len(own), root=root)
+        return self._gather(encode_call("gather", own.dtype, len(own), root=root), parts, own)
+
+    def _gather(self, call: int, parts: list[Tensor], own: Tensor) -> Steps:
+        """`own` of each rank, on those that have `parts` for them."""
         for span in ranges_of(own.nbytes, self.num_bytes):
             piece = as_bytes(own)[span]
             yield from self._begin(call)
             slots = self._buffer(torch.uint8, self.phase)
             slots[self.rank][: len(piece)].copy_(piece)
-            yield from self._signalled(self.others if self.rank == root else [])
-            for rank in range(len(parts)):
-                as_bytes(parts[rank])[span].copy_(slots[rank][: len(piece)])
+            yield from self._signalled(self.others if parts else [])
+            for part, slot in zip(parts, slots, strict=False):
+                as_bytes(part)[span].copy_(slot[: len(piece)])
 
     def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
         """As `GroupCollectives` says."""

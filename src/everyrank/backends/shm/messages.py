@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.shm.collectives import LINE
+from everyrank.backends.shm.pieces import as_bytes
 
 __all__ = ["NUM_CELLS", "Rings", "words_of_rings"]
 
@@ -86,7 +87,7 @@ class Rings:
         """As `GroupMessages` says."""
         if to not in self.sending:
             self.sending[to] = self.new_lane(False)
-        return self.sending[to], self._send(tensor.view(torch.uint8), to, tag)
+        return self.sending[to], self._send(as_bytes(tensor), to, tag)
 
     def _send(self, content: Tensor, to: int, tag: int) -> Steps:
         ring, words = self._ring(self.rank, to), self.words
@@ -104,7 +105,7 @@ class Rings:
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[Lane, Steps]:
         """As `GroupMessages` says. In its place among the receives from now on, whenever its steps are taken."""
-        asked = _Incoming(source, tag, tensor.view(torch.uint8))
+        asked = _Incoming(source, tag, as_bytes(tensor))
         found = next((one for one in self.unasked if _fits(asked, one.sender, one.tag)), None)
         if found is None:
             self.asked.append(asked)

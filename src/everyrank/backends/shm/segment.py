@@ -15,13 +15,13 @@ import platform
 import secrets
 import select
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from everyrank.errors import CannotRunError, RankFailedError
+from everyrank.backends.said import said
+from everyrank.errors import CannotRunError
 
 __all__ = ["Peers", "map_shared", "no_shared_memory"]
 
@@ -117,7 +117,7 @@ def map_shared(
                 store.set("where", json.dumps([os.getpid(), descriptor, token.hex()]))
             else:
                 store.set("where", "null")
-        found = _answer(store, "where", ranks[0], timeout_seconds)
+        found = said(store, "where", ranks[0], "shared memory", timeout_seconds)
         if not failure and found is not None:
             try:
                 descriptor = descriptor if rank == 0 else _open(found, num_bytes)
@@ -125,7 +125,7 @@ def map_shared(
             except OSError as error:
                 failure = f"{type(error).__name__}: {error.strerror}"
         store.set(f"mapped/{rank}", json.dumps([os.getpid(), failure]))
-        answers = [_answer(store, f"mapped/{one}", ranks[one], timeout_seconds) for one in range(size)]
+        answers = [said(store, f"mapped/{one}", ranks[one], "shared memory", timeout_seconds) for one in range(size)]
     finally:
         if descriptor >= 0:  # all have opened it, or nobody waits for it any more
             os.close(descriptor)
@@ -155,19 +155,3 @@ def _open(found: Any, num_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _answer(store: dist.Store, name: str, rank: int, timeout_seconds: float) -> Any:
-    """What that rank has said under this name, when it has."""
-    deadline, pause = time.monotonic() + timeout_seconds, 0.0002
-    try:
-        while not store.check([name]):
-            if time.monotonic() > deadline:
-                raise RankFailedError(
-                    f"rank {rank} did not come to the shared memory within {timeout_seconds:g} s (--timeout)"
-                )
-            time.sleep(pause)
-            pause = min(0.02, pause * 1.5)
-        return json.loads(store.get(name))
-    except RuntimeError as error:  # torch's DistNetworkError
-        raise RankFailedError(f"the store no longer answers: {str(error).splitlines()[0]}") from error

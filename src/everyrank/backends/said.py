@@ -1,0 +1,32 @@
+"""What a rank has said in the store, while a group is made."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from everyrank.errors import RankFailedError
+
+__all__ = ["said"]
+
+
+def said(store: dist.Store, name: str, rank: int, where: str, timeout_seconds: float) -> Any:
+    """The JSON under this name, when it is there. `rank` is to come to `where` and say it.
+
+    Raises `RankFailedError` that names a rank which does not, or where the store is gone.
+    """
+    deadline, pause = time.monotonic() + timeout_seconds, 0.0002
+    try:
+        while not store.check([name]):
+            if time.monotonic() > deadline:
+                raise RankFailedError(
+                    f"rank {rank} did not come to the {where} within {timeout_seconds:g} s (--timeout)"
+                )
+            time.sleep(pause)
+            pause = min(0.02, pause * 1.5)
+        return json.loads(store.get(name))
+    except RuntimeError as error:  # torch's DistNetworkError
+        raise RankFailedError(f"the store no longer answers: {str(error).splitlines()[0]}") from error
