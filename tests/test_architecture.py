@@ -33,6 +33,7 @@ ORDER = [
     "builtin",
     "parallel",
     "strategies",
+    "simulations",
     "loop",
     "measure",
     "checkpoint",
@@ -51,7 +52,7 @@ ORDER = [
 INSIDE = {
     "api": ["calls", "scaling"],
     "workload": ["workload", "batch", "find"],
-    "layout": ["table", "layout", "contract"],
+    "layout": ["options", "table", "layout", "contract"],
     "runs": ["about", "folder", "lock"],
     "launch": [
         "hosts",
@@ -118,6 +119,8 @@ INSIDE = {
         "batch_gather",
         "loss",
         "ema",
+        "local_sgd",
+        "compress",
         "gradients",
         "trainable",
         "batch_norm",
@@ -143,6 +146,7 @@ INSIDE = {
         "own",
         "check_equal",
     ],
+    "simulations": ["ranks", "replicas", "local_sgd"],
     "parity": [
         "rows",
         "samples",
@@ -403,6 +407,7 @@ SHARED = {
     "find": "a launcher's program",
     "main": "a module that is run",
     "prepare": "a strategy",
+    "simulate": "a simulation",
     "render": "a launcher's commands",
     "run": "what a command does; in api/, the call from Python",
     "workload": "a file of a workload, as a person would write one",
@@ -432,6 +437,7 @@ def test_no_name_for_two_things() -> None:
 
 # Longer than 40 lines, and why.
 LONG = {
+    "strategies.ddp.prepare": "the same",
     "strategies.fsdp.prepare": "step and predict are read beside what they close over: the file is a tutorial",
     "strategies.own.prepare": "the same",
     "strategies.pipeline.prepare": "the same",

@@ -59,6 +59,28 @@ def test_ddp_accumulate(ranks: Any) -> None:
     assert found == [{"all_reduce": [TRAINED + 2]}] * 2
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_compressed_to_16_bits(ranks: Any, dtype: str) -> None:
+    """As many elements of half the size: to each rank its slice, and the sums back; the count as it is."""
+    padded = -(-TRAINED // 3) * 3
+    expected = {"all_to_all": [padded], "all_gather": [padded // 3], "all_reduce": [2]}
+    assert ranks(3, traffic, f"ddp:compress={dtype}", {}) == [expected] * 3
+
+
+def test_powersgd(ranks: Any) -> None:
+    """Of a matrix (n, m) the n of all, then the m; the rest, and the count, as they are."""
+    expected = {"all_reduce": sorted([3 + 2, 7 + 3, TRAINED - 7 * 3 - 3 * 2 + 2])}
+    for found in ranks(2, traffic, "ddp:compress=powersgd", {}):
+        assert {key: sorted(value) for key, value in found.items()} == expected
+
+
+@pytest.mark.parametrize(("every", "sent"), [(1, True), (2, True), (3, True), (4, False), (8, False)])
+def test_local_sgd(ranks: Any, every: int, sent: bool) -> None:
+    """The trained parameters, their momentum, a buffer of two, and the number of terms; in between nothing."""
+    expected = {"all_reduce": [TRAINED + TRAINED + 2 + 1], "broadcast": [1]} if sent else {}
+    assert ranks(2, traffic, f"local_sgd:every={every}", {}) == [expected] * 2
+
+
 def test_zero1(ranks: Any) -> None:
     """The same, and each owner's parameters once; frozen ones stay at home."""
     for found in ranks(2, traffic, "zero1", {}):

@@ -42,10 +42,11 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
     "contrastive": "contrastive",
 }
 OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
+COMPRESSED = {"ddp_compressed"}  # which rounds: tests/recipes/test_compressed.py
 # lines; the others have 175 at most
 LONG = {"collectives": 270, "context": 230, "imagenet_ddp": 215, "pipeline": 185, "point_to_point": 190}
 NAMES = [
-    name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE, *OPERATIONS}
+    name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED}
 ]  # it reads images: see the end
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
 # The recipes read the first of them: 365 to train with and 91 held out, which 2, 3 and 4 ranks do not divide. An epoch
@@ -77,6 +78,8 @@ LAYOUTS = {
     "multi_node": "ddp:precision=float64",
     "elastic_torchrun": "ddp:precision=float64",
     "ring_allreduce": "ddp:precision=float64",
+    "local_sgd": "local_sgd:every=4,precision=float64",
+    "parameter_averaging": "ddp:precision=float64",
     "slurm": "ddp:precision=float64",
     "mpi": "ddp:precision=float64",
     "ray_actors": "ddp:precision=float64",
@@ -115,6 +118,8 @@ MUTATIONS = {
         'DistributedSampler(train_data, world_size, int(os.environ["LOCAL_RANK"]), seed=SEED)',
     ),
     "elastic_torchrun": ('optimizer.load_state_dict(box[0]["optimizer"])', "pass"),  # the momentum is lost
+    "local_sgd": ("weight += len(labels)", "weight += 1"),  # a rank with fewer samples counts as much
+    "parameter_averaging": ("[*model.parameters(), *state]", "[*model.parameters()]"),  # the momentum stays its own
     "ring_allreduce": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # what its own checks cannot see
     "slurm": ("(loss * world_size / size)", "(loss * world_size / BATCH)"),
     "mpi": ("        dist.all_reduce(losses)\n", ""),  # rank 0 prints the losses of its own half

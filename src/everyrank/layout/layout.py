@@ -37,6 +37,8 @@ class Layout:
     recompute   activation checkpointing of `Workload.blocks`
     compile     torch.compile
     options     keys of the strategy's own
+    simulated   0: run it on the ranks there are; else one process does what so many ranks would do, for layouts that
+                change the mathematics: what they are compared with
 
     Raises `LayoutError` for a value that the strategy does not know.
     """
@@ -48,6 +50,7 @@ class Layout:
     recompute: bool = False
     compile: bool = False
     options: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+    simulated: int = 0
 
     def __post_init__(self) -> None:
         strategy = find_strategy(self.strategy)
@@ -62,6 +65,9 @@ class Layout:
                 raise LayoutError(f"layout {self}: {self.strategy} has no mesh axis {axis}; {_keys_of(self.strategy)}")
             if degree < 1:
                 raise LayoutError(f"layout {self}: {axis}={degree}: give at least 1 rank")
+        self._check_options(strategy)
+
+    def _check_options(self, strategy: Strategy) -> None:
         kinds = strategy.kinds()
         for key, value in self.options.items():
             if key not in kinds:
@@ -73,6 +79,11 @@ class Layout:
             problem = self.read(options).conflict(self)
             if problem:
                 raise LayoutError(f"layout {self}: {problem}")
+        if self.simulated < 0 or (self.simulated and self.is_exact):
+            raise LayoutError(
+                f"layout {self}: simulated={self.simulated}: one process stands for at least 1 rank of a layout that "
+                "changes the mathematics; of any other it is what single does"
+            )
 
     def read(self, kind: type[T]) -> T:
         """The options of one kind (a dataclass of table.py); defaults where the layout says nothing."""
@@ -88,6 +99,7 @@ class Layout:
             parts.append(f"precision={self.precision}")
         parts += [key for key in ("recompute", "compile") if getattr(self, key)]
         parts += [f"{key}={_text(value)}" for key, value in self.options.items()]
+        parts += [f"simulated={self.simulated}"] if self.simulated else []
         return self.strategy + (":" + ",".join(parts) if parts else "")
 
     @property
@@ -99,8 +111,20 @@ class Layout:
 
     @property
     def axis(self) -> str | None:
-        """The strategy's own mesh axis; None for a strategy of one process."""
-        return self.row.axis
+        """The strategy's own mesh axis; None for what runs in one process."""
+        return None if self.simulated else self.row.axis
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the mathematics is that of one device; else it is compared with `simulation`."""
+        return all(self.read(options).is_exact() for options in self.row.options)
+
+    def simulation(self, world_size: int) -> Layout:
+        """The same mathematics in one process: what each of the ranks that read samples of their own would do."""
+        same_samples = ("pipeline", "context", "tensor")
+        sizes = self.mesh(world_size)
+        ranks = self.simulated or math.prod(size for axis, size in sizes.items() if axis not in same_samples)
+        return dataclasses.replace(self, degrees={}, simulated=ranks)
 
     def mesh(self, world_size: int) -> dict[str, int]:
         """Ranks along each mesh axis, outermost first, for a world of this size; {} for one process.
@@ -152,7 +176,13 @@ def parse_layout(text: str) -> Layout:
             raise LayoutError(f"layout {text!r}: {key} is given twice")
         pairs[key] = value if equals else "true"
     options = row.kinds()
-    common: dict[str, type] = {"accumulate": int, "precision": str, "recompute": bool, "compile": bool}
+    common: dict[str, type] = {
+        "accumulate": int,
+        "precision": str,
+        "recompute": bool,
+        "compile": bool,
+        "simulated": int,
+    }
     found: dict[str, dict[str, object]] = {"degrees": {}, "common": {}, "options": {}}
     for key, value in pairs.items():
         if key in AXES or (row.any_axes and key not in common and key.isidentifier()):

@@ -1,10 +1,4 @@
-"""The strategies, one row each, and the options that a strategy has beside what is common to all layouts.
-
-The options of a mechanism are a frozen dataclass that inherits `StrategyOptions`: the names of its fields are the keys,
-their defaults hold where a layout leaves a key out, their annotations say what a value may be: bool, int (at least 1),
-float (above 0), a Literal of words, or `int | None` and `float | None`. A strategy lists the options of the mechanisms
-that it composes (no key twice) and reads them with `layout.read(DDPOptions)`.
-"""
+"""The strategies, one row each, and what a row says. Their options are in options.py."""
 
 from __future__ import annotations
 
@@ -15,168 +9,29 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from everyrank.layout.layout import Layout
+from everyrank.layout.options import (
+    BatchNormOptions,
+    CompressOptions,
+    ContextOptions,
+    DataParallelOptions,
+    DDPOptions,
+    DeviceOptions,
+    FSDPOptions,
+    LocalSGDOptions,
+    OwnCodeOptions,
+    PipelineOptions,
+    TensorOptions,
+)
 
-__all__ = [
-    "AXES",
-    "STRATEGIES",
-    "ContextOptions",
-    "DDPOptions",
-    "DataParallelOptions",
-    "DeviceOptions",
-    "FSDPOptions",
-    "OwnCodeOptions",
-    "PipelineOptions",
-    "Strategy",
-    "StrategyOptions",
-    "TensorOptions",
-    "find_strategy",
-    "problem_with",
-]
+__all__ = ["AXES", "STRATEGIES", "Strategy", "find_strategy", "problem_with"]
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too.
 
 (An expert axis would stand between context and tensor.)
 """
-
-
-@dataclass(frozen=True)
-class StrategyOptions:
-    """The options of one mechanism."""
-
-    def conflict(self, layout: Layout) -> str:
-        """What in `layout` these options do not go together with; nothing: an empty text."""
-        del layout
-        return ""
-
-
-@dataclass(frozen=True)
-class DDPOptions(StrategyOptions):
-    """DistributedDataParallel.
-
-    bucket_mb      size of a gradient bucket in MiB; None: torch's own
-    static_graph   every update uses the same parameters
-    find_unused    some updates leave parameters out
-    """
-
-    bucket_mb: float | None = None
-    static_graph: bool = False
-    find_unused: bool = False
-
-    def conflict(self, layout: Layout) -> str:
-        """Torch learns a static graph in the first backward that sends gradients."""
-        if self.static_graph and layout.accumulate > 1:
-            return (
-                "torch learns a static graph while it sends gradients, and the first backward of several micro-batches "
-                "sends none; leave out static_graph or accumulate"
-            )
-        return ""
-
-
-@dataclass(frozen=True)
-class FSDPOptions(StrategyOptions):
-    """`fully_shard`.
-
-    reshard_after_forward   gathered blocks are let go of after forward, and gathered again in backward
-    meta                    build the model in full on rank 0's CPU alone
-    """
-
-    reshard_after_forward: bool = True
-    meta: bool = False
-
-
-@dataclass(frozen=True)
-class TensorOptions(StrategyOptions):
-    """Split matrices. `sequence`: activations between them are split along the sequence."""
-
-    sequence: bool = False
-
-    def conflict(self, layout: Layout) -> str:
-        """Only a layout with a tensor axis has a use for it."""
-        return _needs_axis(layout, "sequence", "tensor")
-
-
-@dataclass(frozen=True)
-class ContextOptions(StrategyOptions):
-    """Split sequences. `method`: how attention reaches over the ranks."""
-
-    method: Literal["ring", "ulysses"] = "ring"
-
-    def conflict(self, layout: Layout) -> str:
-        """Only a layout with a context axis has a use for it."""
-        return _needs_axis(layout, "method", "context")
-
-
-@dataclass(frozen=True)
-class PipelineOptions(StrategyOptions):
-    """Stages of blocks.
-
-    schedule       which rank does what when
-    microbatches   micro-batches that go through together; None: twice the ranks of the pipeline
-    chunks         stages on each rank, under schedule=interleaved
-    """
-
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
-    microbatches: int | None = None
-    chunks: int = 2
-
-    def conflict(self, layout: Layout) -> str:
-        """What a schedule does not go together with."""
-        split = [axis for axis in ("shard", "tensor") if layout.degrees.get(axis, 1) > 1]
-        if self.schedule == "zero-bubble" and split:
-            return f"gradients of weights that lie in parts ({split[0]}) cannot wait; use schedule=1f1b"
-        if self.schedule == "zero-bubble" and layout.compile:
-            return "the compiler does not know of weight gradients that wait; leave out compile, or use schedule=1f1b"
-        if "chunks" in layout.options and self.schedule != "interleaved":
-            return "chunks is for schedule=interleaved"
-        return ""
-
-
-@dataclass(frozen=True)
-class DeviceOptions(StrategyOptions):
-    """Devices of each rank, for models that lie on several."""
-
-    devices: int = 1
-
-
-@dataclass(frozen=True)
-class DataParallelOptions(StrategyOptions):
-    """nn.DataParallel has no options; what it does not go together with is said here."""
-
-    def conflict(self, layout: Layout) -> str:
-        """Its copies of the model are made anew in every step."""
-        if layout.recompute:
-            return "its copies of the model do not survive recompute; use ddp"
-        if layout.compile:
-            return (
-                "what is compiled keeps the weights of the first device, and each copy of the model would answer with "
-                "them; leave out compile, or use ddp:compile"
-            )
-        return ""
-
-
-@dataclass(frozen=True)
-class OwnCodeOptions(StrategyOptions):
-    """A person's `parallelize` has no options here; what it does itself cannot be asked for a second time."""
-
-    def conflict(self, layout: Layout) -> str:
-        """What belongs into the function."""
-        for key in ("recompute", "compile"):
-            if getattr(layout, key):
-                return f"own parallel code does that itself; leave out {key}, and do it in the function"
-        if layout.precision not in ("float32", "float64"):
-            return f"own parallel code chooses its mixed precision itself; leave out precision={layout.precision}"
-        return ""
-
-
-def _needs_axis(layout: Layout, key: str, axis: str) -> str:
-    if key in layout.options and layout.axis != axis and layout.degrees.get(axis, 1) == 1:
-        return f"{key} is for an axis that this layout has not; give {axis}=2, say"
-    return ""
 
 
 Kind = type | tuple[str, ...]
@@ -192,6 +47,7 @@ class Strategy:
     options     those of the mechanisms that it composes
     also_axes   further mesh axes that it goes with
     any_axes    its mesh axes have names of a person's own
+    simulation  the file of simulations/ that does in one process what ranks do, for options that change the mathematics
     """
 
     module: str
@@ -199,6 +55,7 @@ class Strategy:
     options: tuple[type[Any], ...] = ()
     also_axes: tuple[str, ...] = ()
     any_axes: bool = False
+    simulation: str = ""
 
     def kinds(self) -> Mapping[str, Kind]:
         """Key -> what its value may be, for all options of the strategy."""
@@ -236,21 +93,24 @@ STRATEGIES: dict[str, Strategy] = {
     "ddp": Strategy(
         "everyrank.strategies.ddp",
         "replicate",
-        (DDPOptions, ContextOptions, TensorOptions, DeviceOptions),
+        (DDPOptions, BatchNormOptions, CompressOptions, ContextOptions, TensorOptions, DeviceOptions),
         ("context", "tensor"),
+        simulation="replicas",
     ),
-    "zero1": Strategy("everyrank.strategies.zero1", "replicate", (DDPOptions,)),
+    "zero1": Strategy("everyrank.strategies.zero1", "replicate", (DDPOptions, BatchNormOptions), simulation="replicas"),
     "fsdp": Strategy(
         "everyrank.strategies.fsdp",
         "shard",
-        (FSDPOptions, ContextOptions, TensorOptions),
+        (FSDPOptions, BatchNormOptions, ContextOptions, TensorOptions),
         ("replicate", "context", "tensor"),
+        simulation="replicas",
     ),
     "tensor": Strategy("everyrank.strategies.tensor", "tensor", (TensorOptions,)),
     "context": Strategy("everyrank.strategies.context", "context", (ContextOptions, DDPOptions)),
     "pipeline": Strategy(
         "everyrank.strategies.pipeline", "pipeline", (PipelineOptions,), ("replicate", "shard", "tensor")
     ),
+    "local_sgd": Strategy("everyrank.strategies.local_sgd", "replicate", (LocalSGDOptions,), simulation="local_sgd"),
 }
 """Deleting a strategy is removing its file and its row here (and options that no other row has)."""
 

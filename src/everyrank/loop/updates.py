@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,16 +30,20 @@ def run_updates(prepared: Prepared, dataset: Any, updates: Iterable[Update], rev
     """
     updates = updates if isinstance(updates, Sequence) else list(updates)
     workload = prepared.workload
-    batches = batches_for_updates(
-        workload,
-        dataset,
-        updates,
-        prepared.data_slice,
-        prepared.num_micro_batches,
-        prepared.world,
-        prepared.dtype,
-        reverse,
-    )
+    of_ranks = [
+        batches_for_updates(
+            workload,
+            dataset,
+            updates,
+            reads,
+            prepared.num_micro_batches,
+            prepared.world,
+            prepared.dtype,
+            reverse,
+        )
+        for reads in prepared.data_slices
+    ]
+    batches = (list(itertools.chain.from_iterable(own)) for own in zip(*of_ranks, strict=True))
     lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
     return _run(prepared, updates, batches, lone)
 

@@ -23,7 +23,7 @@ from everyrank.errors import WorkloadError
 from everyrank.parallel.micro_batch import MicroBatchState
 from everyrank.world import World
 
-__all__ = ["apply_batch_norm", "find_batch_norms", "has_batch_norm", "refuse_lone_samples"]
+__all__ = ["apply_batch_norm", "broadcast_statistics", "find_batch_norms", "has_batch_norm", "refuse_lone_samples"]
 
 
 _KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -52,6 +52,25 @@ def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> 
             )
         module.__class__ = _SynchronisedBatchNorm
         module.everyrank = (state, world)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def broadcast_statistics(model: nn.Module, world: World) -> None:
+    """Rank 0's running statistics on all ranks, as DistributedDataParallel has it by default. A collective."""
+    if world.size == 1 or world.group is None:
+        return
+    buffers = [
+        buffer
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+        for buffer in module.buffers(recurse=False)
+    ]
+    for kind in dict.fromkeys(buffer.dtype for buffer in buffers):  # one broadcast for each type
+        own = [buffer for buffer in buffers if buffer.dtype == kind]
+        flat = torch.cat([buffer.reshape(-1) for buffer in own])
+        dist.broadcast(flat, src=0, group=world.group)
+        for buffer, values in zip(own, flat.split([buffer.numel() for buffer in own]), strict=True):
+            buffer.copy_(values.view_as(buffer))
 
 
 @contextlib.contextmanager
@@ -89,6 +108,8 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
             return self._with_running_statistics(input)
         self._check_input_dim(input)
         state, world = self.everyrank
+        if state.is_padding and world.size == 1:  # there is no sample to take statistics of, and none that counts
+            return self._with_running_statistics(input) if self.running_mean is not None else input
         output, mean, unbiased = _Normalise.apply(input, self.weight, self.bias, self.eps, world, state.is_padding)
         if self.training and self.track_running_stats and not state.is_recomputing:
             self.update_running_stats(mean, unbiased)
@@ -136,6 +157,11 @@ class _Normalise(torch.autograd.Function):
         squares = (wide - mean.view(along)).square_().sum(over)
         # a padding sample has a count of zero, and its squares must not count either
         mean, variance, total = _over_ranks(mean, squares, size, is_padding, world)
+        if isinstance(total, float) and total <= 1 and world.size == 1:
+            raise WorkloadError(
+                "batch norm over 1 value per channel: this rank has one sample of the micro-batch; use batch_norm=sync "
+                "where it is local, fewer processes or a larger global_batch"
+            )
         if isinstance(total, float) and total <= 1:
             raise ValueError(
                 f"batch norm over {int(total)} value per channel: the micro-batch over all ranks is too small"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
-from everyrank.layout.table import FSDPOptions
+from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.fsdp import reshard
 from everyrank.parallel.full_state import without_advice
 from everyrank.parallel.init_model import init_model

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
-from everyrank.layout.table import DDPOptions
+from everyrank.layout.options import DDPOptions
 from everyrank.parallel.parallelize import call_model
 from everyrank.parallel.precision import param_dtype
 from everyrank.world import World

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from everyrank.layout import Layout
-from everyrank.layout.table import FSDPOptions
+from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.precision import mixed_dtype
 

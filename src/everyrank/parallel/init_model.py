@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from everyrank.data.loader import map_tensors
 from everyrank.errors import CannotRunError, WorkloadError
 from everyrank.layout import Layout
-from everyrank.layout.table import DeviceOptions, FSDPOptions
+from everyrank.layout.options import DeviceOptions, FSDPOptions
 from everyrank.parallel.precision import param_dtype
 from everyrank.workload import Workload
 from everyrank.world import World

@@ -19,8 +19,8 @@ from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
 from everyrank.layout import Layout
-from everyrank.layout.table import FSDPOptions
-from everyrank.parallel.batch_norm import apply_batch_norm
+from everyrank.layout.options import BatchNormOptions, FSDPOptions
+from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
 from everyrank.parallel.context.parts import SequenceParts
 from everyrank.parallel.init_model import init_model
@@ -28,7 +28,7 @@ from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.parallel.micro_batch import ContextFactory, MicroBatchState
 from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_parallel
 from everyrank.workload import Workload
-from everyrank.world import World
+from everyrank.world import World, single_process_world
 
 __all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "find_blocks", "parallelize"]
 
@@ -75,6 +75,11 @@ class ParallelModel:
         check()
         return True
 
+    def end_update(self) -> None:
+        """After the optimizer's step. Where batch norm is local: all have rank 0's running statistics."""
+        if self.layout.read(BatchNormOptions).batch_norm == "local":
+            broadcast_statistics(self.model, self.mesh.world)
+
     def reduce_partial_grads(self) -> None:
         """After the last backward of an update: add up over the tensor axis what each rank has a partial sum of."""
         if self.tensor is not None:
@@ -92,6 +97,7 @@ def parallelize(
     mesh: Mesh,
     broadcast: bool = True,
     contexts: Sequence[ContextFactory] = (),
+    local_statistics: bool = False,
 ) -> ParallelModel:
     """The model of this rank, in training mode. This is the one place that owns the order of mechanisms.
 
@@ -100,6 +106,7 @@ def parallelize(
 
     broadcast   start every rank from rank 0's weights
     contexts    further ones, entered around each micro-batch and around what runs again in backward
+    local_statistics   batch norm takes its statistics over this rank's samples alone, also without batch_norm=local
     """
     model, rank_0_model = init_model(workload, layout, mesh.world)
     if broadcast and not layout.read(FSDPOptions).meta:
@@ -110,8 +117,10 @@ def parallelize(
         contexts=[*(part.context for part in (tensor, context) if part is not None), *contexts],
         recompute_contexts=[*([context.context] if context is not None else []), *contexts],
     )
-    if mesh.world.group is not None or layout.recompute:  # recomputing must not move running statistics twice
-        apply_batch_norm(model, state, _batch_norm_world(mesh))
+    # recomputing must not move running statistics twice, and a simulated rank may have no sample
+    if mesh.world.group is not None or layout.recompute or layout.simulated:
+        is_local = local_statistics or layout.read(BatchNormOptions).batch_norm == "local"
+        apply_batch_norm(model, state, single_process_world(mesh.world) if is_local else _batch_norm_world(mesh))
     if layout.recompute:
         _apply_recompute(model, workload, layout, state)
     if layout.compile:

@@ -45,6 +45,7 @@ class Trainable:
     global_batch, clip_norm   the workload's
     clip              (max_norm) -> None: clips the normalised gradients, in place of what is done here
     phase_observers   called with forward, backward or optimizer when a step enters that phase
+    on_restore        called when a snapshot was put back, for what else begins anew then
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Trainable:
     clip_norm: float | None
     clip: Callable[[float], object] | None = None
     phase_observers: list[Callable[[str], None]] = field(default_factory=list[Callable[[str], None]])
+    on_restore: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
     def enter_phase(self, phase: str) -> None:
         """The step enters forward, backward or optimizer: tell whoever measures it."""
@@ -109,7 +111,7 @@ class Trainable:
                 is_finite = bool(norm.isfinite())
                 self.scaler.update(is_finite)
                 if not is_finite:
-                    self._skip()
+                    self.skip_update()
                     return
             if clip_norm is not None:
                 # the formula of torch.nn.utils.clip_grad_norm_
@@ -130,8 +132,8 @@ class Trainable:
             return constant / count
         return torch.where(total[1] > 0, constant / total[1], 0.0)  # no terms, no update; the loop will say so
 
-    def _skip(self) -> None:
-        """Leave this update out: its gradients have overflowed."""
+    def skip_update(self) -> None:
+        """Leave this update out: its gradients have overflowed, or there are none."""
         with warnings.catch_warnings():
             # torch takes a schedule that steps before the first optimizer step for a mistake
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -162,9 +164,15 @@ class Trainable:
             "scaler": dataclasses.replace(self.scaler) if self.scaler else None,
         }
 
-    @torch.no_grad()
     def restore(self, saved: dict[str, Any]) -> None:
-        """Put a snapshot back."""
+        """Put a snapshot back, and begin anew."""
+        self.load_snapshot(saved)
+        for begin_anew in self.on_restore:
+            begin_anew()
+
+    @torch.no_grad()
+    def load_snapshot(self, saved: dict[str, Any]) -> None:
+        """Put the values of a snapshot back."""
         tensors = local_tensors([*self.parameters, *self.model.buffers()])
         for tensor, copied in zip(tensors, saved["tensors"], strict=True):
             tensor.copy_(copied)

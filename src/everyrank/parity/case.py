@@ -122,11 +122,14 @@ def chosen_updates(length: int, global_batch: int, steps: int) -> list[Update]:
     return [Update(step, epoch, index) for step, (epoch, index) in enumerate(places)]
 
 
-def single_like(case: ParityCase, layout: Layout, precision: str) -> Layout:
-    """The layout of one process with the mathematics of `layout`, in this precision.
+def single_like(case: ParityCase, layout: Layout, precision: str, world_size: int) -> Layout:
+    """The layout of one process with the mathematics of `layout` on so many ranks, in this precision.
 
-    With batch norm, cutting a batch into micro-batches is another mathematics: then `single` does it too.
+    That is `single`, unless the layout changes the mathematics: then its own simulation. With batch norm, cutting a
+    batch into micro-batches is another mathematics, too: then `single` does it.
     """
+    if not layout.is_exact:
+        return dataclasses.replace(layout.simulation(world_size), precision=precision)
     accumulate = layout.accumulate if case.has_batch_norm else 1
     return Layout("single", accumulate=accumulate, precision=precision)
 

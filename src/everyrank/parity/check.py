@@ -46,7 +46,7 @@ def check_layout(
     losses: list[float] = []
     for precision in case.precisions(layout):
         variant = dataclasses.replace(layout, precision=precision)
-        single = str(single_like(case, layout, precision))
+        single = str(single_like(case, layout, precision, world.size))
         here = f"{key}/{precision}"
         try:
             run = trace_in_place(case, variant, world, here, case.segments[single], evaluates=precision == "float64")
@@ -65,6 +65,8 @@ def check_layout(
         checks.append(f"{precision}, {own.scope}: {own.text}")
         finding = finding or own  # float64 decides; the layout's own precision can only refuse
     assert finding is not None
+    if not layout.is_exact:
+        finding = dataclasses.replace(finding, scope=f"{finding.scope}, beside its simulation in one process")
     return _equal(finding, case, checks), losses
 
 

@@ -51,7 +51,7 @@ class _Evidence:
 
 def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
     """("update 3, tensor layers.0.weight", the likely cause) of a finding. A collective."""
-    single = single_like(case, layout, layout.precision)
+    single = single_like(case, layout, layout.precision, world.size)
     number, segments, done = _up_to(case, case.segments[str(single)], finding.update)
     if finding.kind == "single":  # the workload itself: no layout has to run for it
         update = segments[0][done - 1]

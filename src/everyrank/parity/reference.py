@@ -92,7 +92,10 @@ def ensure_references(case: ParityCase, layout: Layout, world: World, key: str) 
     `key` is a name used once. A collective. Raises `NotFiniteError` where `single` has no number to compare with.
     """
     for attempt in itertools.count():
-        wanted = {str(single): single for single in (single_like(case, layout, p) for p in case.precisions(layout))}
+        wanted = {
+            str(single): single
+            for single in (single_like(case, layout, p, world.size) for p in case.precisions(layout))
+        }
         missing = {text: single for text, single in wanted.items() if text not in case.segments}
         if not missing:
             return

@@ -92,7 +92,8 @@ def trace(
                 _largest_gradients(prepared.model, found.gradients)
         found.finals.append(prepared.full_state())
         # before the next segment puts the replicas back
-        replicas_equal = all_equal(local_tensors(prepared.replicated_tensors), prepared.world) and replicas_equal
+        if prepared.are_replicas_equal:
+            replicas_equal = all_equal(local_tensors(prepared.replicated_tensors), prepared.world) and replicas_equal
         if measure:
             found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.world)

@@ -1,6 +1,7 @@
 """The ways of training, one a file: each composes mechanisms of parallel/; its header is the tutorial.
 
-Each has one function: `prepare(workload, layout, world) -> Prepared`.
+Each has one function: `prepare(workload, layout, world) -> Prepared`. What one that changes the mathematics is compared
+with is in simulations/.
 
 A strategy composes the mechanisms in `parallel/` in the one right order; its header says what every rank holds, what
 travels, when to use it, and whether it is exact. Which strategies there are is the table in `layout/table.py`.
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 
 from everyrank.data import Batch, Slice
 from everyrank.layout import Layout
+from everyrank.parallel.local_sgd import Averaging
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parallel.precision import param_dtype
 from everyrank.parallel.trainable import Trainable
 from everyrank.workload import Workload
-from everyrank.world import World
+from everyrank.world import World, single_process_world
 
 __all__ = ["Prepared", "prepare"]
 
@@ -36,7 +38,8 @@ class Prepared:
 
     parallel            the model as it is laid out on this rank; with it workload, layout and mesh
     trainable           the model with its optimizer: what checkpoints save and snapshots copy
-    step                one update from its micro-batches; float64, shape (2,): this rank's share of (sum, count). The
+    step                one update from its micro-batches (of simulated ranks: all of the first, then all of the
+                        second, ...); float64, shape (2,): this rank's share of (sum, count). The
                         loop adds the shares over ranks, outside the timed region
     predict             the model's output for the rank's part of a batch, without an update; a collective where the
                         layout splits the model
@@ -44,6 +47,7 @@ class Prepared:
     replicated_tensors  those that every rank holds in full, which must be equal to the last bit
     num_micro_batches   parts that each update is cut into before it is cut over ranks
     idle                of a pipeline: how long its newest step took, and how long this rank waited in it
+    averaging           of replicas that differ between two means: when they meet
     not_compared        tensors that `full_state` leaves out, because how they lie on the ranks is not known
     """
 
@@ -55,6 +59,7 @@ class Prepared:
     replicated_tensors: Sequence[Tensor]
     num_micro_batches: int
     idle: Callable[[], PipelineIdle] | None = None
+    averaging: Averaging | None = None
     not_compared: Sequence[str] = ()
 
     @property
@@ -93,13 +98,26 @@ class Prepared:
         return self.mesh.data_slice
 
     @property
+    def data_slices(self) -> list[Slice]:
+        """The parts of each micro-batch that go into a step here: this rank's, or those of all simulated ranks."""
+        simulated = self.layout.simulated
+        return [Slice(rank, simulated) for rank in range(simulated)] or [self.data_slice]
+
+    @property
     def has_output(self) -> bool:
         """Whether the outputs of this rank count: of ranks with the same samples, one that has all of the output."""
         is_last_stage = self.mesh.coordinate["pipeline"] == self.mesh.size("pipeline") - 1
         return is_last_stage and self.mesh.is_first("context", "tensor")
 
+    @property
+    def are_replicas_equal(self) -> bool:
+        """Whether what every rank should hold alike is alike now: else no checkpoint can be saved."""
+        return self.averaging is None or self.averaging.are_equal
+
     def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
         """While the model has the weights that are evaluated: the averages, where there are any."""
+        if self.averaging is not None:
+            return self.averaging.swapped_in()
         ema = self.trainable.ema
         return ema.swapped_in() if ema is not None else contextlib.nullcontext()
 
@@ -107,5 +125,8 @@ class Prepared:
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises."""
     layout.mesh(world.size)  # refuses degrees that do not fit
+    if layout.simulated:
+        simulation = importlib.import_module(f"everyrank.simulations.{layout.row.simulation}")
+        return simulation.simulate(workload, layout, single_process_world(world))
     module = importlib.import_module(layout.row.module)
     return module.prepare(workload, layout, world)

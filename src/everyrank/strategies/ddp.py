@@ -4,14 +4,17 @@ Holds     parameters, gradients and optimizer state in full on every rank
 Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; the count of loss terms
           rides in it as two more elements
 Use when  the model and its optimizer fit on one device
-Exact     yes
+Exact     yes; with batch_norm=local or compress=... no: compared with a simulation of the same in one process
 Source    Li et al., VLDB 2020
 
 Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that leave parameters out of some
-updates; static_graph=true, for models that use the same ones in every update. With context=N the ranks that share a
-sequence are replicas, too (strategies/context.py). With tensor=N the matrices are split (strategies/tensor.py), and
-torch's `fully_shard` keeps the replicas of the parts: it is `fsdp:replicate=...,shard=1,tensor=N`, sends what that
-sends, and with context=N as well shards the parameters along the context axis.
+updates; static_graph=true, for models that use the same ones in every update; batch_norm=local, for statistics over
+each rank's own samples, and rank 0's running ones (one broadcast per update); compress=fp16, bf16 or powersgd (with
+matrix_rank, 1 if left out), for gradients that travel in fewer bytes (parallel/compress.py). With context=N the ranks
+that share a sequence are replicas, too (strategies/context.py). With tensor=N the matrices are split
+(strategies/tensor.py), and torch's `fully_shard` keeps the replicas of the parts: it is
+`fsdp:replicate=...,shard=1,tensor=N`, sends what that sends, and with context=N as well shards the parameters along
+the context axis.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.check_equal import check_equal
+from everyrank.parallel.compress import apply_compression
 from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
 from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.loss import compute_loss
@@ -49,6 +53,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     ddp = apply_ddp(model, layout, world)
     trainable = make_trainable(workload, layout, model)
     named = dict(model.named_parameters())
+    forget = apply_compression(ddp, model, layout, world)
+    trainable.on_restore += [forget] if forget else []
 
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
@@ -64,6 +70,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             shares.append(share)
         check_unused_parameters(named, layout)
         trainable.optimizer_step(global_sum_and_count(ddp, world), num_averaged=world.size)
+        parallel.end_update()
         return sum(shares[1:], shares[0])
 
     def predict(batch: Batch) -> Any:

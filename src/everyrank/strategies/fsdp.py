@@ -7,7 +7,7 @@ Travels   per micro-batch: an all-gather of each block's parameters in forward a
           elements), overlapped with backward; one of the gradient of each parameter without dimensions, which cannot be
           sharded; with clip_norm one of the sum of squares. With tensor or context what their pages say, too
 Use when  the model or its optimizer does not fit on one device
-Exact     yes
+Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
 
 Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less; meta=true
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.layout.table import FSDPOptions
+from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.fsdp import apply_fsdp, reshard, scalar_parameters, set_requires_all_reduce
 from everyrank.parallel.full_state import full_state_dict
@@ -82,6 +82,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         assert count_work is not None
         count_work.wait()
         trainable.optimizer_step(total, num_averaged, sum_grad_squares)
+        parallel.end_update()
         return own
 
     def predict(batch: Batch) -> Any:

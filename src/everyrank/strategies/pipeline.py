@@ -33,7 +33,7 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
-from everyrank.layout.table import PipelineOptions
+from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.batch_gather import raise_on_all_ranks
 from everyrank.parallel.fsdp import apply_fsdp_to_blocks, is_sharded
 from everyrank.parallel.full_state import full_state_dict

@@ -4,7 +4,7 @@ Holds     parameters and gradients in full on every rank; optimizer state for th
 Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; the count of loss terms
           rides in it as two more elements; then one broadcast by each rank of the trained parameters it owns
 Use when  the model fits on one device but its optimizer state does not
-Exact     yes
+Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process
 Source    Rajbhandari et al., SC 2020 (P_os)
 
 Keys: those of ddp.
@@ -63,6 +63,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         check_unused_parameters(named, layout)
         trainable.optimizer_step(global_sum_and_count(ddp, world), num_averaged=world.size)
         broadcast_from_owners(trained, owners, world)
+        parallel.end_update()
         return sum(shares[1:], shares[0])
 
     def predict(batch: Batch) -> Any:

@@ -20,7 +20,7 @@ from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
-from everyrank.layout.table import ContextOptions
+from everyrank.layout.options import ContextOptions
 from everyrank.parallel.context.attention import SequenceGroup, chunk_order, ring_attention, ulysses_attention
 from everyrank.parallel.mesh import Mesh
 from everyrank.workload import Workload

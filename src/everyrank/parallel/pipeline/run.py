@@ -18,7 +18,7 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
-from everyrank.layout.table import PipelineOptions
+from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.pipeline.deferred import WeightGradQueue
 from everyrank.parallel.pipeline.schedule import bubble, make_schedule

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError, WorkloadError
 from everyrank.layout import Layout
-from everyrank.layout.table import PipelineOptions
+from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import find_blocks

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
-from everyrank.layout.table import TensorOptions
+from everyrank.layout.options import TensorOptions
 from everyrank.parallel.init_model import shared_parameters
 from everyrank.parallel.mesh import Mesh, local_tensor
 from everyrank.parallel.tensor.plan import check_module, resolve

@@ -1,0 +1,209 @@
+"""Gradients made smaller before they travel, as communication hooks of DistributedDataParallel.
+
+fp16, bf16   Each rank rounds its gradient and sends to every rank the slice that this one adds up. Slices are added in
+             the gradient's own precision and in the order of ranks, rounded once more, and gathered by all:
+
+                 rank 0   [a0 a1]            [a0 b0] -> s0          [s0 s1]
+                                  all-to-all                all-gather
+                 rank 1   [b0 b1]            [a1 b1] -> s1          [s0 s1]
+
+             An all-reduce is these two steps, so half the bytes of one travel. (torch's own hooks add up in 16 bits, in
+             an order that the backend chooses: a sum that overflows sooner and that nobody can compute again.)
+
+powersgd     A matrix M (n, m) travels as P = M Q (n, r), orthonormalised, and Q = M^T P (m, r): r (n + m) elements for
+             n m. What that leaves out is kept on the rank, and added to its next gradient (error feedback).
+
+Source: torch.distributed.algorithms.ddp_comm_hooks; Vogels, Karimireddy and Jaggi, NeurIPS 2019 (PowerSGD)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from everyrank.layout import Layout
+from everyrank.layout.options import CompressOptions
+from everyrank.world import World
+
+__all__ = [
+    "Factors",
+    "apply_compression",
+    "initial_factors",
+    "make_combine",
+    "mean_of_rounded",
+    "orthonormalise",
+    "power_step",
+]
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+
+
+@dataclass
+class Factors:
+    """What PowerSGD keeps of a matrix (n, m) between updates, r = matrix_rank.
+
+    q       (m, r), the same on every rank
+    error   (n, m), what this rank's gradients have lost so far
+    """
+
+    q: Tensor
+    error: Tensor
+
+
+def apply_compression(
+    ddp: DistributedDataParallel, model: nn.Module, layout: Layout, world: World
+) -> Callable[[], None] | None:
+    """Let `ddp` send the gradients of `model` as the layout's `compress` says; None where it says nothing.
+
+    What else `ddp` sends (the count of loss terms) travels as it is. Sending waits: nothing of it overlaps with
+    backward. Gives a function that forgets what was kept between updates.
+    """
+    options = layout.read(CompressOptions)
+    if options.compress == "none":
+        return None
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    kept: dict[nn.Parameter, Factors] = {}
+
+    def factors(parameter: nn.Parameter) -> Factors | None:
+        if parameter not in kept and options.compress == "powersgd" and parameter in numbers:
+            found = initial_factors(parameter, options.matrix_rank, numbers[parameter])
+            if found is None:
+                return None
+            kept[parameter] = found
+        return kept.get(parameter)
+
+    def hook(_, bucket):  # pyright: ignore  (torch looks at annotations, and takes none that are strings)
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        matrices = [(gradient, own) for parameter, gradient in pairs if (own := factors(parameter)) is not None]
+        others = [(parameter, gradient) for parameter, gradient in pairs if factors(parameter) is None]
+        is_rounded = options.compress in _DTYPES
+        rounded = [gradient for parameter, gradient in others if is_rounded and parameter in numbers]
+        if rounded:
+            _mean_of_rounded_over_ranks(rounded, _DTYPES[options.compress], world)
+        if matrices:
+            _power_step_over_ranks(matrices, world)
+        _average([gradient for parameter, gradient in others if not is_rounded or parameter not in numbers], world)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, hook)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    return kept.clear
+
+
+def make_combine(model: nn.Module, layout: Layout) -> tuple[Callable[[nn.Parameter, list[Tensor]], Tensor], Any]:
+    """What the hook does, for a simulation: (parameter, its gradient on each rank) -> their mean as it arrives.
+
+    With it a function that forgets what was kept between updates.
+    """
+    options = layout.read(CompressOptions)
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    kept: dict[nn.Parameter, list[Factors]] = {}
+
+    def combine(parameter: nn.Parameter, gradients: list[Tensor]) -> Tensor:
+        if options.compress in _DTYPES:
+            return mean_of_rounded(gradients, _DTYPES[options.compress])
+        if options.compress == "powersgd" and parameter not in kept:
+            found = [initial_factors(parameter, options.matrix_rank, numbers[parameter]) for _ in gradients]
+            kept[parameter] = [one for one in found if one is not None]
+        if kept.get(parameter):
+            return power_step(gradients, kept[parameter])
+        return torch.stack(gradients).mean(0)
+
+    return combine, kept.clear
+
+
+def _average(tensors: Sequence[Tensor], world: World) -> None:
+    """The mean of each tensor over ranks, in place; one all-reduce."""
+    if tensors:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=world.group)
+        flat /= world.size
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+
+def _mean_of_rounded_over_ranks(gradients: Sequence[Tensor], dtype: torch.dtype, world: World) -> None:
+    """What `mean_of_rounded` of every rank's gradients is, in place; an all-to-all and an all-gather."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    each = -(-len(flat) // world.size)
+    sent = torch.zeros(world.size * each, dtype=dtype, device=flat.device)
+    sent[: len(flat)] = flat
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=world.group)
+    mean = received.view(world.size, each).to(flat.dtype).sum(0) / world.size
+    all_gather: Any = getattr(dist, _NAME)
+    all_gather(sent, mean.to(dtype), group=world.group)
+    for gradient, own in zip(gradients, sent[: len(flat)].split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(own.view_as(gradient))
+
+
+def mean_of_rounded(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The mean over ranks of gradients that each rank has rounded, rounded once more; in the gradients' own dtype."""
+    own = gradients[0].dtype
+    return (torch.stack([one.to(dtype).to(own) for one in gradients]).sum(0) / len(gradients)).to(dtype).to(own)
+
+
+def initial_factors(parameter: Tensor, matrix_rank: int, number: int) -> Factors | None:
+    """A random Q that every rank draws alike (`number` is the parameter's), and no error.
+
+    None for a parameter that is no matrix, or whose two factors would have as many elements as itself.
+    """
+    if parameter.dim() < 2:
+        return None
+    n, m = parameter.shape[0], parameter.numel() // parameter.shape[0]
+    if (n + m) * matrix_rank >= n * m:
+        return None
+    q = torch.randn(m, matrix_rank, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    return Factors(q.to(parameter.device, parameter.dtype), parameter.detach().new_zeros(n, m))
+
+
+def _power_step_over_ranks(matrices: Sequence[tuple[Tensor, Factors]], world: World) -> None:
+    """`power_step` on every rank, in place; two all-reduces for all matrices of a bucket."""
+    with_error = [gradient.reshape_as(kept.error) + kept.error for gradient, kept in matrices]
+    ps = [matrix @ kept.q for matrix, (_, kept) in zip(with_error, matrices, strict=True)]
+    _average(ps, world)
+    ps = [orthonormalise(p) for p in ps]
+    qs = [matrix.T @ p for matrix, p in zip(with_error, ps, strict=True)]
+    _average(qs, world)
+    for matrix, p, q, (gradient, kept) in zip(with_error, ps, qs, matrices, strict=True):
+        mean = p @ q.T
+        kept.q, kept.error = q, matrix - mean
+        gradient.copy_(mean.view_as(gradient))
+
+
+def power_step(gradients: Sequence[Tensor], kept: Sequence[Factors]) -> Tensor:
+    """What PowerSGD makes of the gradients of all ranks, of one parameter: their mean, as far as r columns say it.
+
+    `kept` are the factors of each rank, which it changes.
+    """
+    with_error = [gradient.reshape_as(own.error) + own.error for gradient, own in zip(gradients, kept, strict=True)]
+    p = orthonormalise(torch.stack([matrix @ kept[0].q for matrix in with_error]).mean(0))
+    q = torch.stack([matrix.T @ p for matrix in with_error]).mean(0)
+    for matrix, own in zip(with_error, kept, strict=True):
+        own.q, own.error = q, matrix - p @ q.T
+    return (p @ q.T).view_as(gradients[0])
+
+
+def orthonormalise(p: Tensor) -> Tensor:
+    """The columns of p (n, r) made orthogonal and of length one, by Gram and Schmidt; those that vanish are zero.
+
+    A column that depends on the others is rounding after that, and made long again it would be noise in every gradient.
+    """
+    columns: list[Tensor] = []
+    smallest = torch.finfo(p.dtype).eps * 1e3
+    for column in p.unbind(1):
+        length = column.norm()
+        for other in (*columns, *columns):  # twice is enough (Kahan and Parlett)
+            column = column - other * (other @ column)
+        left = column.norm()
+        is_there = left > smallest * length
+        columns.append(torch.where(is_there, column / torch.where(is_there, left, 1.0), 0.0))
+    return torch.stack(columns, 1)

@@ -1,0 +1,93 @@
+"""Local SGD in one process: the replicas of all ranks, each put into the one model that is here for its own update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch
+from everyrank.layout import Layout
+from everyrank.layout.options import LocalSGDOptions
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.local_sgd import averaged_state
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.parallelize import call_model, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import Trainable, make_trainable
+from everyrank.simulations.ranks import batches_of_ranks, rank_gradients
+from everyrank.strategies import Prepared
+from everyrank.strategies.local_sgd import check_trains_alone, local_update
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["simulate"]
+
+
+class _Replicas:
+    """Snapshots of the replicas, and the loss terms that each has seen since they last met."""
+
+    def __init__(self, trainable: Trainable, count: int) -> None:
+        self.trainable, self.count = trainable, count
+        self.snapshots: list[dict[str, Any]] = []
+        self.terms: list[float] = []
+        self.num_updates = 0
+
+    def begin_anew(self) -> None:
+        """All of them are what the model is now."""
+        self.snapshots = [self.trainable.snapshot() for _ in range(self.count)]
+        self.terms, self.num_updates = [0.0] * self.count, 0
+
+    @torch.no_grad()
+    def load_mean(self) -> None:
+        """Put the mean of all replicas, each weighted by its terms, into the model."""
+        trainable, sums = self.trainable, list[Tensor]()
+        for snapshot, weight in zip(self.snapshots, self.terms, strict=True):
+            trainable.load_snapshot(snapshot)
+            own = averaged_state(trainable.model, trainable.optimizer)
+            parts = [tensor * (weight / sum(self.terms)) for tensor in own]
+            sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+        trainable.load_snapshot(self.snapshots[0])  # with what is no number to take a mean of
+        for tensor, mean in zip(averaged_state(trainable.model, trainable.optimizer), sums, strict=True):
+            tensor.copy_(mean)
+
+
+def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """The replicas of `layout.simulated` ranks, one after the other in each update."""
+    check_trains_alone(workload, layout, layout.simulated)
+    parallel = parallelize(workload, layout, open_mesh(layout, world), local_statistics=True)
+    trainable = make_trainable(workload, layout, parallel.model)
+    replicas = _Replicas(trainable, layout.simulated)
+    replicas.begin_anew()
+    trainable.on_restore.append(replicas.begin_anew)
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for rank, own in enumerate(batches_of_ranks(batches, layout)):
+            trainable.load_snapshot(replicas.snapshots[rank])
+            _, share = rank_gradients(parallel, trainable, own, moves_statistics=True)
+            local_update(trainable, share, own)
+            replicas.snapshots[rank] = trainable.snapshot()
+            replicas.terms[rank] += float(share[1])
+            total += share
+        replicas.num_updates += 1
+        replicas.load_mean()  # what is evaluated, and where all begin when it was time to meet
+        if replicas.num_updates == layout.read(LocalSGDOptions).every:
+            replicas.begin_anew()
+        return total
+
+    def predict(batch: Batch) -> Any:
+        with parallel.micro_batch(batch) as part, autocast(layout, world):
+            return call_model(parallel.model, part.input)
+
+    return Prepared(
+        parallel,
+        trainable,
+        step,
+        predict,
+        full_state=lambda: replicated_state_dict(parallel.model, rank=0),
+        replicated_tensors=[],
+        num_micro_batches=layout.accumulate,
+    )

@@ -1,0 +1,65 @@
+"""The parts of a simulation: whose micro-batches are whose, the gradient of one rank, one update of all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyrank.data import Batch
+from everyrank.layout import Layout
+from everyrank.parallel.loss import compute_loss
+from everyrank.parallel.parallelize import ParallelModel, call_model
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import Trainable
+
+__all__ = ["batches_of_ranks", "rank_gradients", "simulate_update"]
+
+
+def batches_of_ranks(batches: Sequence[Batch], layout: Layout) -> list[Sequence[Batch]]:
+    """The micro-batches of an update, for each simulated rank its own."""
+    each = len(batches) // layout.simulated
+    return [batches[rank * each : (rank + 1) * each] for rank in range(layout.simulated)]
+
+
+def rank_gradients(
+    parallel: ParallelModel, trainable: Trainable, batches: Sequence[Batch], moves_statistics: bool
+) -> tuple[list[Tensor | None], Tensor]:
+    """(the gradient of each parameter, [sum, count] of shape (2,)) of one simulated rank's micro-batches.
+
+    The gradients are those of sum / global_batch. `moves_statistics`: the running statistics of batch norm follow.
+    """
+    workload, state = parallel.workload, parallel.micro_batch_state
+    trainable.zero_grad()
+    total = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.world.device)
+    for _, batch in trainable.iter_micro_batches(batches):
+        with parallel.micro_batch(batch) as part, contextlib.nullcontext() if moves_statistics else state.recomputing():
+            with autocast(parallel.layout, parallel.mesh.world):
+                loss, share = compute_loss(workload, call_model(parallel.model, part.input), part, parallel.mesh)
+            trainable.backward(loss)
+        total += share
+    return [parameter.grad for parameter in trainable.parameters], total
+
+
+def simulate_update(
+    parallel: ParallelModel,
+    trainable: Trainable,
+    combine: Callable[[nn.Parameter, list[Tensor]], Tensor],
+    batches: Sequence[Batch],
+) -> Tensor:
+    """One update of replicas that `combine` (parameter, its gradient on each rank) -> their mean, as it arrives.
+
+    Each rank normalises batch norm by its own samples, and rank 0's running statistics count. Gives [sum, count].
+    """
+    ranks = batches_of_ranks(batches, parallel.layout)
+    found = [rank_gradients(parallel, trainable, own, rank == 0) for rank, own in enumerate(ranks)]
+    gradients: list[list[Tensor | None]] = [of_rank for of_rank, _ in found]
+    total = torch.stack([share for _, share in found]).sum(0)
+    for parameter, *parts in zip(trainable.parameters, *gradients, strict=True):
+        given: list[Any] = [torch.zeros_like(parameter) if part is None else part for part in parts]
+        parameter.grad = None if all(part is None for part in parts) else combine(parameter, given)
+    trainable.optimizer_step(total, num_averaged=parallel.layout.simulated)
+    return total

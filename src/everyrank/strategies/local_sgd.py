@@ -1,0 +1,110 @@
+"""Local SGD: every rank trains a replica by itself, and every so many updates all take the mean of their parameters.
+
+Holds     parameters, gradients and optimizer state in full on every rank
+Travels   every `every` updates one all-reduce of trained parameters, floating-point buffers, the optimizer's state and
+          the number of loss terms, and a broadcast of each buffer that counts; in between nothing. The mean of
+          parameters and buffers for an evaluation in between
+Use when  links are so slow that an all-reduce in every update costs more than it brings
+Exact     no: with every=H each rank takes H steps on its own samples before it hears of the others. Compared with a
+          simulation of the same steps in one process. With every=1 (plain parameter averaging) and SGD it is that of
+          one device: the mean of steps along local gradients is the step along their mean
+Source    Stich, ICLR 2019; McMahan et al., AISTATS 2017
+
+Keys: every, 1 if left out. A rank normalises its loss by its own terms, clips its own gradient, and batch norm takes
+statistics over its own samples; in the mean a replica counts for the terms that it has seen. Checkpoints are saved
+where ranks hold the same: the first mean after one was due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import Layout
+from everyrank.layout.options import LocalSGDOptions
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.local_sgd import Averaging
+from everyrank.parallel.loss import compute_loss
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.parallelize import call_model, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import Trainable, make_trainable
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["check_trains_alone", "local_update", "prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """A replica of the model on every rank of the world."""
+    check_trains_alone(workload, layout, world.size)
+    mesh = open_mesh(layout, world)
+    parallel = parallelize(workload, layout, mesh, local_statistics=True)
+    model = parallel.model
+    trainable = make_trainable(workload, layout, model)
+    averaging = Averaging(model, trainable.optimizer, layout.read(LocalSGDOptions).every, world)
+    trainable.on_restore.append(averaging.begin_anew)
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        trainable.zero_grad()
+        own = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for _, batch in trainable.iter_micro_batches(batches):
+            with parallel.micro_batch(batch) as part:
+                with autocast(layout, world):
+                    loss, share = compute_loss(workload, call_model(model, part.input), part, mesh)
+                trainable.backward(loss)
+            own += share
+        local_update(trainable, own, batches)
+        averaging.after_update(own[1])
+        return own
+
+    def predict(batch: Batch) -> Any:
+        with parallel.micro_batch(batch) as part, autocast(layout, world):
+            return call_model(model, part.input)
+
+    def full_state() -> dict[str, Tensor]:
+        with averaging.swapped_in():
+            return replicated_state_dict(model, world.rank)
+
+    return Prepared(
+        parallel,
+        trainable,
+        step,
+        predict,
+        full_state=full_state,
+        replicated_tensors=[*trainable.parameters, *model.buffers()],
+        num_micro_batches=layout.accumulate,
+        averaging=averaging,
+    )
+
+
+def local_update(trainable: Trainable, own: Tensor, batches: Sequence[Batch]) -> None:
+    """The step of one replica along the gradient of its own mean loss; without a term it stays where it is.
+
+    `own` is [sum, count] of its micro-batches, shape (2,).
+    """
+    # on CUDA reading the count would make the device wait: there a gradient without a term is zero, and steps
+    has_terms = any(batch.size for batch in batches) if own.is_cuda else float(own[1]) > 0
+    if has_terms:
+        trainable.optimizer_step(own)
+    else:
+        trainable.skip_update()
+
+
+def check_trains_alone(workload: Workload, layout: Layout, ranks: int) -> None:
+    """Raise `UnsupportedLayoutError` for a workload that replicas cannot train by themselves."""
+    if workload.ema_decay is not None:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: ema_decay={workload.ema_decay:g}: each replica would have averages of its own; use ddp"
+        )
+    if workload.global_batch < ranks:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: a global batch of {workload.global_batch} leaves some of {ranks} ranks without a sample "
+            "to train on; use fewer processes, or ddp"
+        )

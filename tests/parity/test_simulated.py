@@ -1,0 +1,225 @@
+"""Layouts that change the mathematics, held against one process that does what their ranks do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import zoo
+from everyrank import parse_layout
+from everyrank.errors import LayoutError
+from everyrank.layout.options import LocalSGDOptions
+from everyrank.loop import open_data
+from everyrank.parallel import compress, local_sgd, parallelize
+from everyrank.parity import check_layout, parity_case
+from everyrank.parity.reference import ensure_references
+from everyrank.record import Parity
+from everyrank.strategies import local_sgd as strategy
+from everyrank.world import World
+
+REPLICAS = ["ddp:batch_norm=local", "zero1:batch_norm=local", "fsdp:batch_norm=local"]
+COMPRESSED = ["ddp:compress=fp16", "ddp:compress=bf16", "ddp:compress=powersgd", "ddp:compress=powersgd,matrix_rank=2"]
+LOCAL = ["local_sgd", "local_sgd:every=3", "local_sgd:every=20"]
+
+
+def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
+    workload = zoo.workload(name, optimizer, **changes)
+    subject = parity_case(workload, *open_data(workload, world), steps=8)
+    return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
+
+
+def statuses(ranks: Any, count: int, name: str, optimizer: str, layouts: list[str], **changes: Any) -> dict[str, str]:
+    found: list[Parity] = ranks(count, check_all, f"{name}/{optimizer}", name, optimizer, layouts, changes)[0]
+    assert all("simulation" in (parity.scope or "") for parity in found if parity.status == "equal")
+    return {text: parity.status for text, parity in zip(layouts, found, strict=True)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", ["tied", "norm"])
+def test_equal_to_its_simulation(ranks: Any, count: int, name: str) -> None:
+    """Ragged batches that three ranks do not divide; batch norm over each rank's own samples."""
+    layouts = [*REPLICAS, *(f"{text},batch_norm=local" for text in COMPRESSED), *LOCAL]
+    changes = {"global_batch": 8} if name == "norm" else {}  # of 7 samples in a ragged batch no rank has one alone
+    assert statuses(ranks, count, name, "sgd", layouts, **changes) == dict.fromkeys(layouts, "equal")
+
+
+def test_with_other_optimizers_and_micro_batches(ranks: Any) -> None:
+    layouts = [
+        "ddp:compress=bf16",
+        "local_sgd:every=2",
+        "local_sgd:every=3,accumulate=2",
+        "fsdp:batch_norm=local,accumulate=2",
+    ]
+    assert statuses(ranks, 2, "tied", "adamw", layouts) == dict.fromkeys(layouts, "equal")
+
+
+def as_if_exact(world: World, text: str, optimizer: str) -> Parity:
+    """Local SGD held against one device instead of its simulation."""
+    workload = zoo.workload("tied", optimizer, clip_norm=None)
+    subject = parity_case(workload, *open_data(workload, world), steps=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalSGDOptions, "is_exact", lambda _: True)
+        return check_layout(subject, parse_layout(text), world, f"as-if-exact/{text}/{optimizer}")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "optimizer", "status"),
+    [("local_sgd", "sgd", "equal"), ("local_sgd", "adamw", "different"), ("local_sgd:every=2", "sgd", "different")],
+)
+def test_averaged_after_each_update_sgd_is_that_of_one_device(
+    ranks: Any, text: str, optimizer: str, status: str
+) -> None:
+    """With momentum, weight decay and ragged batches; Adam is no linear function of the gradient."""
+    found = ranks(3, as_if_exact, text, optimizer)[0]
+    assert found.status == status, found
+
+
+def test_batch_norm_over_all_is_not_compressed_in_one_process(ranks: Any) -> None:
+    """What is not compared says so."""
+    assert statuses(ranks, 2, "norm", "sgd", ["ddp:compress=fp16"]) == {"ddp:compress=fp16": "not_verified"}
+
+
+# --- what people get wrong, in the layout; its simulation stays right
+
+
+def unweighted(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensors, weight, world: original(tensors, torch.ones_like(weight), world)
+
+
+MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
+    "statistics of all ranks": (
+        "ddp:batch_norm=local",
+        parallelize,
+        "single_process_world",
+        lambda _: lambda world: world,
+    ),
+    "running statistics of each rank": (
+        "ddp:batch_norm=local",
+        parallelize,
+        "broadcast_statistics",
+        lambda _: lambda *_: None,
+    ),
+    "a rank counts as much with fewer samples": ("local_sgd:every=2", local_sgd, "_average", unweighted),
+    "parameters alone are averaged": (
+        "local_sgd:every=2",
+        local_sgd,
+        "averaged_state",
+        lambda _: lambda model, _: [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())],
+    ),
+    "the batch of all ranks is divided by": (
+        "local_sgd:every=2",
+        strategy,
+        "local_update",
+        lambda original: lambda trainable, own, batches: original(trainable, own * 2, batches),
+    ),
+    "errors are not kept": (
+        "ddp:compress=powersgd,batch_norm=local",
+        compress,
+        "_power_step_over_ranks",
+        lambda original: (
+            lambda matrices, world: (
+                original(matrices, world),
+                [kept.error.zero_() for _, kept in matrices],
+            )
+        ),
+    ),
+    "every rank draws its own Q": (
+        "ddp:compress=powersgd,batch_norm=local",
+        compress,
+        "initial_factors",
+        lambda original: (
+            lambda parameter, r, number: original(parameter, r, number + torch.distributed.get_rank() * 100)
+        ),
+    ),
+    "the sum for the mean": (
+        "ddp:compress=fp16,batch_norm=local",
+        compress,
+        "_mean_of_rounded_over_ranks",
+        lambda original: (
+            lambda gradients, dtype, world: (
+                original(gradients, dtype, world),
+                [gradient.mul_(world.size) for gradient in gradients],
+            )
+        ),
+    ),
+}
+
+
+def mutated(world: World, name: str) -> Parity:
+    """A ragged batch, batch norm and momentum, with the mistake put in after the reference has been made."""
+    text, module, attribute, change = MUTATIONS[name]
+    workload, layout = zoo.workload("norm", global_batch=8), parse_layout(text)
+    subject = parity_case(workload, *open_data(workload, world), steps=8)
+    ensure_references(subject, layout, world, f"{name}/reference")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, attribute, change(getattr(module, attribute)))
+        return check_layout(subject, layout, world, name)[0]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_seen(ranks: Any, name: str) -> None:
+    assert ranks(2, mutated, name)[0].status == "different"
+
+
+# --- against other people's code
+
+
+def as_by_torch(world: World) -> list[Tensor]:
+    """The gradients of three updates of one matrix under torch's PowerSGD, and under ours from the same Q."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(24, 16, bias=False).double()
+    ddp = DistributedDataParallel(model, process_group=world.group)
+    state = PowerSGDState(world.group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    own: compress.Factors | None = None
+    found: list[Tensor] = []
+    generator = torch.Generator().manual_seed(world.rank)
+    for update in range(5):
+        inputs = torch.randn(8, 24, generator=generator, dtype=torch.float64)
+        ddp.zero_grad()
+        ddp(inputs).square().sum().backward()
+        assert model.weight.grad is not None
+        if update >= 2:
+            by_torch = model.weight.grad.clone()
+            gradient = (2 * inputs.T @ (inputs @ model.weight.detach().T)).T.contiguous()
+            if own is None:  # what torch drew before its first step cannot be asked for: begin where it stands after
+                [q], [error] = state.q_memory_dict.values(), state.error_dict.values()
+                own = compress.Factors(q.view(24, 2).clone(), error.view(16, 24).clone())
+                continue
+            compress._power_step_over_ranks([(gradient, own)], world)
+            found.append((gradient - by_torch).abs().max() / by_torch.abs().max())
+    return found
+
+
+def test_powersgd_is_that_of_torch(ranks: Any) -> None:
+    for found in ranks(2, as_by_torch):
+        assert len(found) == 2
+        assert all(float(distance) < 1e-10 for distance in found)
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("local_sgd:every=0", "every=0: give at least 1"),
+        ("local_sgd:precision=fp16", "use precision=bf16"),
+        ("fsdp:compress=fp16", "no key 'compress'"),
+        ("ddp:compress=zip", "give one of none, fp16, bf16, powersgd"),
+        ("ddp:compress=fp16,tensor=2", "is for replicas alone"),
+        ("ddp:matrix_rank=2", "matrix_rank is for compress=powersgd"),
+        ("ddp:batch_norm=local,context=2", "leave out batch_norm=local"),
+        ("ddp:simulated=2", "single does"),
+    ],
+)
+def test_wrong_layouts(text: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=f"^layout [^\n]*{re.escape(said)}[^\n]*$"):
+        parse_layout(text)
