@@ -52,12 +52,14 @@ def field(text: str, name: str) -> str:
 
 def audited(script: Path, *words: str) -> dict[str, Any]:
     """What an audit of the script comes to: its JSON, or the error that it ended with."""
-    found = re.search(r"nproc-per-node (\d)", script.read_text()) or re.search(r"needs (\d) ranks", script.read_text())
+    text = script.read_text()
+    found = re.search(r"nproc-per-node (\d)", text) or re.search(r"needs (\d) ranks", text)
+    default = "1" if f"python {script.name}" in text else "2"  # as its header starts it
     with tempfile.TemporaryDirectory() as folder:
         out, begin = Path(folder) / "found.json", time.monotonic()
         command = [sys.executable, "-m", "everyrank", "audit"]
-        if "spawn(" not in script.read_text():  # else it starts its ranks itself
-            command += ["--processes", found[1] if found else "2"]
+        if "spawn(" not in text:  # else it starts its ranks itself
+            command += ["--processes", found[1] if found else default]
         done = subprocess.run(
             [*command, "--json", str(out), str(script), *words],
             cwd=folder,

@@ -63,3 +63,14 @@ def test_nothing_is_said_of_a_recipe(forkserver: ForkServer, tmp_path: Path, nam
     assert audit.updates >= 4
     assert any(line.startswith(unseen) for line in audit.unchecked), audit.unchecked
     assert not list(tmp_path.glob("*/0*")), "checkpoints go elsewhere"
+
+
+def test_parameters_of_rank_0_are_no_mean(forkserver: ForkServer, tmp_path: Path) -> None:
+    """Parameters that are equal again after each step were averaged, or the work of all ranks but one is lost."""
+    beside(tmp_path, "parameter_averaging")
+    script = tmp_path / "parameter_averaging.py"
+    text = script.read_text()
+    assert text.count("dist.all_reduce(flat)") == 1
+    script.write_text(text.replace("dist.all_reduce(flat)", "dist.broadcast(flat, 0)"))
+    audit = audit_forked(forkserver, tmp_path, script, processes=2)
+    assert ("FAIL", "gradient.local") in [(finding.level, finding.rule) for finding in audit.findings]

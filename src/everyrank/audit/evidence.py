@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from everyrank.audit.start import ScriptRun
 
+_NUMBERS = 256  # bytes: an all-reduce of no more is of losses and counts, not of parameters
 _DIRECT = 3  # library functions between a line and the collective that it calls
 
 __all__ = ["Event", "Evidence", "Samples", "read_evidence"]
@@ -194,11 +195,27 @@ class Evidence:
     @functools.cached_property
     def averages_parameters(self) -> bool:
         """Whether ranks that differ are equal again later: local SGD, which averages parameters now and then."""
-        are_equal = [
+        return False in self._are_equal and any(self._are_equal[self._are_equal.index(False) :])
+
+    @functools.cached_property
+    def averages_each_update(self) -> bool:
+        """Whether all ranks begin each update with equal parameters, which they add up after each step themselves."""
+        reduced = {
+            (event["update"], event["bytes"])
+            for event in self.of(self.ranks[0], "collective")
+            if event["op"] == "allreduce_" and event["phase"] == "script"
+        }
+        sizes = [size for _, size in reduced]
+        is_each = any(sizes.count(size) >= len(self.steps) - 1 for size in set(sizes) if size > _NUMBERS)
+        return len(self.steps) > 1 and all(self._are_equal) and is_each
+
+    @functools.cached_property
+    def _are_equal(self) -> list[bool]:
+        """Of each update: whether all ranks begin it with equal parameters."""
+        return [
             all(step["checksums"] == steps[self.ranks[0]]["checksums"] for step in steps.values())
             for steps in self.steps.values()
         ]
-        return False in are_equal and any(are_equal[are_equal.index(False) :])
 
     @property
     def _differs_from_the_start(self) -> bool:

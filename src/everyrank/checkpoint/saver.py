@@ -31,7 +31,7 @@ from everyrank.checkpoint.storage import (
     write,
     write_values,
 )
-from everyrank.errors import UsageError, WorkloadError
+from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.runs import (
     About,
     Checkpoint,
@@ -138,10 +138,18 @@ class Saver:
                 self.last_saved = None
                 raise
 
-    def newest(self) -> Path | None:
-        """The newest whole checkpoint of the run."""
+    def finish_or_say(self) -> None:
+        """The same, and where it failed an `EveryrankError` that says what is left."""
+        try:
+            self.finish()
+        except SaveError as error:
+            raise EveryrankError(self.why_not_saved(error)) from error
+
+    def why_not_saved(self, error: SaveError) -> str:
+        """The words of a failure, with the checkpoint that there is."""
         there = checkpoints_of(self.run)
-        return there[-1].path if there else None
+        left = f"the last one is whole: {there[-1].path}" if there else "there is none from before"
+        return f"a checkpoint could not be saved: {error}; {left}"
 
     def _write(self, tensors: dict[str, Tensor], values: dict[str, Any], about: About) -> None:
         """All of it, on all ranks, which learn alike how it ended."""

@@ -73,6 +73,7 @@ class Training:
         self.evaluated_at = -1
         self.best = best
         self.warned = False
+        self.owes_checkpoint = self.is_asked = False  # until all replicas are equal: see `Prepared.averaging`
         epoch = meter.begin // meter.per_epoch
         now = [row for row in earlier if row["epoch"] == epoch]
         self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
@@ -117,13 +118,15 @@ class Training:
                             self._between(done)
                         rate = self._rate()  # a plateau may have been found
                         self.looked_at = time.perf_counter()
-                    if is_asked and not is_last:
+                    self.is_asked = self.is_asked or is_asked
+                    if self.is_asked and not is_last and self.prepared.are_replicas_equal:
                         self._stopped(done)
+                    look_every = 1 if self.is_asked else look_every
         except NotFiniteError:
             if waiting:
                 self._look(waiting)  # every rank comes here: the good losses before the bad one are not lost
             if self.saver is not None:
-                self._finish_saving()  # nor the checkpoint that is being written
+                self.saver.finish_or_say()  # nor the checkpoint that is being written
             raise
 
     def _rate(self) -> float:
@@ -178,8 +181,12 @@ class Training:
         return self.job.eval_data is not None and every > 0 and done % every == 0
 
     def _saves_at(self, done: int) -> bool:
+        """Whether a checkpoint is due here, or was before, when the replicas were not equal."""
+        if self.saver is None:
+            return False
         every = self.meter.per_epoch if self.options.save_every is None else self.options.save_every
-        return self.saver is not None and done % every == 0
+        self.owes_checkpoint = self.owes_checkpoint or done % every == 0
+        return self.owes_checkpoint and self.prepared.are_replicas_equal
 
     def _between(self, done: int) -> None:
         """What stands between two updates. An evaluation comes last: what raises in it must not lose the epoch."""
@@ -192,7 +199,9 @@ class Training:
         if done % self.meter.per_epoch == 0:
             self._end_epoch(done)
         if self.saver is not None and not is_saved and (is_better_one or self._saves_at(done)):
-            self._save(done)
+            self.owes_checkpoint = True
+            if self.prepared.are_replicas_equal:
+                self._save(done)
 
     def _evaluate(self, done: int) -> bool:
         """Evaluate; whether this is the best so far. A checkpoint of this very state learns how good it is."""
@@ -237,32 +246,20 @@ class Training:
     def _save(self, done: int, is_last: bool = False) -> None:
         """Save; a failure is said, and the training goes on: nothing of it is lost, and the next attempt may do."""
         assert self.saver is not None
+        self.owes_checkpoint = False
         try:
             earlier = self.saver.save(done, self.metrics if self.evaluated_at == done else {})
             if earlier is not None:
-                self.display.line(f"{self._not_saved(earlier)}; the training goes on")
+                self.display.line(f"{self.saver.why_not_saved(earlier)}; the training goes on")
         except SaveError as error:
             if is_last:
-                raise EveryrankError(self._not_saved(error)) from error
-            self.display.line(f"{self._not_saved(error)}; the training goes on")
+                raise EveryrankError(self.saver.why_not_saved(error)) from error
+            self.display.line(f"{self.saver.why_not_saved(error)}; the training goes on")
         else:
             if self.log is not None:
                 self.log.event({"step": done, "checkpoint": True, "stall_seconds": self.saver.stalls[-1]})
         if is_last:
-            self._finish_saving()
-
-    def _finish_saving(self) -> None:
-        """Wait for what is still being written."""
-        assert self.saver is not None
-        try:
-            self.saver.finish()
-        except SaveError as error:
-            raise EveryrankError(self._not_saved(error)) from error
-
-    def _not_saved(self, error: SaveError) -> str:
-        newest = self.saver.newest() if self.saver is not None else None
-        left = f"the last one is whole: {newest}" if newest is not None else "there is none from before"
-        return f"a checkpoint could not be saved: {error}; {left}"
+            self.saver.finish_or_say()
 
     def _stopped(self, done: int) -> None:
         """End after an update, because a signal asked for it."""
@@ -274,7 +271,7 @@ class Training:
         try:
             if self.saver.last_saved != done:
                 self._save(done, is_last=True)
-            self._finish_saving()
+            self.saver.finish_or_say()
         except EveryrankError as error:
             failure = str(error)
         # rank 0 alone knows whether all of it is on the disk
@@ -288,6 +285,8 @@ class Training:
         failure: EveryrankError | None = None
         with self.meter.pause():
             check_finite(self.prepared, end)
+            if self.prepared.averaging is not None and not self.prepared.averaging.are_equal:
+                self.prepared.averaging.average()
             is_due = self.saver is not None and self.saver.last_saved != end and self.meter.begin < end
             if is_due and not self.prepared.trainable.follows_evaluation:
                 try:
@@ -303,7 +302,7 @@ class Training:
             if is_due and self.prepared.trainable.follows_evaluation:
                 self._save(end, is_last=True)
             elif self.saver is not None:
-                self._finish_saving()
+                self.saver.finish_or_say()
         if self.log is not None:
             self.log.final(self.metrics)
         return self.metrics

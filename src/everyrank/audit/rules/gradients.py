@@ -235,7 +235,8 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
         )
         fix = "look at what changes .grad between backward and step"
     is_rounded = rule == "unexplained" and residual < _ROUNDED
-    level = "NOTE" if evidence.averages_parameters or is_rounded else "WARN" if rule == "unexplained" else "FAIL"
+    is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
+    level = "NOTE" if is_averaged or is_rounded else "WARN" if rule == "unexplained" else "FAIL"
     also = tuple(dict.fromkeys(event["line"] for event in evidence.of(ranks[0], "no_sync")))
     findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix, also)
 
