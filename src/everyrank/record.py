@@ -99,12 +99,26 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of communication in one step: how often, and how many bytes one rank hands in."""
+    """One kind of communication in an update: how often, and how many bytes one rank hands in.
+
+    Where ranks meet in every so many updates, both are those of `updates` together.
+    """
 
     op: str
     group: str
     count: int
     bytes: int
+    updates: int = 1
+
+    @property
+    def bytes_per_update(self) -> float:
+        """On average."""
+        return self.bytes / self.updates
+
+    @property
+    def text(self) -> str:
+        """`1 all-reduce`, `1 all-reduce in 8 updates`."""
+        return f"{self.count} {self.op.replace('_', '-')}" + (f" in {self.updates} updates" * (self.updates > 1))
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,11 @@ class CommCounter(TorchDispatchMode):
                 return self.names[value]
         return "all"
 
-    def collectives(self) -> list[Collective]:
-        """What was counted, by operation."""
+    def collectives(self, updates: int = 1) -> list[Collective]:
+        """What was counted in so many updates, by operation."""
         return [
-            Collective(op, group, count, self.bytes[op, group]) for (op, group), count in sorted(self.counts.items())
+            Collective(op, group, count, self.bytes[op, group], updates)
+            for (op, group), count in sorted(self.counts.items())
         ]
 
 

@@ -38,7 +38,7 @@ class Instrumented:
 
     idle                of a pipeline, `Prepared.idle` added up over a few updates without instruments
     peak_memory_bytes   most bytes of tensors alive at once, from building the model to the end of the third update
-    collectives         of one update
+    collectives         of one update; of replicas, of all updates from one mean to the next
     exposed_shares      part of each phase that was exposed communication, in the order of `measure.split.PHASES`
     """
 
@@ -72,9 +72,12 @@ def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: Wo
             seconds, waiting = idle.seconds + new.seconds, idle.waiting_seconds + new.waiting_seconds
             idle = PipelineIdle(new.theory_share, seconds, waiting)
             left -= 1
+    num_counted = min(prepared.averaging.every if prepared.averaging is not None else 1, left)
     with CommCounter(prepared.mesh.group_axes()) as traffic:
-        next(shares)
+        for _ in range(num_counted):
+            next(shares)
+    left -= num_counted - 1
     exposed = exposed_shares(prepared.trainable, shares, min(_PROFILED, left), world.device)
     del prepared, shares
     gc.collect()
-    return Instrumented(memory.bytes, idle, traffic.collectives(), [exposed[phase] for phase in PHASES])
+    return Instrumented(memory.bytes, idle, traffic.collectives(num_counted), [exposed[phase] for phase in PHASES])

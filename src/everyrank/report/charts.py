@@ -71,7 +71,7 @@ def traffic(records: Sequence[Record]) -> str:
     def paint(axes: Any, place: int, record: Record) -> None:
         left = 0.0
         for index, operation in enumerate(operations):
-            value = sum(c.bytes for c in record.collectives if c.op == operation) / 2**10
+            value = sum(c.bytes_per_update for c in record.collectives if c.op == operation) / 2**10
             colour = COLOURS[index % len(COLOURS)]
             axes.barh(place, value, left=left, color=colour, label=operation.replace("_", "-"))
             left += value

@@ -129,8 +129,8 @@ def cost_table(records: Sequence[Record]) -> Table | None:
     for record in shown:
         memory, start, first = record.peak_memory_bytes, record.startup_seconds, record.first_step_seconds
         is_known = bool(record.collectives) or record.breakdown_seconds is not None  # measured in the same run
-        sent = sum(collective.bytes for collective in record.collectives)
-        counts = [f"{collective.count} {collective.op.replace('_', '-')}" for collective in record.collectives]
+        sent = sum(collective.bytes_per_update for collective in record.collectives)
+        counts = [collective.text for collective in record.collectives]
         rows.append(
             [
                 label(record),
