@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import zoo
 from everyrank.data import (
+    Epoch,
     Slice,
     Update,
     all_updates,
@@ -19,7 +20,6 @@ from everyrank.data import (
     batches_for_updates,
     cut,
     micro_batches,
-    samples_before,
     updates_per_epoch,
 )
 from everyrank.data.loader import map_tensors
@@ -58,7 +58,7 @@ def test_updates_and_samples() -> None:
     """23 samples in batches of 7: four updates an epoch, the last of two samples."""
     assert updates_per_epoch(23, 7) == 4
     assert list(all_updates(6, 4))[3:] == [Update(3, 0, 3), Update(4, 1, 0), Update(5, 1, 1)]
-    assert [samples_before(step, 23, 7) for step in range(7)] == [0, 7, 14, 21, 23, 30, 37]
+    assert [Epoch(((23, 7),)).samples_before(step) for step in range(7)] == [0, 7, 14, 21, 23, 30, 37]
 
 
 def read(world: World, workers: int, accumulate: int) -> list[list[tuple[int, int, int, list[float]]]]:

@@ -33,7 +33,7 @@ def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:
     workload = zoo.workload("frozen", drop_last=True)
     assert samples_per_epoch(workload, 23) == 21
     assert samples_per_epoch(zoo.workload("frozen"), 23) == 23
-    assert planned_updates(workload, 23) == 6
+    assert planned_updates(workload, zoo.Points(23)) == 6
     for read, problems, text in ranks(2, dropped):
         assert read == 21
         assert problems == []
@@ -109,7 +109,7 @@ def lone(world: World, layout: str) -> tuple[str, int]:
 def losses(workload: Workload, layout: str, world: World) -> list[torch.Tensor]:
     """What this rank's updates came to."""
     prepared = prepare(workload, Layout(layout), world)
-    updates = all_updates(planned_updates(workload, 22), 4 - workload.drop_last)
+    updates = all_updates(planned_updates(workload, zoo.Points(22)), 4 - workload.drop_last)
     return list(run_updates(prepared, zoo.Points(22), updates))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from everyrank.commands.shared import check_writable
 from everyrank.errors import CHECK_FAILED
-from everyrank.runs import Checkpoint, all_of, damage, find_checkpoint
+from everyrank.runs import About, Checkpoint, all_of, damage, fields_of, find_checkpoint
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -65,7 +64,7 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
             [
                 name,
                 str(about.step),
-                f"{about.step / about.updates_per_epoch:.2f}",
+                _epochs(about),
                 f"{about.layout} on {about.world_size}",
                 f"{one.num_bytes / 2**20:.2f}",
                 ", ".join(f"{name} {value:.4f}" for name, value in about.metrics.items()),
@@ -75,7 +74,7 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
     whole = [one for _, one in there if one is not None]
     if json_file is not None:
         check_writable(json_file)
-        about_all = [{"path": str(one.path), **dataclasses.asdict(one.about)} for one in whole]
+        about_all = [{"path": str(one.path), **fields_of(one.about)} for one in whole]
         json_file.write_text(json.dumps(about_all, indent=1), encoding="utf-8")
     last = whole[-1].about
     title = f"{last.workload} · seed {last.seed} · global batch {last.global_batch} · {last.samples:,} samples"
@@ -83,3 +82,11 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
     print_table(title, Table(header, rows), [versions])
     return CHECK_FAILED if any(row[-1].startswith("DAMAGED") for row in rows) else 0
+
+
+def _epochs(about: About) -> str:
+    """How many epochs are done; of streams of unknown length the whole ones, and updates of the next."""
+    if about.updates_per_epoch:
+        return f"{about.step / about.updates_per_epoch:.2f}"
+    epoch, index = about.place.get("epoch", 0), about.place.get("index", 0)
+    return f"{epoch} + {index} updates" if index else str(epoch)

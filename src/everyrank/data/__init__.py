@@ -4,29 +4,50 @@ slicing.py   arithmetic: cut a batch into micro-batches, then over ranks
 order.py     the order of the samples: a function of seed, epoch and step alone
 seeds.py     randomness as a function of (seed, epoch, sample)
 stream.py    datasets that can only be gone through
+fetch.py     data loader workers, pinned memory
+uneven.py    streams of which each is read by one rank, as long as they last
+uneven_updates.py   the updates over those, of which all ranks make as many
 parts.py     which samples a rank reads for each micro-batch
-loader.py    read them: data loader workers, pinned memory
+loader.py    read them
 """
 
-from everyrank.data.loader import Batch, batches_for_evaluation, batches_for_updates
-from everyrank.data.order import Update, all_updates, lone_sample, samples_before, samples_per_epoch, updates_per_epoch
+from everyrank.data.fetch import Batch
+from everyrank.data.loader import batches_for_evaluation, batches_for_updates
+from everyrank.data.order import (
+    Epoch,
+    KnownUpdates,
+    Update,
+    all_updates,
+    lone_sample,
+    samples_per_epoch,
+    updates_per_epoch,
+)
 from everyrank.data.slicing import Slice, cut, micro_batches
 from everyrank.data.stream import Streamed, count_samples, is_stream
+from everyrank.data.uneven import UnevenStreams, count_streams, epoch_of, find_streams, is_uncounted
+from everyrank.data.uneven_updates import OpenUpdates
 
 __all__ = [
     "Batch",
+    "Epoch",
+    "KnownUpdates",
+    "OpenUpdates",
     "Slice",
     "Streamed",
+    "UnevenStreams",
     "Update",
     "all_updates",
     "batches_for_evaluation",
     "batches_for_updates",
     "count_samples",
+    "count_streams",
     "cut",
+    "epoch_of",
+    "find_streams",
     "is_stream",
+    "is_uncounted",
     "lone_sample",
     "micro_batches",
-    "samples_before",
     "samples_per_epoch",
     "updates_per_epoch",
 ]

@@ -1,49 +1,30 @@
-"""Read the samples of one rank: loader workers, augmentation randomness, pinned memory.
+"""Read the samples of one rank, each with its own randomness, as batches on its device.
 
-Everything that decides *which* samples are read is in parts.py and what stands above it; here they are only fetched.
+Everything that decides *which* samples are read is in parts.py and what stands above it.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from everyrank.data.fetch import Batch, map_tensors, move, pair_of, read_all
 from everyrank.data.order import Update
 from everyrank.data.parts import Keys, Part, parts_for_evaluation, parts_for_updates
 from everyrank.data.seeds import seed_sample
 from everyrank.data.slicing import Slice
 from everyrank.data.stream import Streamed, StreamReader
-from everyrank.errors import EveryrankError, WorkloadError
+from everyrank.data.uneven import UnevenStreams
+from everyrank.data.uneven_updates import uneven_batches
 from everyrank.workload import Workload
 from everyrank.world import World
 
 __all__ = ["Batch", "batches_for_evaluation", "batches_for_updates", "map_tensors"]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's part of a micro-batch.
-
-    input, target   as the workload's collate made them, on the rank's device
-    size            real samples; 0: `input` holds one padding sample, of weight zero, because zero-length tensors
-                    break user code
-    start, total    where this part stands in the global batch, and the size of that
-    parts           micro-batches that the global batch is cut into before it is cut over ranks
-    """
-
-    input: Any
-    target: Any
-    size: int
-    start: int
-    total: int
-    parts: int = 1
 
 
 def batches_for_updates(
@@ -61,6 +42,8 @@ def batches_for_updates(
     `reverse` turns the samples round within each micro-batch: the same mathematics in another order of addition,
     which is how parity measures the noise floor.
     """
+    if isinstance(dataset, UnevenStreams):
+        return uneven_batches(workload, dataset, updates, reads, accumulate, world, dtype, reverse)
     parts = parts_for_updates(workload, dataset, updates, reads, accumulate, reverse)
     return _fetch(workload, dataset, parts, world, dtype)
 
@@ -69,6 +52,7 @@ def batches_for_evaluation(
     workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype
 ) -> Iterator[Batch]:
     """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
+    dataset = dataset.whole() if isinstance(dataset, UnevenStreams) else dataset
     parts = parts_for_evaluation(workload, dataset, reads)
     return (batches[0] for batches in _fetch(workload, dataset, parts, world, dtype))
 
@@ -91,66 +75,23 @@ def _fetch(
     if isinstance(dataset, Streamed):
         read = StreamReader(dataset, workload.seed)
     collate: Callable[[Any], Any] = _as_it_is if takes_rows else workload.collate or default_collate
-    is_pinned = world.device.type == "cuda"
-    if world.loader_workers == 0 and not is_pinned:
-        fetched: Iterator[Any] = (collate(read.__getitems__(some)) for some in keys())  # what a DataLoader would do
-    else:
-        # The loader's workers start here, not at the first batch, which may stand in a timed region.
-        fetched = _told_by_workers(
-            DataLoader(
-                read,
-                batch_sampler=_Once(keys()),  # type: ignore[arg-type]
-                collate_fn=collate,
-                num_workers=world.loader_workers,
-                pin_memory=is_pinned,
-                timeout=world.timeout_seconds if world.loader_workers else 0,
-                worker_init_fn=_leave_requests_to_the_rank,
-            ),
-            world.timeout_seconds,
-        )
-    return _batches(fetched, asked, functools.partial(_move, device=world.device, dtype=dtype))
-
-
-def _leave_requests_to_the_rank(_: int) -> None:
-    """A request to stop may reach the whole process group; the rank still needs its workers to finish the update."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _told_by_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iterator[Any]:
-    """What the workers fetch; an error of ours arrives with a traceback in its text, of which the end is kept."""
-    fetched = iter(loader)  # here the workers start
-
-    def batches() -> Iterator[Any]:
-        try:
-            yield from fetched
-        except EveryrankError as error:
-            message = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
-            raise type(error)(message or str(error)) from None
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):
-                raise
-            raise EveryrankError(
-                f"the data loader's workers gave no batch within {timeout_seconds:g} s (--timeout)"
-            ) from error
-
-    return batches()
+    fetched = read_all(read, collate, keys(), world)
+    return _batches(fetched, asked, functools.partial(move, device=world.device, dtype=dtype))
 
 
 def _batches(
-    fetched: Iterator[Any], asked: collections.deque[list[Part]], move: Callable[[torch.Tensor], torch.Tensor]
+    fetched: Iterator[Any], asked: collections.deque[list[Part]], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[list[Batch]]:
     """Put together what belongs to one update."""
     while True:
         batches: list[Batch] = []
         for content in fetched:
             part = asked[0][len(batches)]
-            if not isinstance(content, tuple | list) or len(content) != 2:
-                raise WorkloadError("train_data: a sample must be (input, target)")
+            value, target = pair_of(content)
             batches.append(
                 Batch(
-                    map_tensors(content[0], move),
-                    map_tensors(content[1], move),
+                    map_tensors(value, change),
+                    map_tensors(target, change),
                     part.size,
                     part.start,
                     part.total,
@@ -163,16 +104,6 @@ def _batches(
             return
         asked.popleft()
         yield batches
-
-
-class _Once:
-    """Keys, each given out once, as a batch sampler."""
-
-    def __init__(self, keys: Iterator[Keys]) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[Keys]:
-        return self.keys
 
 
 def _is_tensors(dataset: Any) -> bool:
@@ -215,22 +146,3 @@ class _ByKey(Dataset[Any]):
     def _seeded(self, epoch: int, sample: int) -> Any:
         seed_sample(self.seed, epoch, sample)
         return self.dataset[sample]
-
-
-def _move(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """To the device without waiting; floating-point inputs in the precision of the model."""
-    wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.to(device, wanted, non_blocking=True)
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor in it changed; tuples, lists and dicts are gone through."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))  # a named tuple
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value

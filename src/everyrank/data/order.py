@@ -12,13 +12,14 @@ from torch import Tensor
 from everyrank.workload import Workload
 
 __all__ = [
+    "Epoch",
+    "KnownUpdates",
     "Update",
     "all_updates",
     "drawn_order",
     "epoch_order",
     "lone_sample",
     "sample_numbers",
-    "samples_before",
     "samples_per_epoch",
     "shard_order",
     "update_samples",
@@ -33,6 +34,31 @@ class Update:
     step: int
     epoch: int
     index: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """How an epoch is cut into updates.
+
+    parts   (samples, samples of an update) of what is read side by side: one part, or one for each uneven stream
+    """
+
+    parts: tuple[tuple[int, int], ...]
+
+    @property
+    def samples(self) -> int:
+        """Of the whole epoch."""
+        return sum(length for length, _ in self.parts)
+
+    @property
+    def updates(self) -> int:
+        """Until the longest part has ended."""
+        return max(updates_per_epoch(length, batch) for length, batch in self.parts)
+
+    def samples_before(self, step: int) -> int:
+        """How many samples the updates before `step` have read; the last batches of an epoch may be smaller."""
+        epochs, index = divmod(step, self.updates)
+        return epochs * self.samples + sum(min(index * batch, length) for length, batch in self.parts)
 
 
 def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
@@ -76,16 +102,49 @@ def updates_per_epoch(length: int, global_batch: int) -> int:
     return -(-length // global_batch)
 
 
-def all_updates(steps: int, per_epoch: int) -> Sequence[Update]:
-    """The updates of a training from its start; each is made when it is asked for."""
-    return _Updates(range(steps), per_epoch)
+def all_updates(steps: int, per_epoch: int, begin: int = 0) -> KnownUpdates:
+    """The updates of a training, from its start or from number `begin` on; each is made when it is asked for."""
+    return KnownUpdates(range(begin, steps), per_epoch)
 
 
-class _Updates(Sequence[Update]):
+class KnownUpdates(Sequence[Update]):
     """Updates by their numbers: a list of a thousand million would take a hundred gigabytes."""
 
     def __init__(self, steps: range, per_epoch: int) -> None:
         self.steps, self.per_epoch = steps, per_epoch
+
+    @property
+    def begin(self) -> int:
+        """The number of the first of them."""
+        return self.steps.start
+
+    @property
+    def epoch(self) -> int:
+        """In which the first of them stands."""
+        return self.steps.start // self.per_epoch
+
+    @property
+    def end(self) -> int:
+        """How many updates the training has."""
+        return self.steps.stop
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are none."""
+        return not self.steps
+
+    def ends_epoch(self, done: int) -> bool:
+        """Whether an epoch has ended when so many updates of the training are done."""
+        return done % self.per_epoch == 0
+
+    def is_last(self, done: int) -> bool:
+        """Whether the training has ended then."""
+        return done == self.end
+
+    def place(self, done: int) -> dict[str, int]:
+        """What is to be known beside `done` to go on from there: nothing."""
+        del done
+        return {}
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -96,7 +155,7 @@ class _Updates(Sequence[Update]):
     def __getitem__(self, index: slice) -> Sequence[Update]: ...
     def __getitem__(self, index: int | slice) -> Update | Sequence[Update]:
         if isinstance(index, slice):
-            return _Updates(self.steps[index], self.per_epoch)
+            return KnownUpdates(self.steps[index], self.per_epoch)
         step = self.steps[index]
         return Update(step, step // self.per_epoch, step % self.per_epoch)
 
@@ -114,19 +173,13 @@ def sample_numbers(part: Tensor | range) -> list[int]:
     return part.tolist() if isinstance(part, Tensor) else list(part)
 
 
-def samples_before(step: int, length: int, global_batch: int) -> int:
-    """How many samples the updates before `step` have read; the last batch of an epoch may be smaller."""
-    epochs, index = divmod(step, updates_per_epoch(length, global_batch))
-    return epochs * length + min(index * global_batch, length)
-
-
 def lone_sample(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
     """Which of these updates has a micro-batch of one sample, and what helps; "" where none has."""
     batch = workload.global_batch
     last = updates_per_epoch(length, batch) - 1
     # those of a training follow each other: its first one, and the first that may be ragged
     chosen: Sequence[Update] = updates
-    if isinstance(updates, _Updates) and updates:
+    if isinstance(updates, KnownUpdates) and updates:
         ragged = last - updates[0].index
         chosen = [updates[0], *([updates[ragged]] if 0 < ragged < len(updates) else [])]
     for update in chosen:

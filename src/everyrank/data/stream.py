@@ -17,7 +17,7 @@ from torch.utils.data._utils import worker
 from everyrank.data.seeds import seed_sample
 from everyrank.errors import WorkloadError
 
-__all__ = ["StreamReader", "Streamed", "count_samples", "is_stream"]
+__all__ = ["ForwardReader", "StreamReader", "Streamed", "count_samples", "is_stream"]
 
 
 def is_stream(dataset: Any) -> bool:
@@ -92,63 +92,84 @@ def _hide_worker() -> None:
         worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
 
 
-class StreamReader(Dataset[Any]):
-    """A stream read by `Keys`, whose samples only ever go up within an epoch.
+class ForwardReader:
+    """A stream gone through forward, one epoch after the other.
 
-    Randomness inside `decode`, or inside the stream where it has no `decode`, is a function of (seed, epoch, sample).
+    Randomness inside `decode`, or inside the stream where it has no `decode`, is a function of (seed, epoch, number of
+    the sample), which is `first` + `stride` times its position: several streams can have numbers of their own.
     """
 
-    def __init__(self, stream: Streamed, seed: int) -> None:
-        self.stream, self.seed = stream, seed
-        self.decode: Any = getattr(stream.dataset, "decode", None)
-        self.is_random = not getattr(stream.dataset, "deterministic", False)
-        self.draws_alike = getattr(
-            stream.dataset, "draws_alike", False
-        )  # in every epoch: a check of the samples tells them apart
+    def __init__(self, dataset: Any, seed: int, first: int = 0, stride: int = 1) -> None:
+        self.dataset, self.seed, self.first, self.stride = dataset, seed, first, stride
+        self.decode: Any = getattr(dataset, "decode", None)
+        self.is_random = not getattr(dataset, "deterministic", False)
+        # in every epoch: a check of the samples tells them apart
+        self.draws_alike = getattr(dataset, "draws_alike", False)
         self.epoch = -1
         self.position = 0  # of the item that comes next
         self.items: Iterator[Any] = iter(())
 
-    def __getitems__(self, keys: Any) -> list[Any]:
-        if keys.epoch != self.epoch or min(keys.samples) < self.position:
-            self.epoch, self.position = keys.epoch, 0
-            self._seed(-1)
-            _hide_worker()
-            self.items = _items(self.stream.dataset, self.epoch)
-        wanted = set(keys.samples)
-        found: dict[int, Any] = {}
-        for sample in range(self.position, max(wanted) + 1):
-            # a stream without `decode` draws while it is gone through: each reader has to draw the same
-            if self.is_random and self.decode is None:
-                self._seed(sample)
-            item = self._next()
-            if sample in wanted:
-                found[sample] = self._decoded(item, sample)
-        return [found[sample] for sample in keys.samples]
+    def begin(self, epoch: int) -> None:
+        """Go back to the first item, of this epoch."""
+        self.epoch, self.position = epoch, 0
+        self._seed(-1)
+        _hide_worker()
+        self.items = _items(self.dataset, epoch)
 
-    def _next(self) -> Any:
-        try:
-            item = next(self.items)
-        except StopIteration:
-            raise WorkloadError(
-                f"the stream ended after {self.position} samples of {len(self.stream)}; each reader needs all of it: "
-                "it must not divide itself by rank or by worker (get_worker_info)"
-            ) from None
+    def next(self) -> Any:
+        """The next item. Raises `StopIteration` where there is none."""
+        # a stream without `decode` draws while it is gone through: each reader has to draw the same
+        if self.is_random and self.decode is None:
+            self._seed(self.position)
+        item = next(self.items)
         self.position += 1
-        if self.position == len(self.stream) and self.stream.is_whole and self._goes_on():
-            raise WorkloadError(f"the stream has more samples than the {len(self.stream)} it said, or had, before")
         return item
 
-    def _goes_on(self) -> bool:
+    def goes_on(self) -> bool:
+        """Whether there is an item more; it is lost."""
         missing = object()
         return next(self.items, missing) is not missing
 
-    def _decoded(self, item: Any, sample: int) -> Any:
+    def decoded(self, item: Any, position: int) -> Any:
+        """The sample that this item holds."""
         if self.decode is None:
             return item
         if self.is_random:
-            self._seed(sample)
+            self._seed(position)
         return self.decode(item)
 
-    def _seed(self, sample: int) -> None:
-        seed_sample(self.seed, 0 if self.draws_alike else self.epoch, sample)
+    def _seed(self, position: int) -> None:
+        seed_sample(self.seed, 0 if self.draws_alike else self.epoch, self.first + self.stride * position)
+
+
+class StreamReader(Dataset[Any]):
+    """A stream read by `Keys`, whose samples only ever go up within an epoch."""
+
+    def __init__(self, stream: Streamed, seed: int) -> None:
+        self.stream = stream
+        self.reader = ForwardReader(stream.dataset, seed)
+
+    def __getitems__(self, keys: Any) -> list[Any]:
+        reader = self.reader
+        if keys.epoch != reader.epoch or min(keys.samples) < reader.position:
+            reader.begin(keys.epoch)
+        wanted = set(keys.samples)
+        found: dict[int, Any] = {}
+        for sample in range(reader.position, max(wanted) + 1):
+            item = self._next()
+            if sample in wanted:
+                found[sample] = reader.decoded(item, sample)
+        return [found[sample] for sample in keys.samples]
+
+    def _next(self) -> Any:
+        reader, length = self.reader, len(self.stream)
+        try:
+            item = reader.next()
+        except StopIteration:
+            raise WorkloadError(
+                f"the stream ended after {reader.position} samples of {length}; each reader needs all of it: "
+                "it must not divide itself by rank or by worker (get_worker_info)"
+            ) from None
+        if reader.position == length and self.stream.is_whole and reader.goes_on():
+            raise WorkloadError(f"the stream has more samples than the {length} it said, or had, before")
+        return item

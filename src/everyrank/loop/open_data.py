@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from everyrank.data import Streamed, count_samples, is_stream, samples_per_epoch, updates_per_epoch
+from everyrank.data import (
+    Slice,
+    Streamed,
+    UnevenStreams,
+    count_samples,
+    count_streams,
+    cut,
+    epoch_of,
+    find_streams,
+    is_stream,
+    samples_per_epoch,
+)
 from everyrank.data.parts import weights_of
 from everyrank.errors import EveryrankError, WorkloadError, describe
 from everyrank.parallel.init_model import seed_everything
@@ -31,20 +42,26 @@ def wrap_user_errors() -> Generator[None]:
         raise WorkloadError(describe(error)) from error
 
 
-def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
+def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> tuple[Any, Any]:
     """The training and the evaluation data (None without). A collective.
 
-    A stream is counted where it has no length. Raises `WorkloadError` for data that cannot be cut, or that is not the
-    same length on every rank.
+    A stream is counted where it has no length; those that ranks read apart only with `counts_uneven`. Raises
+    `WorkloadError` for data that cannot be cut, or that is not the same length on every rank.
     """
     seed_everything(workload.seed)  # data made up at random is the same data in every rank
     with wrap_user_errors():
         train_data: Any = workload.train_data()
         eval_data: Any = workload.eval_data() if workload.eval_data else None
-    limit = workload.steps * workload.global_batch if workload.steps is not None else None
-    train_data = _counted("train_data", train_data, limit, world)
+    streams = find_streams(train_data) if workload.order == "shard" else None
+    if streams is not None:
+        train_data = _uneven(workload, train_data, streams, world, counts_uneven)
+    else:
+        limit = workload.steps * workload.global_batch if workload.steps is not None else None
+        train_data = _counted("train_data", train_data, limit, world)
     if workload.eval_data is not None:
         eval_data = _counted("eval_data", eval_data, None, world)
+    if streams is not None:
+        return train_data, eval_data
     if len(train_data) < world.size:
         raise WorkloadError(
             f"{world.size} ranks read, but train_data has {len(train_data)} samples; use --processes {len(train_data)}"
@@ -57,6 +74,29 @@ def open_data(workload: Workload, world: World) -> tuple[Any, Any]:
             f"use a global_batch of at most {len(train_data)}"
         )
     return train_data, eval_data
+
+
+def _uneven(workload: Workload, dataset: Any, streams: Sequence[Any], world: World, is_counted: bool) -> UnevenStreams:
+    """Streams of which each is read by one rank; a part of them is counted by each. A collective."""
+    counts = [int(count) for count in all_gather(torch.tensor([len(streams)]), world)]
+    if len(set(counts)) > 1:
+        raise WorkloadError(f"train_data: {counts} streams on the ranks; give all streams on every rank")
+    data = UnevenStreams(dataset, streams, None, is_whole=True)
+    data.check_readers(Slice(0, 1), workload.global_batch)
+    if not is_counted:
+        return data
+    own = cut(len(streams), Slice(world.rank, world.size))
+    with wrap_user_errors():
+        takes = data.takes(workload.global_batch)
+        rows = count_streams(streams, own, takes, workload.steps, world.timeout_seconds)
+    # ranks count parts that follow each other; some may have none
+    gathered = torch.cat(all_gather(torch.tensor(rows, dtype=torch.int64).flatten(), world)).view(-1, 2).tolist()
+    data.lengths, data.is_whole = [length for length, _ in gathered], all(is_whole for _, is_whole in gathered)
+    if not data.epoch(workload).updates:
+        raise WorkloadError(
+            f"train_data: streams of {data.lengths} samples have no update (drop_last={workload.drop_last})"
+        )
+    return data
 
 
 def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: World) -> None:
@@ -100,8 +140,8 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
     return data
 
 
-def planned_updates(workload: Workload, length: int) -> int:
-    """How many updates the workload's `epochs` or `steps` come to."""
+def planned_updates(workload: Workload, dataset: Any) -> int:
+    """How many updates the workload's `epochs` or `steps` come to, on data whose length is known."""
     if workload.steps is not None:
         return workload.steps
-    return (workload.epochs or 1) * updates_per_epoch(samples_per_epoch(workload, length), workload.global_batch)
+    return (workload.epochs or 1) * epoch_of(workload, dataset).updates

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everyrank.data import Batch, Update, batches_for_updates, lone_sample, samples_per_epoch
+from everyrank.data import (
+    Batch,
+    OpenUpdates,
+    UnevenStreams,
+    Update,
+    batches_for_updates,
+    lone_sample,
+    samples_per_epoch,
+)
 from everyrank.data.seeds import mix
 from everyrank.errors import NotFiniteError, WorkloadError
 from everyrank.loop.finite import first_bad_tensor, first_of_all_ranks
@@ -28,7 +36,7 @@ def run_updates(prepared: Prepared, dataset: Any, updates: Iterable[Update], rev
     unless they say so. `reverse` turns the samples of each micro-batch round. Raises `NotFiniteError` with the update
     and the first bad tensor, on every rank alike.
     """
-    updates = updates if isinstance(updates, Sequence) else list(updates)
+    updates = updates if isinstance(updates, Sequence | OpenUpdates) else list(updates)
     workload = prepared.workload
     of_ranks = [
         batches_for_updates(
@@ -44,14 +52,20 @@ def run_updates(prepared: Prepared, dataset: Any, updates: Iterable[Update], rev
         for reads in prepared.data_slices
     ]
     batches = (list(itertools.chain.from_iterable(own)) for own in zip(*of_ranks, strict=True))
-    lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
+    lone = ""
+    if not isinstance(updates, OpenUpdates) and not isinstance(dataset, UnevenStreams):
+        lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
     return _run(prepared, updates, batches, lone)
 
 
-def _run(prepared: Prepared, updates: Sequence[Update], batches: Iterator[list[Batch]], lone: str) -> Iterator[Tensor]:
-    for place, update in enumerate(updates):
+def _run(prepared: Prepared, updates: Iterable[Update], batches: Iterator[list[Batch]], lone: str) -> Iterator[Tensor]:
+    following = iter(updates)
+    for place in itertools.count():
         with wrap_user_errors() if place == 0 else contextlib.nullcontext():
-            micro_batches = next(batches)
+            micro_batches = next(batches, None)
+            if micro_batches is None:
+                return
+            update = next(following)
             _seed_update(prepared, update)
             try:
                 with refuse_lone_samples(prepared.model, lone if place == 0 else ""):

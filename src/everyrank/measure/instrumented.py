@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from everyrank.data import all_updates, samples_per_epoch, updates_per_epoch
+from everyrank.data import all_updates, epoch_of
 from everyrank.layout import Layout
 from everyrank.loop import planned_updates, run_updates, wrap_user_errors
 from everyrank.measure.comm_counter import CommCounter
@@ -50,9 +50,8 @@ class Instrumented:
 
 def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: World) -> Instrumented:
     """Run a few updates of `layout` under the instruments. A collective."""
-    planned = planned_updates(workload, len(dataset))  # a schedule may refuse to go beyond
-    samples = samples_per_epoch(workload, len(dataset))
-    updates = all_updates(planned, updates_per_epoch(samples, workload.global_batch))
+    planned = planned_updates(workload, dataset)  # a schedule may refuse to go beyond
+    updates = all_updates(planned, epoch_of(workload, dataset).updates)
     with peak_memory(world.device) as memory:
         with wrap_user_errors():
             prepared = prepare(workload, layout, world)

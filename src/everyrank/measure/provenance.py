@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from everyrank import _version
+from everyrank.data import is_uncounted
 from everyrank.launch import num_cores
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -29,7 +30,7 @@ def provenance(workload: Workload, dataset: Any, world: World, command: list[str
         "settings": dict(workload.source.settings) if workload.source else {},
         "global_batch": workload.global_batch,
         "seed": workload.seed,
-        "train_samples": len(dataset),
+        "train_samples": None if is_uncounted(dataset) else len(dataset),
         "data_checksum": getattr(dataset, "checksum", None),
     }
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from everyrank.data import Streamed, Update, all_updates, samples_per_epoch, updates_per_epoch
+from everyrank.data import Epoch, Streamed, Update, all_updates, epoch_of
 from everyrank.layout import Layout
 from everyrank.loop import planned_updates, wrap_user_errors
 from everyrank.parallel.batch_norm import has_batch_norm
@@ -77,8 +77,7 @@ class ParityCase:
     def planned(self, precision: str) -> Segments:
         """The updates to begin with."""
         steps = self.steps if precision == "float64" else min(self.steps, _LOW_STEPS)
-        length = samples_per_epoch(self.workload, len(self.train_data))
-        return [chosen_updates(length, self.workload.global_batch, steps)]
+        return [chosen_updates(epoch_of(self.workload, self.train_data), steps)]
 
 
 def parity_case(
@@ -95,7 +94,7 @@ def parity_case(
         model = on_cpu(workload)
         num_dropouts = _without_dropout(model)
     quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
-    steps = min(steps, planned_updates(workload, len(train_data)))
+    steps = min(steps, planned_updates(workload, train_data))
     notes = [f"dropout set to 0 in {num_dropouts} modules"] if num_dropouts else []
     if is_quick:
         notes.append(f"quick: left out are the layout's own precision, and updates after {min(steps, QUICK_STEPS)}")
@@ -108,12 +107,12 @@ def parity_case(
     )
 
 
-def chosen_updates(length: int, global_batch: int, steps: int) -> list[Update]:
+def chosen_updates(epoch: Epoch, steps: int) -> list[Update]:
     """`steps` updates: the first of epoch 0, its last (which may be ragged), and the first of epoch 1.
 
     The order of samples is a function of seed, epoch and step alone, so the updates between can be left out.
     """
-    per_epoch = updates_per_epoch(length, global_batch)
+    per_epoch = epoch.updates
     if per_epoch <= steps // 2 or steps < 3:
         return list(all_updates(steps, per_epoch))
     first = steps // 2 - 1

@@ -17,17 +17,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from everyrank.data import (
+    Slice,
     Streamed,
+    UnevenStreams,
     all_updates,
     batches_for_evaluation,
     batches_for_updates,
-    samples_per_epoch,
-    updates_per_epoch,
+    epoch_of,
 )
 from everyrank.data.order import sample_numbers as epoch_numbers
 from everyrank.data.parts import Keys, order_of
 from everyrank.data.seeds import seed_sample
 from everyrank.data.stream import StreamReader
+from everyrank.data.uneven import UnevenKeys, UnevenReader
 from everyrank.layout import Layout
 from everyrank.loop import wrap_user_errors
 from everyrank.parallel.mesh import Mesh
@@ -46,7 +48,7 @@ def check_samples(
 ) -> tuple[list[str], str]:
     """What is wrong (nothing: []), and what was looked at. The same on every rank that takes part; a collective."""
     problems = _differences(workload, train_data, mesh.world)
-    left_out = len(train_data) - samples_per_epoch(workload, len(train_data))
+    left_out = len(train_data) - epoch_of(workload, train_data).samples
     orders = _orders_of_epochs(workload, train_data, layout, mesh)
     for epoch, order in enumerate(orders):
         expected = _expected(workload, train_data, epoch)
@@ -73,7 +75,7 @@ def check_samples(
 
 def _orders_of_epochs(workload: Workload, train_data: Any, layout: Layout, mesh: Mesh) -> list[list[int]]:
     """The samples that all ranks read in each epoch, as the loader of a training reads them."""
-    per_epoch = updates_per_epoch(samples_per_epoch(workload, len(train_data)), workload.global_batch)
+    per_epoch = epoch_of(workload, train_data).updates
     updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
     batches = batches_for_updates(
         _counting(workload),
@@ -99,9 +101,12 @@ def _counting(workload: Workload) -> Workload:
 
 def _same_order_twice(train_data: Any) -> tuple[list[str], str]:
     """(What is wrong, what is to be noted) where two epochs read the samples in one order."""
-    is_stream = isinstance(train_data, Streamed)
-    keeps_order = is_stream and getattr(train_data.dataset, "keeps_order", False)
-    if keeps_order or (is_stream and not hasattr(train_data.dataset, "set_epoch")):
+    is_stream = isinstance(train_data, Streamed | UnevenStreams)
+    streams: list[Any] = (
+        train_data.streams if isinstance(train_data, UnevenStreams) else [train_data.dataset] * is_stream
+    )
+    keeps_order = any(getattr(stream, "keeps_order", False) for stream in streams)
+    if keeps_order or (is_stream and not any(hasattr(stream, "set_epoch") for stream in streams)):
         return [], " (a stream, in the same order in both)"
     hint = "; if it is meant to stay, give the stream keeps_order = True" if is_stream else ""
     return [
@@ -111,7 +116,7 @@ def _same_order_twice(train_data: Any) -> tuple[list[str], str]:
 
 def _differences(workload: Workload, data: Any, world: World) -> list[str]:
     """Samples that are not the same on all ranks: a dataset that divides itself by rank is then divided twice."""
-    if isinstance(data, Streamed) or world.size == 1:
+    if isinstance(data, Streamed | UnevenStreams) or world.size == 1:
         return []
     chosen = sorted(
         {round(index) for index in torch.linspace(0, len(data) - 1, min(_NUM_COMPARED, len(data))).tolist()}
@@ -134,11 +139,21 @@ def _differences(workload: Workload, data: Any, world: World) -> list[str]:
 
 def _expected(workload: Workload, data: Any, epoch: int) -> list[int]:
     """What reading each sample once comes to, in any order: numbers, and of a stream fingerprints."""
+    if isinstance(data, UnevenStreams):
+        return _expected_of_streams(workload, _numbered(data), epoch)
     if not isinstance(data, Streamed):
         return list(range(len(data)))
     read = StreamReader(_numbered(data), workload.seed)
     with wrap_user_errors():
         return [number for index in range(len(data)) for number in read.__getitems__(Keys(epoch, [index]))]
+
+
+def _expected_of_streams(workload: Workload, data: UnevenStreams, epoch: int) -> list[int]:
+    """The same of uneven streams, read by one reader, an update at a time."""
+    reader = UnevenReader(data, workload, Slice(0, 1), 1)
+    with wrap_user_errors():
+        found = [reader.__getitems__(UnevenKeys(epoch, index, 0)) for index in range(data.epoch(workload).updates)]
+    return [number for size, numbers in found for number in numbers[:size]]
 
 
 def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str, left_out: int = 0) -> list[str]:
@@ -203,6 +218,8 @@ def sample_fingerprint(sample: Any) -> int:
 
 def _numbered(data: Any) -> Any:
     """The data, really read, but handing out numbers of its samples: of a stream their fingerprints."""
+    if isinstance(data, UnevenStreams):
+        return UnevenStreams(data, [_Printed(stream) for stream in data.streams], data.lengths, data.is_whole)
     if isinstance(data, Streamed):
         return Streamed(_Printed(data.dataset), len(data), data.is_whole)
     return _Numbered(data)

@@ -17,7 +17,7 @@ folder.py   which there are, and the names that only whole ones have
 lock.py     one run at a time
 """
 
-from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, open_file, write_about
+from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, fields_of, open_file, write_about
 from everyrank.runs.folder import (
     add_metrics,
     all_of,
@@ -53,6 +53,7 @@ __all__ = [
     "crc_of",
     "damage",
     "discard",
+    "fields_of",
     "find_checkpoint",
     "hold",
     "is_better",

@@ -24,6 +24,7 @@ __all__ = [
     "check_about",
     "crc_of",
     "damage",
+    "fields_of",
     "open_file",
     "read_about",
     "with_sum",
@@ -46,6 +47,8 @@ class About:
                    the mathematics, which a resumed run has to share
     layout, world_size
                    where it ran, which a resumed run may change
+    updates_per_epoch   0: nobody knows
+    place          of streams of unknown length: the epoch in which training goes on, and updates of it done
     metrics        of the held-out data at this step, where it was evaluated
     best_by        the metric that says which checkpoint is the best one
     aliases        name of a tied tensor -> the name under which it is kept
@@ -71,6 +74,7 @@ class About:
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     schema: int = 2
+    place: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,17 @@ class Checkpoint:
 def write_about(folder: Path, about: About, name: str = ABOUT) -> None:
     """The last file of a checkpoint, on the disk when this returns."""
     with (folder / name).open("w", encoding="utf-8") as file:
-        file.write(with_sum(dataclasses.asdict(about)))
+        file.write(with_sum(fields_of(about)))
         file.flush()
         os.fsync(file.fileno())
+
+
+def fields_of(about: About) -> dict[str, Any]:
+    """As JSON has them; a place that says nothing is left out."""
+    found = dataclasses.asdict(about)
+    if not about.place:
+        del found["place"]
+    return found
 
 
 def with_sum(content: Mapping[str, Any]) -> str:
@@ -156,9 +168,11 @@ def check_about(about: About) -> None:
         kinds = _KINDS[str(entry.type).partition("[")[0]]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise TypeError(f"{entry.name} is {type(value).__name__}")
-    for name in ("step", "world_size", "updates_per_epoch", "global_batch"):
-        if getattr(about, name) < (name != "step"):
+    for name, least in (("step", 0), ("world_size", 1), ("updates_per_epoch", 0), ("global_batch", 1)):
+        if getattr(about, name) < least:
             raise ValueError(f"{name} is {getattr(about, name)}")
+    if about.place and (about.place.keys() != {"epoch", "index"} or not all(map(_is_count, about.place.values()))):
+        raise ValueError(f"place is {about.place}")
     if not all(isinstance(value, int | float) for value in about.metrics.values()):
         raise TypeError("a metric is no number")
     if not all(isinstance(value, str) for value in (*about.aliases.values(), *about.versions.values())):
@@ -172,6 +186,10 @@ def check_about(about: About) -> None:
     for name in about.files:
         if Path(name).name != name:
             raise ValueError(f"a file named {name!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 _KINDS: dict[str, Any] = {

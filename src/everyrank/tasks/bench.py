@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyrank.data import all_updates, updates_per_epoch
+from everyrank.data import all_updates
 from everyrank.errors import NotFiniteError
 from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
@@ -111,7 +111,7 @@ def _line(arm: Arm, bench: Bench, options: BenchOptions) -> str:
 
 def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> Bench:
     """How many updates each kind of run has."""
-    planned = planned_updates(workload, len(train_data))
+    planned = planned_updates(workload, train_data)
     # what loader workers read ahead before the clock starts has to be used up by then
     lead = min(2 * world.loader_workers * world.size, planned // 2)
     return Bench(
@@ -204,5 +204,5 @@ def _of_all_ranks(numbers: list[float], arm: Arm) -> list[list[float]]:
 
 def _updates(arm: Arm, bench: Bench, count: int) -> Any:
     assert arm.prepared is not None
-    updates = all_updates(count, updates_per_epoch(*bench.sizes))
+    updates = all_updates(count, bench.epoch.updates)
     return run_updates(arm.prepared, bench.train_data, updates)

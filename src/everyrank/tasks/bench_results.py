@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from everyrank.data import samples_before, samples_per_epoch
+from everyrank.data import Epoch, epoch_of
 from everyrank.launch import RankInfo
 from everyrank.layout import Layout
 from everyrank.measure.clock import interval
@@ -63,9 +63,9 @@ class Bench:
     split_updates: int
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Samples of an epoch, and of an update."""
-        return samples_per_epoch(self.workload, len(self.train_data)), self.workload.global_batch
+    def epoch(self) -> Epoch:
+        """How it is cut into updates."""
+        return epoch_of(self.workload, self.train_data)
 
 
 @dataclass
@@ -131,10 +131,8 @@ def _method(bench: Bench, options: BenchOptions) -> str:
 
 def _record(arm: Arm, bench: Bench, info: RankInfo, startup_seconds: float, single: Arm | None) -> Record:
     world = arm.world
-    sizes = bench.sizes
-    samples = samples_before(bench.lead_updates + bench.trial_updates, *sizes) - samples_before(
-        bench.lead_updates, *sizes
-    )
+    epoch = bench.epoch
+    samples = epoch.samples_before(bench.lead_updates + bench.trial_updates) - epoch.samples_before(bench.lead_updates)
     steps = [seconds / bench.trial_updates for seconds in arm.trial_seconds]
     is_timed = bool(arm.trial_seconds)
     throughput = interval([samples / seconds for seconds in arm.trial_seconds]) if is_timed else None
@@ -149,7 +147,7 @@ def _record(arm: Arm, bench: Bench, info: RankInfo, startup_seconds: float, sing
         throughput_samples_per_second=throughput,
         ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
         step_seconds=interval(steps) if is_timed else None,
-        epoch_seconds=sizes[0] / throughput.median if throughput else None,
+        epoch_seconds=epoch.samples / throughput.median if throughput else None,
         breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
         bubble=_bubble(arm.inside) if world.device.type == "cpu" else None,
         peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),

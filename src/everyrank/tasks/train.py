@@ -6,21 +6,20 @@ import contextlib
 import dataclasses
 import signal
 import time
-import zlib
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from everyrank._version import __version__
-from everyrank.checkpoint import Saver, aliases_of, resume, with_pretrained
-from everyrank.data import Streamed, samples_per_epoch, updates_per_epoch
-from everyrank.data.parts import weights_of
-from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.checkpoint import Saver, resume, with_pretrained
+from everyrank.data import (
+    KnownUpdates,
+    OpenUpdates,
+    epoch_of,
+    is_uncounted,
+)
+from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.layout import Layout
-from everyrank.loop import open_data, planned_updates, wrap_user_errors
+from everyrank.loop import open_data, wrap_user_errors
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.options import TrainOptions
@@ -36,6 +35,8 @@ from everyrank.runs import (
     set_aside_newer,
 )
 from everyrank.strategies import Prepared, prepare
+from everyrank.train.about import about_of
+from everyrank.train.course import check_left, course_of
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.log import Log, kept_rows
@@ -71,18 +72,18 @@ def train_rank(
         if out is not None:
             on_rank_0(world, "lock", lambda: stack.enter_context(hold(out)))
         workload = _loaded(what, options)
-        train_data, eval_data = open_data(workload, world)
+        train_data, eval_data = open_data(workload, world, counts_uneven=False)
         if options.evaluate and eval_data is None:
             raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
         prepared = _prepared(workload, layout, world)
         job = TrainingJob(prepared, train_data, eval_data)
-        about = _about(job, options)
-        begin = _go_on(job, options, about) if options.resume is not None else 0
+        about = about_of(job, options)
+        begin, place = _go_on(job, options, about) if options.resume is not None else (0, {})
         display = Display(world.rank == 0 and options.show)
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            results = _train(job, options, about, begin, display, stop)
+            results = _train(job, options, about, course_of(job, begin, place), display, stop)
         del prepared, job
         if world.rank != 0:
             return None
@@ -144,17 +145,17 @@ def _agreed(options: TrainOptions, world: World, restart_count: int) -> TrainOpt
     return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
 
 
-def _go_on(job: TrainingJob, options: TrainOptions, about: About) -> int:
-    """Put the training where the checkpoint left it; the number of updates done."""
+def _go_on(job: TrainingJob, options: TrainOptions, about: About) -> tuple[int, dict[str, int]]:
+    """Put the training where the checkpoint left it; the number of updates done, and their place in the epochs."""
     assert options.resume is not None
     checkpoint = checkpoint_named(options.resume)
-    begin, end = checkpoint.about.step, planned_updates(job.prepared.workload, len(job.train_data))
-    if begin > end and not options.evaluate:
-        raise UsageError(f"{options.resume}: {begin} updates are done already, of {end} asked for; give more")
+    begin, place = checkpoint.about.step, dict(checkpoint.about.place)
+    if not options.evaluate:
+        check_left(job, options.resume, begin, place)
     resume(job.prepared, job.prepared.world, checkpoint, about)
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
         on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
-    return begin
+    return begin, place
 
 
 def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
@@ -167,24 +168,31 @@ def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
 
 
 def _train(
-    job: TrainingJob, options: TrainOptions, about: About, begin: int, display: Display, stop: Stop
+    job: TrainingJob,
+    options: TrainOptions,
+    about: About,
+    updates: KnownUpdates | OpenUpdates,
+    display: Display,
+    stop: Stop,
 ) -> dict[str, Any]:
     """Train; the fields of the Record that come of it."""
     prepared, data = job.prepared, job.train_data
-    workload, world = prepared.workload, prepared.world
-    end = planned_updates(workload, len(data))
-    meter = ThroughputMeter(begin, end, samples_per_epoch(workload, len(data)), workload.global_batch)
+    begin = updates.begin
+    epoch = epoch_of(prepared.workload, data) if not is_uncounted(data) else None
+    samples = epoch or updates
+    assert not isinstance(samples, KnownUpdates)
+    meter = ThroughputMeter(begin, samples.samples_before)
     saver = None
     if options.out is not None and options.save_every != 0:
-        saver = Saver(options.out, prepared, world, about, options.keep, options.save_async)
+        saver = Saver(options.out, prepared, prepared.world, about, options.keep, options.save_async)
     earlier, log = _open_log(job, options, begin, display)
     losses_before = [row for row in earlier if "loss" in row]
     if len(losses_before) != begin:  # the log is not there, or not whole
         losses_before = []
     best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
     score = score_of(best, about.best_by) if best is not None else None
-    training = Training(job, options, meter, display, log, saver, stop, losses_before, score)
-    _announce(job.prepared, options, begin, end, display)
+    training = Training(job, updates, options, meter, display, log, saver, stop, losses_before, score)
+    _announce(job.prepared, options, begin, updates.end, display)
     startup_seconds = time.time() - options.started
     try:
         metrics = training.run()
@@ -194,11 +202,11 @@ def _train(
             log.close()
     if log is not None and log.gone:
         raise EveryrankError(f"{options.out}: {', '.join(log.gone)} were taken away while the training ran")
-    is_timed = options.profile is None  # the profiler slows one update
+    step = meter.step_seconds(training.done) if options.profile is None else None  # the profiler slows one update
     return {
-        "throughput_samples_per_second": meter.throughput() if is_timed else None,
-        "step_seconds": meter.step_seconds() if is_timed else None,
-        "epoch_seconds": meter.epoch_seconds() if is_timed else None,
+        "throughput_samples_per_second": meter.throughput(training.done) if step else None,
+        "step_seconds": step,
+        "epoch_seconds": step.median * epoch.updates if step and epoch else None,
         "checkpoint_stall_seconds": interval(saver.stalls) if saver is not None and saver.stalls else None,
         "startup_seconds": startup_seconds,
         "first_step_seconds": meter.first_step_seconds,
@@ -207,7 +215,7 @@ def _train(
     }
 
 
-def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int, display: Display) -> None:
+def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int | None, display: Display) -> None:
     """Say what a reader has to know before the first update, and show the bar."""
     workload, world = prepared.workload, prepared.world
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
@@ -217,7 +225,8 @@ def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int, d
     if len(hosts) > 1:
         display.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
     if begin:
-        display.line(f"going on after update {begin} of {end}, from {options.resume}")
+        of_all = f" of {end}" if end is not None else ""
+        display.line(f"going on after update {begin}{of_all}, from {options.resume}")
         if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
             display.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
     display.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, begin)
@@ -251,48 +260,6 @@ def _open_log(
     trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
     shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
     return earlier, Log(options.out, earlier, shown, trackers)
-
-
-def _about(job: TrainingJob, options: TrainOptions) -> About:
-    """What a checkpoint of this training says of itself."""
-    prepared, data = job.prepared, job.train_data
-    workload, layout, world = prepared.workload, prepared.layout, prepared.world
-    names = [name for name in (*workload.metrics, "eval_loss", *workload.derived) if not name.startswith("_")]
-    name, _, direction = (options.best_by or names[0]).partition(":")
-    if name not in names or direction not in ("", "min", "max"):
-        raise UsageError(
-            f"--best {options.best_by}: workload {workload.name} has {', '.join(names)}; NAME:min or NAME:max"
-        )
-    source = workload.source
-    settings = dict(source.settings) if source else {}
-    if source and source.epochs is not None and workload.schedule is not None:
-        settings["epochs"] = source.epochs  # the schedule may have been built on it
-    if source and source.batch is not None:  # the global batch is a field of its own
-        settings["--lr-rule"] = source.lr_rule
-    if workload.drop_last:
-        settings["Workload.drop_last"] = True
-    if workload.ema_decay is not None:
-        settings["Workload.ema_decay"] = workload.ema_decay
-    if workload.weights is not None:
-        settings["Workload.weights"] = zlib.crc32(weights_of(workload.weights, len(data)).numpy().tobytes())
-    return About(
-        step=0,
-        workload=workload.name,
-        settings=settings,
-        seed=workload.seed,
-        global_batch=workload.global_batch,
-        clip_norm=workload.clip_norm,
-        samples=0 if isinstance(data, Streamed) and not data.is_whole else len(data),
-        # rank 0 alone compares it and writes it: making it may read all the data
-        data_checksum=getattr(data, "checksum", None) if world.rank == 0 else None,
-        layout=str(layout),
-        world_size=world.size,
-        updates_per_epoch=updates_per_epoch(samples_per_epoch(workload, len(data)), workload.global_batch),
-        best_by=options.best_by or names[0],
-        versions={"everyrank": __version__, "torch": torch.__version__},
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
-        aliases=aliases_of(prepared.model),
-    )
 
 
 def _how_it_ended(record: Record, begin: int) -> str:

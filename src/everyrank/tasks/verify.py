@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from everyrank.data import UnevenStreams
 from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout, ParallelContract, give_own_code
 from everyrank.loop import open_data
@@ -69,7 +70,8 @@ def _compared(
     case: ParityCase, layout: Layout, world: World, index: int, options: VerifyOptions
 ) -> tuple[Parity, list[float]]:
     """The parity of a layout, with the check of its samples where that was asked for, and its losses. A collective."""
-    is_by_rank = case.workload.order == "shard" and layout.axis is not None and world.size > 1
+    is_cut_by_rank = case.workload.order == "shard" and not isinstance(case.train_data, UnevenStreams)
+    is_by_rank = is_cut_by_rank and layout.axis is not None and world.size > 1
     if is_by_rank:
         parity, losses = Parity("not_verified", reason=_BY_RANK), []
     else:

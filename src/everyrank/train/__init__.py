@@ -5,6 +5,8 @@ log.py          log.jsonl, log.csv and epochs.csv of a run
 display.py      the progress bar, and the lines a person reads
 throughput.py   how fast it goes
 job.py          what is trained, and how good it is
+about.py        what a checkpoint says of it
+course.py       the updates before it, from the start or from a checkpoint
 on_epoch.py     a person's own function after each epoch
 training.py     updates, and between them evaluations, checkpoints, an answer to a request to stop
 """

@@ -36,8 +36,8 @@ class Display:
         )
         self.task: TaskID | None = None
 
-    def begin(self, name: str, total: int, done: int) -> None:
-        """A bar of `total` updates, of which some are done."""
+    def begin(self, name: str, total: int | None, done: int) -> None:
+        """A bar of `total` updates (None: nobody knows how many), of which some are done."""
         with self._shown():
             self.task = self.progress.add_task(name, total=total, completed=done, loss="", speed="")
             self.progress.start()

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
-from everyrank.data import samples_before, updates_per_epoch
 from everyrank.record import Interval
 
 __all__ = ["ThroughputMeter"]
 
 
 class ThroughputMeter:
-    """A clock for the updates `begin` to `end` - 1 of a training over `length` samples.
+    """A clock for the updates of a training from number `begin` on.
 
-    The first update is timed by itself: it makes buffers, and compiles.
+    `samples_before` says how many samples the updates before a number have read. The first update is timed by itself:
+    it makes buffers, and compiles.
     """
 
-    def __init__(self, begin: int, end: int, length: int, global_batch: int) -> None:
-        self.begin, self.end, self.length, self.global_batch = begin, end, length, global_batch
-        self.per_epoch = updates_per_epoch(length, global_batch)
+    def __init__(self, begin: int, samples_before: Callable[[int], int]) -> None:
+        self.begin, self.samples_before = begin, samples_before
         self.first_step_seconds: float | None = None
         self.seconds = 0.0  # of all updates after the first
         self.started = self.epoch_started = time.perf_counter()
@@ -58,23 +57,17 @@ class ThroughputMeter:
 
     def speed(self, done: int) -> float:
         """Samples a second over all updates but the first, when `done` are done; 0 where there are none."""
-        sizes = (self.length, self.global_batch)
-        samples = samples_before(done, *sizes) - samples_before(self.begin + 1, *sizes)
+        samples = self.samples_before(done) - self.samples_before(self.begin + 1)
         return samples / self.seconds if samples > 0 and self.seconds > 0 else 0.0
 
-    def throughput(self) -> Interval | None:
-        """Samples a second in the whole run."""
-        speed = self.speed(self.end)
+    def throughput(self, end: int) -> Interval | None:
+        """Samples a second in the whole run, which ended after update `end` - 1."""
+        speed = self.speed(end)
         return _once(speed) if speed else None
 
-    def step_seconds(self) -> Interval | None:
+    def step_seconds(self, end: int) -> Interval | None:
         """Seconds of an update."""
-        return _once(self.seconds / (self.end - self.begin - 1)) if self.throughput() else None
-
-    def epoch_seconds(self) -> float | None:
-        """Seconds of an epoch at that speed."""
-        step = self.step_seconds()
-        return step.median * self.per_epoch if step else None
+        return _once(self.seconds / (end - self.begin - 1)) if self.throughput(end) else None
 
 
 def _once(value: float) -> Interval:

@@ -7,6 +7,7 @@ losses, which are added up over ranks every few updates anyway.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.data import Update, all_updates
+from everyrank.data import KnownUpdates, OpenUpdates, Update
 from everyrank.errors import EveryrankError, NotFiniteError, StoppedError, WorkloadError
 from everyrank.launch import Stop
 from everyrank.loop import run_updates
@@ -48,7 +49,7 @@ class _Done(NamedTuple):
 
 
 class Training:
-    """One training from update `pace.begin` to `pace.end`.
+    """One training, of these updates.
 
     losses    of all updates, those before a checkpoint too where `earlier` has them
     metrics   of the newest evaluation
@@ -57,6 +58,7 @@ class Training:
     def __init__(
         self,
         job: TrainingJob,
+        updates: KnownUpdates | OpenUpdates,
         options: TrainOptions,
         meter: ThroughputMeter,
         display: Display,
@@ -67,15 +69,13 @@ class Training:
         best: float | None,
     ) -> None:
         self.job, self.prepared, self.options, self.meter = job, job.prepared, options, meter
+        self.updates, self.done, self.epoch = updates, meter.begin, updates.epoch
         self.display, self.log, self.saver, self.stop = display, log, saver, stop
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.metrics: dict[str, float] = {}
-        self.evaluated_at = -1
-        self.best = best
-        self.warned = False
+        self.evaluated_at, self.best, self.warned = -1, best, False
         self.owes_checkpoint = self.is_asked = False  # until all replicas are equal: see `Prepared.averaging`
-        epoch = meter.begin // meter.per_epoch
-        now = [row for row in earlier if row["epoch"] == epoch]
+        now = [row for row in earlier if row["epoch"] == self.epoch]
         self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
 
     def run(self) -> dict[str, float]:
@@ -83,16 +83,15 @@ class Training:
 
         Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none.
         """
-        begin, end = self.meter.begin, self.meter.end
-        updates = all_updates(end, self.meter.per_epoch)[begin:]
-        if updates:
-            self._updates(updates)
-        return self._at_end(end)
+        if not self.updates.is_over:
+            self._update(self.updates, self.meter.begin)
+        return self._at_end(self.done)
 
-    def _updates(self, updates: Sequence[Update]) -> None:
+    def _update(self, updates: KnownUpdates | OpenUpdates, begin: int) -> None:
         shares = run_updates(self.prepared, self.job.train_data, updates)
         if self.options.profile is not None:
-            step = min(_PROFILED_UPDATE, len(updates) - 1)
+            # of a number that nobody knows the first one comes for certain
+            step = min(_PROFILED_UPDATE, updates.end - begin - 1) if updates.end is not None else 0
             shares = with_one_profiled(shares, step, self.prepared.trainable, self.prepared.world, self.options.profile)
         waiting: list[_Done] = []
         look_every = 1
@@ -100,14 +99,15 @@ class Training:
         self.meter.start()
         self.looked_at = time.perf_counter()
         try:
-            for update, share in zip(updates, shares, strict=True):
+            for share, update in zip(shares, updates, strict=True):
                 waiting.append(_Done(update, share, rate))
                 rate = self._rate()
-                done = update.step + 1
-                if update.step == self.meter.begin:
+                done = self.done = update.step + 1
+                self.epoch = update.epoch
+                if update.step == begin:
                     float(share[0])  # on CUDA this waits until the first update is done
                     self.meter.first()
-                is_last = done == self.meter.end
+                is_last = updates.is_last(done)
                 is_due = self._is_due(done)
                 if len(waiting) >= look_every or is_last or is_due:
                     is_asked, look_every = self._look(waiting)
@@ -172,21 +172,23 @@ class Training:
 
     def _is_due(self, done: int) -> bool:
         """Whether something stands between this update and the next."""
-        return done % self.meter.per_epoch == 0 or self._evaluates_at(done) or self._saves_at(done)
+        return self.updates.ends_epoch(done) or self._evaluates_at(done) or self._saves_at(done)
 
     def _evaluates_at(self, done: int) -> bool:
-        every = self.meter.per_epoch if self.options.evaluate_every is None else self.options.evaluate_every
-        if self.prepared.trainable.follows_evaluation and done % self.meter.per_epoch == 0:
+        if self.prepared.trainable.follows_evaluation and self.updates.ends_epoch(done):
             return True
-        return self.job.eval_data is not None and every > 0 and done % every == 0
+        return self.job.eval_data is not None and self._is_every(self.options.evaluate_every, done)
 
     def _saves_at(self, done: int) -> bool:
         """Whether a checkpoint is due here, or was before, when the replicas were not equal."""
         if self.saver is None:
             return False
-        every = self.meter.per_epoch if self.options.save_every is None else self.options.save_every
-        self.owes_checkpoint = self.owes_checkpoint or done % every == 0
+        self.owes_checkpoint = self.owes_checkpoint or self._is_every(self.options.save_every, done)
         return self.owes_checkpoint and self.prepared.are_replicas_equal
+
+    def _is_every(self, every: int | None, done: int) -> bool:
+        """Whether what is done every so many updates (0: never, None: after each epoch) is due."""
+        return self.updates.ends_epoch(done) if every is None else every > 0 and done % every == 0
 
     def _between(self, done: int) -> None:
         """What stands between two updates. An evaluation comes last: what raises in it must not lose the epoch."""
@@ -196,7 +198,7 @@ class Training:
         if is_saved:
             self._save(done)
         is_better_one = self._evaluates_at(done) and self._evaluate(done)
-        if done % self.meter.per_epoch == 0:
+        if self.updates.ends_epoch(done):
             self._end_epoch(done)
         if self.saver is not None and not is_saved and (is_better_one or self._saves_at(done)):
             self.owes_checkpoint = True
@@ -228,25 +230,24 @@ class Training:
         return True
 
     def _end_epoch(self, done: int) -> None:
-        epoch = done // self.meter.per_epoch - 1
-        mean = self.in_epoch[0] / self.in_epoch[1] if self.in_epoch[1] else math.nan
-        self.in_epoch = [0.0, 0.0]
-        seconds = self.meter.epoch()
+        (total, count), self.in_epoch = self.in_epoch, [0.0, 0.0]
+        mean, seconds = total / count if count else math.nan, self.meter.epoch()
         now = self.metrics if self.evaluated_at == done else {}
         self.prepared.trainable.report_eval_loss(now.get("eval_loss"))
         if self.log is not None:
-            row = {"step": done, "epoch": epoch, "epoch_seconds": seconds, "mean_loss": mean, "evaluation": now}
+            row = {"step": done, "epoch": self.epoch, "epoch_seconds": seconds, "mean_loss": mean, "evaluation": now}
             self.log.event({**row, "time": time.time()})
             self.log.flush()
-        if done < self.meter.end:
+        if not self.updates.is_last(done):
             rest = f", {format_metrics(now)}" if now else ""
-            self.display.line(f"epoch {epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
-        after_epoch(self.prepared, epoch, now)
+            self.display.line(f"epoch {self.epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
+        after_epoch(self.prepared, self.epoch, now)
 
     def _save(self, done: int, is_last: bool = False) -> None:
         """Save; a failure is said, and the training goes on: nothing of it is lost, and the next attempt may do."""
         assert self.saver is not None
         self.owes_checkpoint = False
+        self.saver.about = dataclasses.replace(self.saver.about, place=self.updates.place(done))
         try:
             earlier = self.saver.save(done, self.metrics if self.evaluated_at == done else {})
             if earlier is not None:
@@ -264,7 +265,7 @@ class Training:
     def _stopped(self, done: int) -> None:
         """End after an update, because a signal asked for it."""
         self.display.end()
-        text = f"stopped after update {done} of {self.meter.end}, as a signal asked"
+        text = f"stopped after update {done} of {self.updates.end or '?'}, as a signal asked"
         if self.saver is None:
             raise StoppedError(f"{text}; nothing was saved")
         failure = ""
@@ -295,7 +296,7 @@ class Training:
                     failure = error
             if self.job.eval_data is not None and self.evaluated_at != end:
                 self._evaluate(end)
-            if end % self.meter.per_epoch == 0 and self.meter.begin < end:
+            if self.meter.begin < end and self.updates.ends_epoch(end):
                 self._end_epoch(end)
             if failure is not None:
                 raise failure

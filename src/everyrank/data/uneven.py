@@ -1,0 +1,208 @@
+"""Streams of which each is read by one rank, and whose lengths nobody knows before.
+
+The workload fixes the streams. Update i takes the next samples of each one that still has some, until all have ended;
+ranks share the streams out among themselves. So which update has which samples depends on the streams alone: three
+of them on one rank, on two or on three are the same training.
+
+    stream 0   ■■■■ ■■■■ ■■■■ ■■■■ ■■         an update is a column: 12 samples, later 8, 4 and 2,
+    stream 1   ■■■■ ■■■■ ■■■■                 and it is divided by what it has
+    stream 2   ■■■■ ■
+
+A rank whose streams have ended goes on with padding samples of weight zero, as any rank without a sample does, so that
+all make the same collectives. How many samples each rank has in an update is told to all of them by a gather of a few
+numbers, which is under way while the update before is computed. Where nobody has any, the epoch has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from everyrank.data.order import Epoch, samples_per_epoch
+from everyrank.data.slicing import Slice, cut
+from everyrank.data.stream import ForwardReader, Streamed, count_samples
+from everyrank.errors import WorkloadError
+from everyrank.workload import Workload
+
+__all__ = [
+    "NOTHING",
+    "UnevenKeys",
+    "UnevenReader",
+    "UnevenStreams",
+    "count_streams",
+    "epoch_of",
+    "find_streams",
+    "is_uncounted",
+]
+
+
+class UnevenStreams:
+    """The streams of a workload, and their lengths where somebody has counted them (None: nobody has).
+
+    A stream that never ends counts as long as the training (`is_whole` is False then).
+    """
+
+    def __init__(self, dataset: Any, streams: Sequence[Any], lengths: Sequence[int] | None, is_whole: bool) -> None:
+        self.dataset, self.streams, self.lengths, self.is_whole = dataset, list(streams), lengths, is_whole
+
+    def __len__(self) -> int:
+        assert self.lengths is not None, "nobody has counted these streams"
+        return sum(self.lengths)
+
+    @property
+    def checksum(self) -> str | None:
+        """The dataset's own, where it has one."""
+        return getattr(self.dataset, "checksum", None)
+
+    def takes(self, global_batch: int) -> list[int]:
+        """How many samples of each stream an update takes: parts of the batch that differ by at most one."""
+        return [len(cut(global_batch, Slice(number, len(self.streams)))) for number in range(len(self.streams))]
+
+    def epoch(self, workload: Workload) -> Epoch:
+        """How an epoch of counted streams is cut into updates."""
+        assert self.lengths is not None, "nobody has counted these streams"
+        parts = list(zip(self.lengths, self.takes(workload.global_batch), strict=True))
+        if workload.drop_last:  # it ends before the first update to which some stream gives less
+            full = min(length // batch for length, batch in parts)
+            parts = [(full * batch, batch) for _, batch in parts]
+        return Epoch(tuple(parts))
+
+    def whole(self) -> Streamed:
+        """All of them, one after the other, as one stream."""
+        return Streamed(_Chain(self.streams), len(self), self.is_whole)
+
+    def check_readers(self, reads: Slice, global_batch: int) -> None:
+        """Raise `WorkloadError` for more readers than streams, and for more streams than samples of an update."""
+        count = len(self.streams)
+        if reads.count > count:
+            raise WorkloadError(
+                f"order='shard': {reads.count} ranks read, but train_data has {count} streams; use --processes {count}"
+            )
+        if global_batch < count:
+            raise WorkloadError(
+                f"order='shard': a global_batch of {global_batch} takes nothing from some of the {count} streams; use "
+                f"at least {count}, or chain some streams"
+            )
+
+
+def is_uncounted(dataset: Any) -> bool:
+    """Whether nobody knows how many samples an epoch has."""
+    return isinstance(dataset, UnevenStreams) and dataset.lengths is None
+
+
+def epoch_of(workload: Workload, dataset: Any) -> Epoch:
+    """How an epoch of training on this dataset, whose length is known, is cut into updates."""
+    if isinstance(dataset, UnevenStreams):
+        return dataset.epoch(workload)
+    return Epoch(((samples_per_epoch(workload, len(dataset)), workload.global_batch),))
+
+
+class _Chain:
+    """Streams one after the other."""
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self.streams = streams
+        self.deterministic = all(getattr(stream, "deterministic", False) for stream in streams)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to those that have it."""
+        for stream in self.streams:
+            if hasattr(stream, "set_epoch"):
+                stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for stream in self.streams:
+            decode = getattr(stream, "decode", None)
+            yield from stream if decode is None else map(decode, stream)
+
+
+def find_streams(dataset: Any) -> Sequence[Any] | None:
+    """The streams that order="shard" reads; None for a dataset that has none. Raises `WorkloadError`."""
+    streams: Any = getattr(dataset, "streams", None)
+    if streams is None:
+        return None
+    if not isinstance(streams, list | tuple) or not streams:
+        raise WorkloadError(f"streams={streams!r}: give a list of datasets that can be iterated, one for each rank")
+    for number, stream in enumerate(streams):
+        if not hasattr(stream, "__iter__") or isinstance(stream, Iterator):
+            what = "a generator can be gone through once; give" if isinstance(stream, Iterator) else "give"
+            kind = type(stream).__name__
+            raise WorkloadError(f"streams[{number}] ({kind}): {what} an object whose __iter__ begins anew")
+    return streams
+
+
+def count_streams(
+    streams: Sequence[Any], own: range, takes: Sequence[int], steps: int | None, patience_seconds: float
+) -> list[tuple[int, int]]:
+    """(samples of an epoch, whether it ends there) of some of the streams; of an endless one what `steps` take."""
+    limits = [takes[number] * steps if steps is not None else None for number in own]
+    return [count_samples(streams[number], limit, patience_seconds) for number, limit in zip(own, limits, strict=True)]
+
+
+NOTHING = -1
+"""In place of a number of samples: the streams of a rank have not given any so far."""
+
+
+class UnevenKeys(NamedTuple):
+    """What the loader fetches in one go: a micro-batch of an update, of all streams of this rank."""
+
+    epoch: int
+    update: int
+    micro_batch: int
+
+
+class UnevenReader(Dataset[Any]):
+    """The streams of one rank, read by `UnevenKeys`, which only ever go up within an epoch.
+
+    Gives (samples that there are, list of samples): one padding sample in the list where there are none, and NOTHING
+    where there has been none to pad with.
+    """
+
+    def __init__(
+        self, data: UnevenStreams, workload: Workload, reads: Slice, accumulate: int, reverse: bool = False
+    ) -> None:
+        takes, count = data.takes(workload.global_batch), len(data.streams)
+        self.readers = {
+            number: ForwardReader(data.streams[number], workload.seed, number, count) for number in cut(count, reads)
+        }
+        self.takes, self.accumulate, self.reverse = takes, accumulate, reverse
+        # where the odd samples of a stream go: micro-batches then differ by at most one in a full update
+        odd = [0, *itertools.accumulate(take % accumulate for take in takes)]
+        self.shifts = [total % accumulate for total in odd]
+        self.newest: tuple[ForwardReader, Any, int] | None = None
+
+    def __getitems__(self, keys: UnevenKeys) -> tuple[int, list[Any]]:
+        found = [sample for number in self.readers for sample in self._samples(number, keys)]
+        if found:
+            return len(found), found[:: -1 if self.reverse else 1]
+        if self.newest is None:
+            return NOTHING, []
+        reader, item, position = self.newest
+        return 0, [reader.decoded(item, position)]
+
+    def _samples(self, number: int, keys: UnevenKeys) -> list[Any]:
+        """What a stream gives to a micro-batch; less than wanted where it ends."""
+        reader, wanted = self.readers[number], self._positions(number, keys)
+        if keys.epoch != reader.epoch or wanted.start < reader.position:
+            reader.begin(keys.epoch)
+        found: list[Any] = []
+        while reader.position < wanted.stop:
+            position = reader.position
+            try:
+                item = reader.next()
+            except StopIteration:
+                break
+            self.newest = (reader, item, position)
+            if position >= wanted.start:
+                found.append(reader.decoded(item, position))
+        return found
+
+    def _positions(self, number: int, keys: UnevenKeys) -> range:
+        """Which samples of a stream a micro-batch takes."""
+        size, odd = divmod(self.takes[number], self.accumulate)
+        sizes = [size + ((index - self.shifts[number]) % self.accumulate < odd) for index in range(self.accumulate)]
+        start = keys.update * self.takes[number] + sum(sizes[: keys.micro_batch])
+        return range(start, start + sizes[keys.micro_batch])

@@ -1,0 +1,234 @@
+"""Updates over uneven streams: all ranks make as many, and know of each how many samples it has.
+
+Each rank fetches what its streams give to the next update, and tells the others how much that is while the update
+before is computed: a gather of a few numbers. Where nobody has any, the epoch has ended.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from everyrank.data.fetch import Batch, map_tensors, move, pair_of, read_all
+from everyrank.data.order import Update
+from everyrank.data.slicing import Slice, cut
+from everyrank.data.uneven import NOTHING, UnevenKeys, UnevenReader, UnevenStreams
+from everyrank.errors import WorkloadError
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["Agreed", "OpenUpdates", "uneven_batches"]
+
+
+class Agreed:
+    """What every reader has of an update; the first look waits for the others."""
+
+    def __init__(self, own: Sequence[int], reads: Slice, smallest: int, world: World) -> None:
+        self.own, self.reads, self.smallest = own, reads, smallest
+        self.rows: list[Tensor] = []
+        self.work: Any = None
+        self.known: list[list[int]] | None = None
+        if world.group is not None and world.size > 1:
+            told = torch.tensor([reads.index, *own], device=world.device)
+            self.rows = [torch.empty_like(told) for _ in range(world.size)]
+            self.work = dist.all_gather(self.rows, told, group=world.group, async_op=True)
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Of each micro-batch, by reader: its samples."""
+        if self.known is None:
+            table = [list(self.own)]
+            if self.work is not None:
+                self.work.wait()
+                # ranks with other parts of the model read the same streams
+                by_reader = {index: sizes for index, *sizes in (row.tolist() for row in self.rows)}
+                table = [by_reader[index] for index in range(self.reads.count)]
+            self.known = [list(column) for column in zip(*table, strict=True)]
+        return self.known
+
+    @property
+    def total(self) -> int:
+        """Samples of the update, over all readers."""
+        return sum(map(sum, self.sizes))
+
+    @property
+    def is_over(self) -> bool:
+        """There is no such update: the epoch has ended before it."""
+        return self.total < self.smallest
+
+
+def agree(own: Sequence[int], reads: Slice, workload: Workload, world: World) -> Agreed:
+    """Tell all ranks how many samples this one has in each micro-batch of an update. A collective, not waited for."""
+    return Agreed(own, reads, workload.global_batch if workload.drop_last else 1, world)
+
+
+class OpenUpdates(Iterable[Update]):
+    """The updates of a training of which nobody knows how many there are. An epoch ends where all its streams have.
+
+    Iterating gives the update in progress, as often as one is taken.
+
+    step, epoch, index   of the update that is taken next
+    epochs, steps        how long the training is; one of the two
+    ahead                what all ranks have of it
+    read                 samples that have been read before each update taken so far, and with all of them
+    """
+
+    def __init__(
+        self, epochs: int | None, steps: int | None, drop_last: bool, step: int = 0, epoch: int = 0, index: int = 0
+    ) -> None:
+        self.epochs, self.steps, self.drop_last = epochs, steps, drop_last
+        self.begin, self.step, self.epoch, self.index = step, step, epoch, index
+        self.asked = (epoch, index)
+        self.read = [0]
+        self.ahead: Agreed | None = None
+        self.newest = Update(step, epoch, index)
+
+    def ask(self) -> Iterator[Update]:
+        """What the loader is to fetch, without an end: it asks ahead, and an epoch's end is known later."""
+        while True:
+            epoch, index = self.asked
+            self.asked = (epoch, index + 1)
+            yield Update(-1, epoch, index)
+
+    def is_next(self, asked: Update) -> bool:
+        """Whether this is what comes next; no: it was asked for beyond the end of an epoch."""
+        return (asked.epoch, asked.index) == (self.epoch, self.index)
+
+    def take(self, total: int) -> None:
+        """The next update, of so many samples, is done now."""
+        self.newest = Update(self.step, self.epoch, self.index)
+        self.read.append(self.read[-1] + total)
+        self.step, self.index = self.step + 1, self.index + 1
+
+    def end_epoch(self) -> None:
+        """Go on with the next one. Raises `WorkloadError` for an epoch without an update."""
+        if self.index == 0:
+            why = "no full batch in all streams (drop_last=True)" if self.drop_last else "the streams are empty"
+            raise WorkloadError(f"epoch {self.epoch} has no update: {why}")
+        self.epoch, self.index = self.epoch + 1, 0
+        self.asked = (self.epoch, 0)
+
+    @property
+    def end(self) -> int | None:
+        """How many updates the training has; None: nobody knows."""
+        return self.steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no update is left to take."""
+        return self.step == self.steps or self.epoch == self.epochs
+
+    def ends_epoch(self, done: int) -> bool:
+        """Whether an epoch has ended with the update that was taken last."""
+        assert done == self.step
+        return self.ahead is not None and self.ahead.is_over
+
+    def is_last(self, done: int) -> bool:
+        """Whether the training has ended with it."""
+        return done == self.steps or (self.ends_epoch(done) and self.newest.epoch + 1 == self.epochs)
+
+    def samples_before(self, step: int) -> int:
+        """How many samples the updates before `step` have read since this one was begun."""
+        return self.read[min(step, self.step) - self.begin]
+
+    def place(self, done: int) -> dict[str, int]:
+        """Where a training goes on after the update that was taken last: the epoch, and updates of it done."""
+        epoch, index = self.newest.epoch, self.newest.index
+        return {"epoch": epoch + 1, "index": 0} if self.ends_epoch(done) else {"epoch": epoch, "index": index + 1}
+
+    def __iter__(self) -> Iterator[Update]:
+        given = self.begin
+        while given < self.step:
+            given += 1
+            yield self.newest
+
+
+def uneven_batches(
+    workload: Workload,
+    data: UnevenStreams,
+    updates: Iterable[Update],
+    reads: Slice,
+    accumulate: int,
+    world: World,
+    dtype: torch.dtype,
+    reverse: bool,
+) -> Iterator[list[Batch]]:
+    """For each update, this rank's part of each micro-batch that has samples. All ranks come to the same end."""
+    data.check_readers(reads, workload.global_batch)
+    open_updates = updates if isinstance(updates, OpenUpdates) else None
+    asked: collections.deque[Update] = collections.deque()
+
+    def keys() -> Iterator[UnevenKeys]:
+        for update in updates if open_updates is None else open_updates.ask():
+            asked.append(update)
+            yield from (UnevenKeys(update.epoch, update.index, number) for number in range(accumulate))
+
+    collate = functools.partial(_collate_some, workload.collate or default_collate)
+    fetched = read_all(UnevenReader(data, workload, reads, accumulate, reverse), collate, keys(), world)
+
+    def take() -> tuple[int, list[Any], Agreed] | None:
+        """What this rank has of the next update; all ranks are being told how much that is."""
+        while contents := list(itertools.islice(fetched, accumulate)):
+            update = asked.popleft()
+            if open_updates is None or open_updates.is_next(update):
+                return update.epoch, contents, agree([size for size, _ in contents], reads, workload, world)
+        return None
+
+    ahead = take()
+    while ahead is not None:
+        epoch, contents, agreed = ahead
+        _check_padding(agreed, len(data.streams), epoch)
+        if agreed.is_over:
+            if open_updates is None:
+                raise WorkloadError("the streams of train_data have fewer samples than when they were counted")
+            open_updates.end_epoch()
+            ahead = None if open_updates.is_over else take()
+            continue
+        if open_updates is not None:
+            open_updates.take(agreed.total)
+        ahead = take()
+        if open_updates is not None and ahead is not None:
+            open_updates.ahead = ahead[2]
+        yield _parts(contents, agreed, reads, functools.partial(move, device=world.device, dtype=dtype))
+        if open_updates is not None and open_updates.is_over:
+            return
+
+
+def _collate_some(collate: Callable[[Any], Any], found: tuple[int, list[Any]]) -> tuple[int, Any]:
+    size, samples = found
+    return size, collate(samples) if samples else None
+
+
+def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
+    """Raise `WorkloadError`, on every rank, where one has nothing to compute along with."""
+    for reader, size in enumerate(agreed.sizes[0]):
+        if size == NOTHING:
+            own = list(cut(streams, Slice(reader, agreed.reads.count)))
+            raise WorkloadError(
+                f"train_data: streams {own} gave no sample in epoch {epoch}, and the rank that reads them needs one to "
+                "compute along with the others; leave out empty streams"
+            )
+
+
+def _parts(
+    contents: Sequence[tuple[int, Any]], agreed: Agreed, reads: Slice, change: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Batch]:
+    """What this rank has of each micro-batch of an update that anybody has samples of."""
+    start, batches, num_parts = 0, list[Batch](), sum(any(sizes) for sizes in agreed.sizes)
+    for (size, content), sizes in zip(contents, agreed.sizes, strict=True):
+        if any(sizes):
+            value, target = pair_of(content)
+            place = start + sum(sizes[: reads.index])
+            batches.append(
+                Batch(map_tensors(value, change), map_tensors(target, change), size, place, agreed.total, num_parts)
+            )
+        start += sum(sizes)
+    return batches
