@@ -32,16 +32,16 @@ def test_the_examples_are_equal(ranks: Any, repository: Path) -> None:
     """Each workload on the page, as it stands there, under ddp on two ranks."""
     page = (repository / "docs" / "workload.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for found in ranks(2, checked, "\n".join(blocks)):
-        assert found == dict.fromkeys(["corners", "mixed", "contrasted", "watched"], "equal")
+        assert found == dict.fromkeys(["corners", "mixed", "streamed", "contrasted", "watched"], "equal")
 
 
 def checked(world: World, code: str) -> dict[str, str]:
     names: dict[str, Any] = {"__name__": "page"}
     exec(code, names)
     found: dict[str, str] = {}
-    for workload in (names["workload"](), names["mixed"], names["contrasted"], names["watched"]):
+    for workload in (names["workload"](), *(names[name] for name in ("mixed", "streamed", "contrasted", "watched"))):
         subject = parity_case(workload, *open_data(workload, world), steps=4)
         key = f"page/{workload.name}"
         found[workload.name] = check_layout(subject, parse_layout("ddp"), world, key)[0].status

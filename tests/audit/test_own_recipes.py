@@ -38,6 +38,7 @@ MORE = {
     "local_sgd": (2, ""),
     "parameter_averaging": (2, ""),
     "ddp_env": (2, ""),
+    "ddp_uneven": (2, "gradients and replicas under torch's Join"),
     "distributed_evaluation": (2, ""),
     "elastic_torchrun": (2, ""),
     "fsdp_tensor": (4, SPLIT),

@@ -44,10 +44,17 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
 OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
 COMPRESSED = {"ddp_compressed"}  # which rounds: tests/recipes/test_compressed.py
 # lines; the others have 175 at most
-LONG = {"collectives": 270, "context": 230, "imagenet_ddp": 215, "pipeline": 185, "point_to_point": 190}
+LONG = {
+    "collectives": 270,
+    "context": 230,
+    "ddp_uneven": 190,
+    "imagenet_ddp": 215,
+    "pipeline": 185,
+    "point_to_point": 190,
+}
 NAMES = [
-    name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED}
-]  # it reads images: see the end
+    name for name in ALL if name not in {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED}
+]  # one reads images: see the end; ddp_uneven has tests of its own
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
 # The recipes read the first of them: 365 to train with and 91 held out, which 2, 3 and 4 ranks do not divide. An epoch
 # is 6 updates, the last of 45 samples.

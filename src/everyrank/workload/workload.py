@@ -65,7 +65,8 @@ class Workload:
         eval_batch      samples of an evaluation batch over all ranks; default: global_batch
         order           global: a random order of all samples in each epoch (a stream: its own); shard: each rank reads
                         one part of the files in `train_data().shard_sizes`, which update has which samples then
-                        depends on the ranks
+                        depends on the ranks; or whole streams out of `train_data().streams`, as long as they last
+                        (data/uneven.py), which is the same training on any ranks
         weights         () -> a number for each training sample: an epoch draws as many samples as there are, with
                         replacement, each as often as its weight says (torch's WeightedRandomSampler), the same on all
                         ranks

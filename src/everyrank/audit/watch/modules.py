@@ -8,6 +8,7 @@ import zlib
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from everyrank.audit.watch.gradients import Gradients
@@ -140,6 +141,7 @@ def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients, pr
     modules = Modules(recorder, losses, gradients)
     _watch_calls(modules)
     _watch_wrapping(modules, pretends)
+    _watch_join(recorder)
     _watch_to_empty(modules)
 
 
@@ -204,6 +206,18 @@ def _watch_wrapping(modules: Modules, pretends: bool) -> None:
 
     DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, registered
     DistributedDataParallel.no_sync = unsynced
+
+
+def _watch_join(recorder: Recorder) -> None:
+    enter = Join.__enter__
+
+    @functools.wraps(enter)
+    def joined(self: Any) -> Any:
+        what = "gradients and replicas under torch's Join: a rank that has ended makes fewer updates than others"
+        recorder.event("opaque", line=where(), what=what)
+        return enter(self)
+
+    Join.__enter__ = joined
 
 
 def _watch_to_empty(modules: Modules) -> None:
