@@ -22,6 +22,22 @@ __all__ = ["PRECISIONS", "Layout", "parse_layout"]
 
 _OWN_CODE = re.compile(r"(?P<path>.*?\.py)(?P<name>:[A-Za-z_]\w*)?(?::(?P<rest>.*))?", re.DOTALL)
 PRECISIONS = ("float64", "float32", "bf16", "fp16")
+_APEX_LEVELS = {
+    "O0": "O0 computed all in float32: leave precision out, or give precision=float32",
+    "O1": (
+        "O1 kept weights in float32 and ran a list of operators in fp16, with a loss scale: give precision=fp16, or "
+        "bf16, which needs no loss scale"
+    ),
+    "O2": (
+        "O2 computed in fp16 but for batch norm, from float32 master weights, with a loss scale: give precision=fp16 "
+        "or bf16, where the weights themselves are the float32 ones"
+    ),
+    "O3": (
+        "O3 kept weights in fp16 without master weights or loss scale, which rounds small updates away, and is not "
+        "here: give precision=fp16 or bf16"
+    ),
+}
+"""What the opt_level of apex.amp.initialize (long deprecated) is here; docs/mixed_precision.md has the table."""
 
 T = TypeVar("T")
 
@@ -59,7 +75,9 @@ class Layout:
         if self.accumulate < 1:
             raise LayoutError(f"layout {self}: accumulate={self.accumulate}: give at least 1 micro-batch")
         if self.precision not in PRECISIONS:
-            raise LayoutError(f"layout {self}: precision={self.precision}: give one of {', '.join(PRECISIONS)}")
+            meant = _APEX_LEVELS.get(self.precision.upper())
+            fix = f"Apex's {meant}" if meant else f"give one of {', '.join(PRECISIONS)}"
+            raise LayoutError(f"layout {self}: precision={self.precision}: {fix}")
         for axis, degree in self.degrees.items():
             if axis != strategy.axis and axis not in strategy.also_axes and not strategy.any_axes:
                 raise LayoutError(f"layout {self}: {self.strategy} has no mesh axis {axis}; {_keys_of(self.strategy)}")

@@ -8,6 +8,9 @@ Use when  the devices are faster in bf16 or fp16 (most GPUs since 2017 are), or 
 
 What to change for your own training:
 - PRECISION: bf16 on CPUs and on CUDA devices since Ampere; fp16 on older ones, with its loss scaling.
+- From Apex: O1 is PRECISION = "fp16" (or "bf16") here; O0 is neither; O2's float32 master weights are the parameters
+  themselves; O3 (weights in fp16, no loss scaling) loses small updates, and torch.amp has nothing like it.
+- Fused optimizers: torch.optim.SGD, Adam and AdamW take fused=True, which needs no Apex.
 - Leave the parameters in float32: in bf16 an update much smaller than its weight is rounded away.
 - Backward stays outside autocast. Clip gradients after scaler.unscale_() and before scaler.step().
 - --float64 turns autocast off: it checks data, scaling and normalisation, which low precision would hide.

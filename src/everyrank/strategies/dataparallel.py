@@ -44,7 +44,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     if has_batch_norm(model):
         raise CannotRunError("each device would normalise its own part of a batch; ddp has batch norm over all ranks")
-    copied = nn.DataParallel(_OneArgument(model), device_ids=devices, output_device=devices[0])
+    copied = nn.DataParallel(_Copied(model, layout, world), device_ids=devices, output_device=devices[0])
     trainable = make_trainable(workload, layout, model)
 
     def step(batches: Sequence[Batch]) -> Tensor:
@@ -83,12 +83,17 @@ def _devices(world: World) -> list[int]:
     return list(range(num_devices))
 
 
-class _OneArgument(nn.Module):
-    """A model that takes its input whole, so that DataParallel can cut tensors, tuples and dicts alike."""
+class _Copied(nn.Module):
+    """A model that takes its input whole, so that DataParallel can cut tensors, tuples and dicts alike.
 
-    def __init__(self, model: nn.Module) -> None:
+    Each copy runs in a thread of its own, to which DataParallel hands on that autocast is on, but not in which dtype: a
+    thread has its own, and would compute in fp16 where bf16 was asked for.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, world: World) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.layout, self.world = model, layout, world
 
     def forward(self, value: object) -> object:
-        return call_model(self.model, value)
+        with autocast(self.layout, self.world):
+            return call_model(self.model, value)
