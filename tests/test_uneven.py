@@ -268,8 +268,8 @@ def verified(world: World, mutation: str, layout_text: str = "ddp") -> tuple[str
 
 
 def test_verify_compares_the_ends_of_streams(ranks: Any) -> None:
-    """Counted for this: the last update of an epoch, which one stream alone reaches, and the first of the next."""
-    for layout in ("ddp", "fsdp", "zero1:accumulate=2"):
+    """Counted for this: the last update of an epoch, which one stream alone reaches; also beside a simulation."""
+    for layout in ("ddp", "fsdp", "zero1:accumulate=2", "local_sgd:every=3", "ddp:compress=bf16"):
         assert ranks(3, verified, "", layout) == [("equal", [])] * 3
 
 

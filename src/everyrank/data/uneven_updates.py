@@ -61,8 +61,13 @@ class Agreed:
 
     @property
     def is_over(self) -> bool:
-        """There is no such update: the epoch has ended before it."""
-        return self.total < self.smallest
+        """There is no such update: the epoch has ended before it. What a simulation asks for, there is."""
+        return self.total < self.smallest and not self.is_simulated
+
+    @property
+    def is_simulated(self) -> bool:
+        """One process reads for several, each by itself: what the others have is not known here."""
+        return self.work is None and self.reads.count > 1
 
 
 def agree(own: Sequence[int], reads: Slice, workload: Workload, world: World) -> Agreed:
@@ -211,6 +216,7 @@ def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
     """Raise `WorkloadError`, on every rank, where one has nothing to compute along with."""
     for reader, size in enumerate(agreed.sizes[0]):
         if size == NOTHING:
+            reader = agreed.reads.index if agreed.is_simulated else reader
             own = list(cut(streams, Slice(reader, agreed.reads.count)))
             raise WorkloadError(
                 f"train_data: streams {own} gave no sample in epoch {epoch}, and the rank that reads them needs one to "
@@ -222,9 +228,9 @@ def _parts(
     contents: Sequence[tuple[int, Any]], agreed: Agreed, reads: Slice, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Batch]:
     """What this rank has of each micro-batch of an update that anybody has samples of."""
-    start, batches, num_parts = 0, list[Batch](), sum(any(sizes) for sizes in agreed.sizes)
+    start, batches, num_parts = 0, list[Batch](), sum(any(sizes) or agreed.is_simulated for sizes in agreed.sizes)
     for (size, content), sizes in zip(contents, agreed.sizes, strict=True):
-        if any(sizes):
+        if any(sizes) or agreed.is_simulated:
             value, target = pair_of(content)
             place = start + sum(sizes[: reads.index])
             batches.append(
