@@ -112,7 +112,7 @@ class Collective:
 
     @property
     def bytes_per_update(self) -> float:
-        """On average."""
+        """The average over those updates."""
         return self.bytes / self.updates
 
     @property
