@@ -83,6 +83,7 @@ LAYOUTS = {
     "slurm": "ddp:precision=float64",
     "mpi": "ddp:precision=float64",
     "ray_actors": "ddp:precision=float64",
+    "parameter_server": "single:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -132,6 +133,7 @@ MUTATIONS = {
     ),
     "pipeline": ("/ len(labels)", "/ len(own_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
+    "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
     "contrastive": ("        dist.all_reduce(grad)\n", ""),  # what the other ranks' losses say of a row is lost
     "context": (
         "= own_positions(rank, world_size)",
@@ -164,6 +166,12 @@ MORE_MUTATIONS = [
     # what DistributedSampler repeats, on four ranks
     ("hsdp", "loss = loss[: num_own - index * loader.batch_size].sum()", "loss = loss.sum()"),
     ("hsdp", "hits[: num_own - index * loader.batch_size].sum()", "hits.sum()"),
+    ("parameter_server", "losses = losses[: num_own - number * loader.batch_size]", "pass"),  # repeated ones count
+    (
+        "parameter_server",
+        "dist.recv(flat, 0)\n            vector_to_parameters(flat, parameters)",
+        "dist.recv(flat, 0)",
+    ),
     (  # each rank draws its own shards
         "fsdp",
         "set_model_state_dict(model, build().to(dtype).state_dict() if rank == 0 else {}, options=options)",
@@ -182,6 +190,8 @@ OTHER_STARTS = [
     ("pipeline", 4, ("", "")),
     ("pipeline", 3, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50")),  # of the last batch, of 45, some are empty
     ("pipeline", 4, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 2")),  # fewer than stages
+    ("parameter_server", 2, ("", "")),
+    ("parameter_server", 5, ("", "")),
     ("ring_allreduce", 3, ("", "")),
     ("ring_allreduce", 4, ("", "")),
     ("contrastive", 3, ("", "")),
