@@ -41,12 +41,14 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
     "context": "context",
     "contrastive": "contrastive",
 }
+REPLAYED = {"parameter_server_async"}  # another training than any layout's: tests/recipes/test_asynchronous.py
 OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
 COMPRESSED = {"ddp_compressed"}  # which rounds: tests/recipes/test_compressed.py
 # lines; the others have 175 at most
 LONG = {"collectives": 270, "context": 230, "imagenet_ddp": 215, "pipeline": 185, "point_to_point": 190}
+LONG["parameter_server_async"] = 200
 NAMES = [
-    name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED}
+    name for name in ALL if name not in {"imagenet_ddp", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED, *REPLAYED}
 ]  # it reads images: see the end
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
 # The recipes read the first of them: 365 to train with and 91 held out, which 2, 3 and 4 ranks do not divide. An epoch
@@ -84,6 +86,7 @@ LAYOUTS = {
     "mpi": "ddp:precision=float64",
     "ray_actors": "ddp:precision=float64",
     "parameter_server": "single:precision=float64",
+    "parameter_server_rpc": "single:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -134,6 +137,7 @@ MUTATIONS = {
     "pipeline": ("/ len(labels)", "/ len(own_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
     "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
+    "parameter_server_rpc": ("/ count  # a sum", "/ BATCH  # a sum"),
     "contrastive": ("        dist.all_reduce(grad)\n", ""),  # what the other ranks' losses say of a row is lost
     "context": (
         "= own_positions(rank, world_size)",
@@ -166,6 +170,7 @@ MORE_MUTATIONS = [
     # what DistributedSampler repeats, on four ranks
     ("hsdp", "loss = loss[: num_own - index * loader.batch_size].sum()", "loss = loss.sum()"),
     ("hsdp", "hits[: num_own - index * loader.batch_size].sum()", "hits.sum()"),
+    ("parameter_server_rpc", "[self.pushed[trainer] for trainer in sorted(self.pushed)]", "[self.pushed[0]] * 2"),
     ("parameter_server", "losses = losses[: num_own - number * loader.batch_size]", "pass"),  # repeated ones count
     (
         "parameter_server",
