@@ -147,7 +147,7 @@ INSIDE = {
         "own",
         "check_equal",
     ],
-    "simulations": ["ranks", "replicas", "local_sgd"],
+    "simulations": ["ranks", "replicas", "local_sgd", "parameter_server"],
     "parity": [
         "rows",
         "samples",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,18 +13,21 @@ import torch
 
 import zoo
 from everyrank import parse_layout
+from everyrank.data import all_updates
+from everyrank.loop import open_data, run_updates
+from everyrank.parallel.server import asynchronous
 from everyrank.parallel.server.link import ServerLink
-from everyrank.parity import check_layout
+from everyrank.parity import check_layout, trace
 from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
-from everyrank.strategies import parameter_server
-from everyrank.world import World
+from everyrank.strategies import parameter_server, prepare
+from everyrank.world import World, single_process_world
+from everyrank.world.collectives import all_equal, sum_over_ranks
 from parity.test_equal import assert_equal, parities
 from parity.test_mutations import batch_norm_alone, epoch_not_set, padding_sample_counts, same_slice
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(("count", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm", "augmented", "unused"])
 def test_synchronous_equals_one_device(ranks: Any, count: int, name: str, optimizer: str) -> None:
     """Ragged batches, masks, ties, frozen and unused parameters, buffers, batch norm, clipping; one and two servers."""
@@ -183,3 +187,102 @@ def check(world: World, mutation: Any, name: str, keys: str) -> Parity:
     ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
     with mutation("parameter_server", world):
         return check_layout(subject, layout, world, key)[0]
+
+
+# --- asynchronous
+
+ASYNC = "parameter_server:updates=async"
+
+
+@pytest.mark.parametrize(("count", "optimizer"), [(2, "adamw"), (3, "adamw"), (4, "sgd")])
+@pytest.mark.parametrize("name", ["tied", "frozen", "augmented", "unused"])
+def test_asynchronous_equals_its_simulation(ranks: Any, count: int, name: str, optimizer: str) -> None:
+    """Stale gradients in a drawn order, trainers without samples, clipping of each push; one and two servers."""
+    layouts = [ASYNC, f"{ASYNC},servers=2"][: count - 1]
+    found = parities(ranks, count, name, optimizer, layouts)
+    assert_equal(layouts, found)
+    assert all("simulation" in (parity.scope or "") for parity in found)
+    assert all(any("order=seeded" in check for check in parity.checks) for parity in found)
+
+
+def test_asynchronous_with_micro_batches(ranks: Any) -> None:
+    layouts = [f"{ASYNC},accumulate=3", f"{ASYNC},order=seeded,precision=bf16"]
+    assert_equal(layouts, parities(ranks, 4, "tied", "sgd", layouts))
+
+
+def test_batch_norm_is_refused_of_asynchronous_trainers(ranks: Any) -> None:
+    """By the layout as by its simulation."""
+    (parity,) = parities(ranks, 3, "norm", "sgd", [ASYNC])
+    assert parity.status == "refused"
+    assert "would have to wait for each other; use updates=sync" in (parity.reason or "")
+
+
+def newest_instead_of_pulled(_: str, world: World) -> Patch:
+    """A trainer pulls late: what it computes with has had updates that it should not know of."""
+    return mock.patch.object(asynchronous, "order_of_trainers", lambda *_: [one for one in range(3) for _ in range(2)])
+
+
+def applied_twice(_: str, world: World) -> Patch:
+    """The first push of an update is applied twice."""
+
+    def add_gradients(original: Any, link: ServerLink, trainer: int, head: torch.Tensor) -> None:
+        original(link, trainer, head)
+        if trainer == 1:
+            for parameter in link.own:
+                if parameter.grad is not None:
+                    parameter.grad *= 2
+
+    return _instead("add_gradients", add_gradients)
+
+
+def scaled_by_all(_: str, world: World) -> Patch:
+    """A trainer divides by the global batch, not by the terms of its own part."""
+    original = asynchronous.make_own_update
+
+    def make_own_update(trainable: Any, share: torch.Tensor) -> bool:
+        done = original(trainable, share)
+        for parameter in trainable.parameters:
+            if parameter.grad is not None and done:
+                parameter.grad *= float(share[1]) / trainable.global_batch
+        return done
+
+    return mock.patch.object(asynchronous, "make_own_update", make_own_update)
+
+
+@pytest.mark.parametrize("mutation", [newest_instead_of_pulled, applied_twice, scaled_by_all])
+def test_asynchronous_mutation_is_red(ranks: Any, mutation: Any) -> None:
+    parity = ranks(4, check, mutation, "frozen", ",updates=async")[0]
+    assert parity.status == "different"
+    assert parity.first_divergence
+
+
+def test_stale_gradients_are_another_training(ranks: Any) -> None:
+    """Said of it, and so: the losses of the simulation are not those of one device."""
+    one_device, simulated = ranks(2, losses_of, ["single", f"{ASYNC},simulated=3"])[0]
+    assert abs(simulated[1] / one_device[1] - 1) > 1e-3
+
+
+def losses_of(world: World, layouts: list[str]) -> list[list[float]]:
+    subject = zoo.subject(world, "frozen", "sgd")
+    alone = single_process_world(world)
+    return [trace(subject, parse_layout(text), alone, subject.planned("float64")).losses for text in layouts]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_in_order_of_arrival_it_learns_and_ends(ranks: Any, servers: int) -> None:
+    """What cannot be compared: no message is lost, none too many is waited for, all ranks settle on one model."""
+    for losses, is_equal in ranks(4, trained, f"{ASYNC},servers={servers}"):
+        assert len(losses) == 40
+        assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+        assert is_equal
+
+
+def trained(world: World, text: str) -> tuple[list[float], bool]:
+    workload = zoo.workload("frozen", epochs=10)
+    workload = dataclasses.replace(workload, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01))
+    data, _ = open_data(workload, world)
+    prepared = prepare(workload, parse_layout(text), world)
+    shares = torch.stack(list(run_updates(prepared, data, all_updates(40, 4))))
+    prepared.settle()
+    totals = sum_over_ranks(shares, world)
+    return (totals[:, 0] / totals[:, 1]).tolist(), all_equal(list(prepared.replicated_tensors), world)

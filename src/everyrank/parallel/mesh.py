@@ -39,13 +39,15 @@ __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_
 class Mesh:
     """A rank's coordinate on every axis, outermost first; an axis that the layout does not have is one rank long.
 
-    servers   ranks in front of the mesh; their own coordinates are those of its first rank, and say nothing
+    servers       ranks in front of the mesh; their own coordinates are those of its first rank, and say nothing
+    in_lockstep   ranks that read are in the same update: one may wait for what another computes
     """
 
     world: World
     sizes: Mapping[str, int]
     coordinate: Mapping[str, int]
     servers: int = 0
+    in_lockstep: bool = True
 
     def size(self, *axes: str) -> int:
         """How many ranks the axes have together."""

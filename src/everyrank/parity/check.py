@@ -41,11 +41,11 @@ def check_layout(
     except (CannotRunError, UnsupportedLayoutError) as error:
         # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
-    checks = [*case.notes, *checks]
+    checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else []), *checks]
     finding: Comparison | None = None
     losses: list[float] = []
     for precision in case.precisions(layout):
-        variant = dataclasses.replace(layout, precision=precision)
+        variant = dataclasses.replace(layout.repeatable(), precision=precision)
         single = str(single_like(case, layout, precision, world.size))
         here = f"{key}/{precision}"
         try:

@@ -35,6 +35,7 @@ A rank that dies ends the training, which says which one: the launcher sees to t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -65,7 +66,8 @@ __all__ = ["prepare"]
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Build the model on every rank; the optimizer keeps what this rank holds as a server, on a trainer nothing."""
-    mesh, options = open_mesh(layout, world), layout.read(ParameterServerOptions)
+    options = layout.read(ParameterServerOptions)
+    mesh = dataclasses.replace(open_mesh(layout, world), in_lockstep=options.updates == "sync")
     parallel = parallelize(workload, layout, mesh)
     model = parallel.model
     if options.updates == "async":
