@@ -130,7 +130,7 @@ class Mesh:
         """Name of a process group -> the axes of this layout it goes along, for whoever counts what travels."""
         found = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
         for (sizes, axes, _), group in self.world.group_cache.groups.items():
-            if sizes == tuple(self.sizes.items()):
+            if sizes == tuple(self.sizes.items()) and group is not None:  # a server is in no group of trainers
                 found[group.group_name] = self._axes_text(axes)
         for mesh in self.world.group_cache.device_meshes.values():
             if mesh.size() == self.world.size:  # one over context as well serves layouts with and without that axis

@@ -33,8 +33,7 @@ def async_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction)
 
     def update(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
-        link.ask()
-        link.pull()
+        link.pull(asks=True)
         share = compute(batches)
         link.push(share * make_own_update(trainable, share))
         return share

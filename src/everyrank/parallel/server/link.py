@@ -6,7 +6,8 @@
     push      [push, sum, count, has]  ->      head: sum and count of the loss; for each parameter whether it has a
               its gradients, flat      ->      gradient; gradients only where the count is not 0
 
-A message goes to, or comes from, each server. Heads are float64; parameters and gradients have the model's precision.
+A message goes to, or comes from, each server. Heads are float64, on CPU; parameters and gradients have the precision of
+the model.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from everyrank.parallel.zero1 import assign_owners
 __all__ = ["ServerLink", "divide"]
 
 _ASK, _PUSH = 0.0, 1.0
+_HEAD = (
+    1  # the tag of heads: under gloo a receive from anyone would else be mistaken for one from the sender of numbers
+)
 _FIXED = 3  # numbers of a head before the flags
 
 
@@ -67,13 +71,10 @@ class ServerLink:
 
     # what a trainer does
 
-    def ask(self) -> None:
-        """Ask every server for its parameters."""
-        self._send_all([self._head(part, _ASK) for part in self.parts])
-
     @torch.no_grad()
-    def pull(self) -> None:
-        """Receive the parameters of every server into the model."""
+    def pull(self, asks: bool = False) -> None:
+        """Receive the parameters of every server into the model; `asks`: tell the servers that they are wanted."""
+        sent = self._send_all([self._head(part, _ASK) for part in self.parts], _HEAD) if asks else []
         flats = [_flat(part) for part in self.parts]
         group = self.mesh.world.group
         waiting = [dist.irecv(flat, src=server, group=group) for server, flat in enumerate(flats)]
@@ -81,13 +82,17 @@ class ServerLink:
             _wait(work)
             for parameter, values in _pieces(flat, part):
                 parameter.copy_(values)
+        _wait(*sent)
 
     def push(self, share: Tensor) -> None:
-        """Send every server (sum, count) of this trainer's loss, and the gradients of its part."""
+        """Send every server (sum, count) of this trainer's loss, and the gradients of its part.
+
+        All of it at once: servers take trainers in different orders, and one that has taken a head waits for its
+        numbers. Who sent these only when every server has its head could wait for a server that waits for another.
+        """
         heads = [self._head(part, _PUSH, share) for part in self.parts]
-        self._send_all(heads)
-        if float(share[1]):
-            self._send_all([_flat_gradients(part) for part in self.parts])
+        numbers = [_flat_gradients(part) for part in self.parts] if float(share[1]) else []
+        _wait(*self._send_all(heads, _HEAD), *self._send_all(numbers))
 
     def receive_total(self) -> Tensor:
         """(sum, count) over all trainers, from the first server: float64, shape (2,)."""
@@ -105,7 +110,7 @@ class ServerLink:
     def receive_head(self, trainer: int | None) -> tuple[int, Tensor | None]:
         """(who, what it pushes: (sum, count) and flags; None where it asks), from one trainer or whoever is first."""
         head = self._head(self.own, _ASK)
-        sender = dist.recv(head, src=trainer, group=self.mesh.world.group)
+        sender = dist.recv(head, src=trainer, group=self.mesh.world.group, tag=_HEAD)
         return sender, (head[1:] if float(head[0]) == _PUSH else None)
 
     @torch.no_grad()
@@ -159,17 +164,18 @@ class ServerLink:
             tensor.copy_(whole)
 
     def _head(self, part: Sequence[nn.Parameter], kind: float, share: Tensor | None = None) -> Tensor:
-        head = torch.zeros(_FIXED + len(part), dtype=torch.float64, device=self.mesh.world.device)
+        # on CPU, beside any device: a server reads it at once, and nccl cannot receive from whoever comes first
+        head = torch.zeros(_FIXED + len(part), dtype=torch.float64)
         head[0] = kind
         if share is not None:
             head[1:_FIXED] = share
             head[_FIXED:] = torch.tensor([parameter.grad is not None for parameter in part])
         return head
 
-    def _send_all(self, messages: Sequence[Tensor]) -> None:
-        """One message to each server."""
+    def _send_all(self, messages: Sequence[Tensor], tag: int = 0) -> list[dist.Work | None]:
+        """One message to each server; they have to be waited for."""
         group = self.mesh.world.group
-        _wait(*(dist.isend(message, dst=server, group=group) for server, message in enumerate(messages)))
+        return [dist.isend(message, dst=server, group=group, tag=tag) for server, message in enumerate(messages)]
 
 
 def _flat(part: Sequence[nn.Parameter]) -> Tensor:

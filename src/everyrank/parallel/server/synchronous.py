@@ -46,7 +46,7 @@ def sync_server(trainable: Trainable, link: ServerLink) -> StepFunction:
             head = link.receive_head(trainer)[1]
             assert head is not None, "a trainer of synchronous updates does not ask"
             link.add_gradients(trainer, head)
-            total += head[:2]
+            total += head[:2].to(total.device)
         link.tell_total(total)
         trainable.enter_phase("optimizer")
         trainable.optimizer_step(total, sum_grad_squares=link.sum_squares)
