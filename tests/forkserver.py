@@ -52,7 +52,8 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: server.send(bytes([number])))
 child, status = struct.unpack("ii", server.makefile("rb").read(8))  # a signal does not cut it short
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
@@ -413,7 +414,10 @@ def run_python(words: list[str]) -> None:
     elif kind == "-c":
         exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
     else:
-        runpy.run_path(name, run_name="__main__")
+        script = types.ModuleType("__main__")
+        script.__file__ = name
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second is what multiprocessing calls it
+        exec(compile(Path(name).read_bytes(), name, "exec"), vars(script))
 
 
 _Popen = subprocess.Popen

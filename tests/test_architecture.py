@@ -135,6 +135,7 @@ INSIDE = {
         "parallelize",
         "ddp",
         "zero1",
+        *("server.link", "server.synchronous", "server.asynchronous"),
         "fsdp",
         "pipeline.balance",
         "pipeline.schedule",
@@ -146,7 +147,7 @@ INSIDE = {
         "own",
         "check_equal",
     ],
-    "simulations": ["ranks", "replicas", "local_sgd"],
+    "simulations": ["ranks", "replicas", "local_sgd", "parameter_server"],
     "parity": [
         "rows",
         "samples",
@@ -442,6 +443,7 @@ LONG = {
     "strategies.own.prepare": "the same",
     "strategies.pipeline.prepare": "the same",
     "strategies.zero1.prepare": "the same",
+    "strategies.parameter_server.prepare": "the same",
     "builtin.imagenet.workload": "one argument a line, and the datasets that it describes",
     "builtin.text._workload": "one field of the workload a line",
 }

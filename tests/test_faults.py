@@ -125,6 +125,22 @@ def test_a_rank_that_is_killed(cli: Cli, launcher: str) -> None:
     assert cli.left() == {}
 
 
+@pytest.mark.parametrize("layout", ["parameter_server", "parameter_server:updates=async"])
+@pytest.mark.parametrize(("who", "name"), [(0, "server"), (2, "trainer")], ids=["server", "trainer"])
+def test_one_server_and_three_trainers(cli: Cli, layout: str, who: int, name: str) -> None:
+    """As the strategy's header says: whoever is killed, the others end in time, and the line says who it was."""
+    path = write_workload(cli.folder, f"os.kill(int((FOLDER / 'pid{who}').read_text()), signal.SIGKILL)")
+    told = "    (FOLDER / f'pid{dist.get_rank()}').write_text(str(os.getpid()))\n    return TensorDataset"
+    path.write_text(path.read_text().replace("    return TensorDataset", told))
+    cli.start("train", path.name, "--layout", layout, "--processes", "4")
+    status, _, stderr = cli.end(SOON)
+    assert status == 4, stderr
+    assert f"rank {who}" in the_line(stderr), name
+    assert "SIGKILL" in the_line(stderr)
+    assert update_3(cli)()
+    assert cli.left() == {}
+
+
 @pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["alone", "one of two"])
 def test_a_rank_that_is_gone_without_a_word(cli: Cli, words: tuple[str, ...]) -> None:
     """A library that ends the process with status 0 is no good end of a training, and no result was left."""

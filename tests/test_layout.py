@@ -20,6 +20,8 @@ from everyrank.layout import STRATEGIES, Layout, parse_layout
         "zero1:replicate=3,precision=fp16",
         "fsdp:shard=2",
         "fsdp:shard=4,recompute,reshard_after_forward=false",
+        "parameter_server:servers=2",
+        "parameter_server:replicate=2,updates=async,order=seeded",
     ],
 )
 def test_a_layout_is_printed_as_it_was_typed(text: str) -> None:
@@ -124,6 +126,14 @@ def test_defaults() -> None:
         ("ddp:reshard_after_forward", ["reshard_after_forward", "bucket_mb"]),
         ("single:find_unused", ["find_unused", "single"]),
         ("dataparallel:recompute", ["recompute", "ddp"]),
+        ("parameter_server:servers=0", ["servers=0", "at least 1"]),
+        ("parameter_server:servers=two", ["servers=two", "whole number"]),
+        ("parameter_server:updates=x", ["updates=x", "sync, async"]),
+        ("parameter_server:updates=async,order=x", ["order=x", "arrival, seeded"]),
+        ("parameter_server:order=seeded", ["order is for updates=async"]),
+        ("parameter_server:precision=fp16", ["loss scale", "precision=bf16"]),
+        ("parameter_server:shard=2", ["shard", "replicate", "servers"]),
+        ("ddp:servers=2", ["servers", "bucket_mb"]),
         ("dataparallel:compile", ["dataparallel:compile", "leave out compile", "ddp:compile"]),
     ],
 )
@@ -171,6 +181,9 @@ def test_a_layout_made_in_python_is_checked_too(values: dict[str, object], fragm
         ("zero1", 4, {"replicate": 4}),
         ("fsdp", 2, {"shard": 2}),
         ("fsdp:shard=4", 4, {"shard": 4}),
+        ("parameter_server", 2, {"replicate": 1}),
+        ("parameter_server:servers=2", 5, {"replicate": 3}),
+        ("parameter_server:replicate=2,servers=3", 5, {"replicate": 2}),
     ],
 )
 def test_the_strategys_own_axis_takes_the_ranks_that_are_left(text: str, world_size: int, mesh: dict[str, int]) -> None:
@@ -184,6 +197,9 @@ def test_the_strategys_own_axis_takes_the_ranks_that_are_left(text: str, world_s
         ("fsdp:shard=3", 2, ["fsdp:shard=3", "= 3", "2 processes", "--processes 3"]),
         ("ddp:replicate=2", 4, ["ddp:replicate=2", "= 2", "4 processes", "--processes 2"]),
         ("zero1:replicate=5", 1, ["zero1:replicate=5", "= 5", "1 process", "--processes 5"]),
+        ("parameter_server", 1, ["servers=1 of 1 process leaves no trainer", "--processes 2"]),
+        ("parameter_server:servers=3", 3, ["servers=3 of 3 processes leaves no trainer", "--processes 4"]),
+        ("parameter_server:replicate=2", 4, ["= 2", "3 of them beside the servers", "--processes 3"]),
     ],
 )
 def test_degrees_that_do_not_multiply_to_the_processes_show_the_product(

@@ -102,6 +102,17 @@ def test_bytes_of_zero1_equal_theory(ranks: Any, seen: Any) -> None:
         assert len(found.collectives) == 2
 
 
+def test_bytes_of_a_parameter_server_equal_theory(ranks: Any, seen: Any) -> None:
+    """For each trainer all parameters out, all gradients in, a head before these, and the total after them."""
+    blocks, rest = parameters_of_text()
+    parameters = 4 * (sum(map(elements, blocks)) + elements(rest))
+    head = 8 * (3 + sum(map(len, blocks)) + len(rest))
+    server, *trainers = inside_text(ranks, seen, 3, "parameter_server")
+    assert sent(server) == {"send": (4, 2 * (parameters + 16)), "recv": (4, 2 * (head + parameters))}
+    for found in trainers:
+        assert sent(found) == {"send": (2, head + parameters), "recv": (2, parameters + 16)}
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.integration
 def test_bytes_of_fsdp_equal_theory(ranks: Any, seen: Any, count: int) -> None:

@@ -100,6 +100,50 @@ def test_fsdp(ranks: Any, reshard: str) -> None:
         assert sorted(found["all_reduce"]) == [1, 2]  # the scalar, and the count
 
 
+HEAD = 3 + 5  # and a flag for each trained tensor
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_parameter_server(ranks: Any, trainers: int) -> None:
+    """Parameters one way, gradients and a head the other, the total back: at the server once for each trainer."""
+    server, *others = ranks(1 + trainers, traffic, "parameter_server", {})
+    assert sorted(server["send"]) == sorted([TRAINED, 2] * trainers)
+    assert sorted(server["recv"]) == sorted([HEAD, TRAINED] * trainers)
+    for found in others:
+        assert found == {"recv": [TRAINED, 2], "send": [HEAD, TRAINED]}
+
+
+def test_two_parameter_servers(ranks: Any) -> None:
+    """Each holds about half: at a trainer the same and a second head, at a server half; a number for the norm."""
+    *servers, one, other = ranks(4, traffic, "parameter_server:servers=2", {"clip_norm": 0.5})
+    assert sorted(one) == sorted(other) == ["recv", "send"]
+    parts = [server["recv"][1] for server in servers]
+    assert sum(parts) == TRAINED
+    assert max(parts) - min(parts) <= 9  # the largest tensor has 21 elements, all others 12
+    for found in (one, other):
+        assert found["recv"] == [*parts, 2]
+        assert sum(found["send"]) == 2 * 3 + 5 + TRAINED  # two heads
+    for server, part in zip(servers, parts, strict=True):
+        is_first = server is servers[0]
+        assert sorted(server["send"]) == sorted([part, part, 1, *([2, 2] if is_first else [])])
+        heads = [size for size in server["recv"] if size != part]
+        assert len(server["recv"]) == 5
+        assert heads == [heads[0], heads[0], 1]
+        assert sum(size for size in one["send"] if size not in parts) == 2 * 3 + 5
+
+
+@pytest.mark.parametrize("order", ["arrival", "seeded"])
+def test_asynchronous_parameter_server(ranks: Any, order: str) -> None:
+    """The same, and a head that asks; no total comes back. In the sixth update every part has samples."""
+    text = f"parameter_server:updates=async,order={order}"
+    server, *others = ranks(3, traffic, text, {})
+    if order == "seeded":  # else a trainer may be in another update than the server
+        assert sum(server["send"]) == 2 * TRAINED
+        assert sum(server["recv"]) == 2 * (2 * HEAD + TRAINED)
+    for found in others:
+        assert found == {"send": [HEAD, HEAD, TRAINED], "recv": [TRAINED]}
+
+
 def test_every_header_is_complete() -> None:
     """Holds, Travels, Use when, Exact, Source: in that order, in each strategy."""
     for strategy in STRATEGIES.values():

@@ -28,6 +28,7 @@ from everyrank.world import World
         ("ddp", "adamw", 2),
         ("zero1", "adamw", 2),
         ("fsdp", "sgd", 2),
+        ("parameter_server", "adamw", 0),
     ],
 )
 def test_two_ranks_go_on_to_the_last_bit(
@@ -45,15 +46,18 @@ def test_two_ranks_go_on_to_the_last_bit(
             assert torch.equal(one, other)
         same(row["whole"][1], row["again"][1])
         assert row["whole"][2] == row["again"][2]
-        assert int(row["again"][1]["model/calls"]) == END
+    # a server runs no model, and hears of the buffers when it saves
+    expected = [SAVED, END] if strategy == "parameter_server" else [END, END]
+    assert [int(row["again"][1]["model/calls"]) for row in rows] == expected
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "parameter_server:servers=2"])
 @pytest.mark.parametrize("size", [3, 4])
 def test_more_ranks_go_on_alike(ranks: Any, tmp_path: Path, strategy: str, size: int) -> None:
     """On three and four ranks, where the last batch of an epoch has fewer samples than ranks, to 1e-12."""
     optimizer = "adamw" if size == 3 else "sgd"
-    for row in ranks(size, interrupted, f"{strategy}:precision=float64", training(optimizer), 0, tmp_path):
+    layout = f"{strategy}{',' if ':' in strategy else ':'}precision=float64"
+    for row in ranks(size, interrupted, layout, training(optimizer), 0, tmp_path):
         torch.testing.assert_close(row["whole"][0], row["again"][0], rtol=1e-12, atol=1e-13)
         same(row["whole"][1], row["again"][1], relative=1e-12)
         assert row["whole"][2] == row["again"][2]
@@ -132,8 +136,10 @@ def goes_on(world: World, layout: str, optimizer: str, run: Path) -> tuple[list[
         (("fsdp", 4), [("ddp", 2), ("zero1", 3), ("single", 1)]),
         (("single", 1), [("fsdp", 3)]),
         (("zero1", 3), [("ddp", 2), ("fsdp", 4)]),
+        (("parameter_server", 3), [("ddp", 2), ("single", 1)]),
+        (("ddp", 2), [("parameter_server", 4)]),
     ],
-    ids=["from fsdp", "from single", "from zero1"],
+    ids=["from fsdp", "from single", "from zero1", "from servers", "to servers"],
 )
 def test_another_layout_goes_on(
     ranks: Any, tmp_path: Path, optimizer: str, saved: tuple[str, int], then: list[tuple[str, int]]

@@ -25,7 +25,7 @@ def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
     done = everyrank(tmp_path, "bench", "digits", "--processes", "2", *words, is_forked=False)
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.json")
-    trained = ["single", "ddp", "zero1", "fsdp"]
+    trained = ["single", "ddp", "zero1", "fsdp", "parameter_server"]
     reasons = {"dataparallel": "2 CUDA", "tensor": "tensor_plan", "context": "sequence_dim", "pipeline": "batch norm"}
     assert [record.layout for record in records] == list(STRATEGIES)
     assert set(STRATEGIES) == {*trained, *reasons}

@@ -41,6 +41,7 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
     "context": "context",
     "contrastive": "contrastive",
 }
+REPLAYED = {"parameter_server_async"}  # another training than any layout's: tests/recipes/test_asynchronous.py
 OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
 COMPRESSED = {"ddp_compressed"}  # which rounds: tests/recipes/test_compressed.py
 # lines; the others have 175 at most
@@ -49,12 +50,12 @@ LONG = {
     "context": 230,
     "ddp_uneven": 190,
     "imagenet_ddp": 215,
+    "parameter_server_async": 200,
     "pipeline": 185,
     "point_to_point": 190,
 }
-NAMES = [
-    name for name in ALL if name not in {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED}
-]  # one reads images: see the end; ddp_uneven has tests of its own
+OWN_TESTS = {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED, *REPLAYED}
+NAMES = [name for name in ALL if name not in OWN_TESTS]  # imagenet_ddp reads images: see the end
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
 # The recipes read the first of them: 365 to train with and 91 held out, which 2, 3 and 4 ranks do not divide. An epoch
 # is 6 updates, the last of 45 samples.
@@ -90,6 +91,8 @@ LAYOUTS = {
     "slurm": "ddp:precision=float64",
     "mpi": "ddp:precision=float64",
     "ray_actors": "ddp:precision=float64",
+    "parameter_server": "single:precision=float64",
+    "parameter_server_rpc": "single:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -139,6 +142,8 @@ MUTATIONS = {
     ),
     "pipeline": ("/ len(labels)", "/ len(own_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
+    "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
+    "parameter_server_rpc": ("/ count  # a sum", "/ BATCH  # a sum"),
     "contrastive": ("        dist.all_reduce(grad)\n", ""),  # what the other ranks' losses say of a row is lost
     "context": (
         "= own_positions(rank, world_size)",
@@ -171,6 +176,13 @@ MORE_MUTATIONS = [
     # what DistributedSampler repeats, on four ranks
     ("hsdp", "loss = loss[: num_own - index * loader.batch_size].sum()", "loss = loss.sum()"),
     ("hsdp", "hits[: num_own - index * loader.batch_size].sum()", "hits.sum()"),
+    ("parameter_server_rpc", "[self.pushed[trainer] for trainer in sorted(self.pushed)]", "[self.pushed[0]] * 2"),
+    ("parameter_server", "losses = losses[: num_own - number * loader.batch_size]", "pass"),  # repeated ones count
+    (
+        "parameter_server",
+        "dist.recv(flat, 0)\n            vector_to_parameters(flat, parameters)",
+        "dist.recv(flat, 0)",
+    ),
     (  # each rank draws its own shards
         "fsdp",
         "set_model_state_dict(model, build().to(dtype).state_dict() if rank == 0 else {}, options=options)",
@@ -189,6 +201,8 @@ OTHER_STARTS = [
     ("pipeline", 4, ("", "")),
     ("pipeline", 3, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50")),  # of the last batch, of 45, some are empty
     ("pipeline", 4, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 2")),  # fewer than stages
+    ("parameter_server", 2, ("", "")),
+    ("parameter_server", 5, ("", "")),
     ("ring_allreduce", 3, ("", "")),
     ("ring_allreduce", 4, ("", "")),
     ("contrastive", 3, ("", "")),

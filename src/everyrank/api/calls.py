@@ -119,7 +119,7 @@ def verify(
     that is raised. A difference is no error: it is in `Record.parity`. Raises what `run` raises.
     """
     options = _completed(options or VerifyOptions(), changes)
-    for layout in layouts:
+    for layout in layouts if options.by_name else ():
         layout.mesh(launch.processes)
     results = run_ranks(launch, "everyrank.tasks.verify:verify_rank", _sent(workload), list(layouts), launch, options)
     return _some_were_possible(results.get(0) or [])
@@ -147,7 +147,7 @@ def bench(
     raises; `kept` has by then what was known, also after Ctrl-C.
     """
     options = _completed(options or BenchOptions(), changes)
-    for layout in layouts:
+    for layout in layouts if options.by_name else ():
         layout.mesh(launch.processes)
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     options = dataclasses.replace(options, load_before=load)

@@ -98,6 +98,7 @@ class Saver:
         try:
             about = dataclasses.replace(self.about, step=step, metrics=metrics)
             trainable = self.prepared.trainable
+            self.prepared.settle()
             tensors, values = tensors_of(trainable, self.world), values_of(trainable)
             if self.thread is None:
                 self._write(tensors, values, about)

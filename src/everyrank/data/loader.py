@@ -37,11 +37,13 @@ def batches_for_updates(
     dtype: torch.dtype,
     reverse: bool = False,
 ) -> Iterator[list[Batch]]:
-    """For each update, this rank's part of each micro-batch.
+    """For each update, this rank's part of each micro-batch; [] for a rank that reads nothing.
 
     `reverse` turns the samples round within each micro-batch: the same mathematics in another order of addition,
     which is how parity measures the noise floor.
     """
+    if not reads.count:
+        return ([] for _ in updates)
     if isinstance(dataset, UnevenStreams):
         return uneven_batches(workload, dataset, updates, reads, accumulate, world, dtype, reverse)
     parts = parts_for_updates(workload, dataset, updates, reads, accumulate, reverse)
@@ -51,7 +53,9 @@ def batches_for_updates(
 def batches_for_evaluation(
     workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype
 ) -> Iterator[Batch]:
-    """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
+    """The rank's part of each batch of the evaluation data, in order; equally many on every rank that reads."""
+    if not reads.count:
+        return iter(())
     dataset = dataset.whole() if isinstance(dataset, UnevenStreams) else dataset
     parts = parts_for_evaluation(workload, dataset, reads)
     return (batches[0] for batches in _fetch(workload, dataset, parts, world, dtype))

@@ -9,7 +9,7 @@ __all__ = ["Slice", "cut", "micro_batches"]
 
 @dataclass(frozen=True)
 class Slice:
-    """Part `index` of `count` parts."""
+    """Part `index` of `count` parts; a count of 0 is who reads nothing."""
 
     index: int
     count: int

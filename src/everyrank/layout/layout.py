@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from everyrank.errors import LayoutError
+from everyrank.layout.options import ParameterServerOptions
 from everyrank.layout.table import AXES, STRATEGIES, Kind, Strategy, find_strategy, problem_with
 
 __all__ = ["PRECISIONS", "Layout", "parse_layout"]
@@ -142,7 +143,19 @@ class Layout:
         same_samples = ("pipeline", "context", "tensor")
         sizes = self.mesh(world_size)
         ranks = self.simulated or math.prod(size for axis, size in sizes.items() if axis not in same_samples)
-        return dataclasses.replace(self, degrees={}, simulated=ranks)
+        return dataclasses.replace(self.repeatable(), degrees={}, simulated=ranks)
+
+    @property
+    def servers(self) -> int:
+        """Ranks that stand outside of the mesh, in front of it, and read nothing: those of a parameter server."""
+        has_servers = ParameterServerOptions in self.row.options and not self.simulated
+        return self.read(ParameterServerOptions).servers if has_servers else 0
+
+    def repeatable(self) -> Layout:
+        """The layout whose numbers can be had again: what chance decides is drawn from the seed instead."""
+        drawn = [self.read(options).repeatable() for options in self.row.options]
+        changes = {key: value for some in drawn for key, value in some.items()}
+        return dataclasses.replace(self, options={**self.options, **changes})
 
     def mesh(self, world_size: int) -> dict[str, int]:
         """Ranks along each mesh axis, outermost first, for a world of this size; {} for one process.
@@ -155,15 +168,22 @@ class Layout:
             return {}
         if self.row.any_axes:
             return self._fixed(world_size)
+        if world_size <= self.servers:
+            raise LayoutError(
+                f"layout {self}: servers={self.servers} of {world_size} process{'es' * (world_size > 1)} leaves no "
+                f"trainer; give --processes {self.servers + 1} or more"
+            )
+        world_size -= self.servers
         degrees = dict(self.degrees)
         fixed = math.prod(degree for key, degree in degrees.items() if key != axis)
         degrees.setdefault(axis, max(1, world_size // fixed))
         product = math.prod(degrees.values())
         if product != world_size:
             shown = " x ".join(f"{key} {degrees[key]}" for key in AXES if key in degrees)
+            given = f"{world_size} processes" if not self.servers else f"{world_size} of them beside the servers"
             raise LayoutError(
-                f"layout {self}: {shown} = {product}, but there are {world_size} processes; "
-                f"give --processes {product}, or leave out {axis}= to take all of them"
+                f"layout {self}: {shown} = {product}, but there are {given}; "
+                f"give --processes {product + self.servers}, or leave out {axis}= to take all of them"
             )
         return {key: degrees[key] for key in AXES if key in degrees}
 

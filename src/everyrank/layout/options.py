@@ -24,6 +24,7 @@ __all__ = [
     "FSDPOptions",
     "LocalSGDOptions",
     "OwnCodeOptions",
+    "ParameterServerOptions",
     "PipelineOptions",
     "StrategyOptions",
     "TensorOptions",
@@ -42,6 +43,10 @@ class StrategyOptions:
     def is_exact(self) -> bool:
         """Whether the mathematics stays that of one device, as far as these options go."""
         return True
+
+    def repeatable(self) -> dict[str, object]:
+        """Keys and values that make a training one that can be had again, where chance decides something of it."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,36 @@ class PipelineOptions(StrategyOptions):
             return "the compiler does not know of weight gradients that wait; leave out compile, or use schedule=1f1b"
         if "chunks" in layout.options and self.schedule != "interleaved":
             return "chunks is for schedule=interleaved"
+        return ""
+
+
+@dataclass(frozen=True)
+class ParameterServerOptions(StrategyOptions):
+    """Servers and trainers.
+
+    servers   ranks that hold the parameters; those that are left train
+    updates   sync: one for each global batch; async: one for each trainer's part of it, as it comes in
+    order     of async: as messages arrive, or drawn from the seed, so that it can be had again
+    """
+
+    servers: int = 1
+    updates: Literal["sync", "async"] = "sync"
+    order: Literal["arrival", "seeded"] = "arrival"
+
+    def is_exact(self) -> bool:
+        """Several updates for each global batch, of parameters that have changed meanwhile, are another training."""
+        return self.updates == "sync"
+
+    def repeatable(self) -> dict[str, object]:
+        """Who comes first is drawn."""
+        return {} if self.is_exact() else {"order": "seeded"}
+
+    def conflict(self, layout: Layout) -> str:
+        """Nobody waits for all gradients of an asynchronous update, and the loss scale would have to travel."""
+        if layout.precision == "fp16":
+            return "the loss scale of fp16 is not told to the trainers; use precision=bf16"
+        if "order" in layout.options and self.updates == "sync":
+            return "order is for updates=async; a synchronous server adds up gradients in the order of ranks"
         return ""
 
 

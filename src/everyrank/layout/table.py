@@ -21,6 +21,7 @@ from everyrank.layout.options import (
     FSDPOptions,
     LocalSGDOptions,
     OwnCodeOptions,
+    ParameterServerOptions,
     PipelineOptions,
     TensorOptions,
 )
@@ -111,6 +112,9 @@ STRATEGIES: dict[str, Strategy] = {
         "everyrank.strategies.pipeline", "pipeline", (PipelineOptions,), ("replicate", "shard", "tensor")
     ),
     "local_sgd": Strategy("everyrank.strategies.local_sgd", "replicate", (LocalSGDOptions,), simulation="local_sgd"),
+    "parameter_server": Strategy(
+        "everyrank.strategies.parameter_server", "replicate", (ParameterServerOptions,), simulation="parameter_server"
+    ),
 }
 """Deleting a strategy is removing its file and its row here (and options that no other row has)."""
 

@@ -20,6 +20,7 @@ def evaluate(prepared: Prepared, dataset: Any) -> dict[str, tuple[float, float]]
     """Exact (sum, count) over all ranks of the loss and each metric. Every sample counts once. A collective."""
     workload = prepared.workload
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
+    prepared.settle()
     prepared.model.eval()
     with torch.no_grad(), prepared.evaluation_weights():
         batches = batches_for_evaluation(workload, dataset, prepared.data_slice, prepared.world, prepared.dtype)

@@ -20,7 +20,7 @@ from everyrank.data import (
     samples_per_epoch,
 )
 from everyrank.data.seeds import mix
-from everyrank.errors import NotFiniteError, WorkloadError
+from everyrank.errors import NotFiniteError, UnsupportedLayoutError, WorkloadError
 from everyrank.loop.finite import first_bad_tensor, first_of_all_ranks
 from everyrank.loop.open_data import wrap_user_errors
 from everyrank.parallel.batch_norm import refuse_lone_samples
@@ -38,6 +38,10 @@ def run_updates(prepared: Prepared, dataset: Any, updates: Iterable[Update], rev
     """
     updates = updates if isinstance(updates, Sequence | OpenUpdates) else list(updates)
     workload = prepared.workload
+    if isinstance(dataset, UnevenStreams) and prepared.mesh.servers:
+        raise UnsupportedLayoutError(
+            f"layout {prepared.layout}: when streams end is agreed upon by all ranks, and a server reads none; use ddp"
+        )
     of_ranks = [
         batches_for_updates(
             workload,

@@ -93,7 +93,7 @@ def gather(values: Tensor) -> Tensor:
 
     Raises `WorkloadError` for a tensor that has not one row for each sample, and `UnsupportedLayoutError` where the
     loss is taken of less than a batch or of parts of samples: under accumulate, in a pipeline, under context, with
-    order="shard".
+    order="shard", by asynchronous trainers.
     """
     _note_asked()
     scope = _scope.get()
@@ -135,6 +135,8 @@ def _is_refused(scope: _LossScope) -> bool:
         )
     elif scope.mesh.size("context") > 1:
         reason = "a loss over the whole batch, and under context a rank has parts of sequences; use ddp, zero1 or fsdp"
+    elif not scope.mesh.in_lockstep:
+        reason = "a loss over the whole batch, for which asynchronous trainers would wait for each other; updates=sync"
     elif scope.order == "shard" and scope.mesh.data_slice.count > 1:
         reason = "order='shard' gives each rank samples of its own, in no order of the batch; use order='global'"
     if not reason:

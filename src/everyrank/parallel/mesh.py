@@ -10,7 +10,8 @@ The ranks of a world are numbered through the axes as the digits of a number are
              1   2    3                            1    2    3                 1    6    7
 
 Ranks that differ in replicate or shard read different samples; in context, different parts of the same sequences; in
-tensor and pipeline, the same.
+tensor and pipeline, the same. The servers of a parameter server stand in front of the first rank of the mesh, on no
+axis, and read nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +37,17 @@ __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's coordinate on every axis, outermost first; an axis that the layout does not have is one rank long."""
+    """A rank's coordinate on every axis, outermost first; an axis that the layout does not have is one rank long.
+
+    servers       ranks in front of the mesh; their own coordinates are those of its first rank, and say nothing
+    in_lockstep   ranks that read are in the same update: one may wait for what another computes
+    """
 
     world: World
     sizes: Mapping[str, int]
     coordinate: Mapping[str, int]
+    servers: int = 0
+    in_lockstep: bool = True
 
     def size(self, *axes: str) -> int:
         """How many ranks the axes have together."""
@@ -49,6 +56,8 @@ class Mesh:
     @property
     def data_slice(self) -> Slice:
         """The part of each micro-batch that this rank reads."""
+        if self.is_server:
+            return Slice(0, 0)
         return Slice(
             self.coordinate["replicate"] * self.sizes["shard"] + self.coordinate["shard"],
             self.size("replicate", "shard"),
@@ -63,6 +72,11 @@ class Mesh:
     def data_rank(self) -> int:
         """The number of this rank among those that have other samples or positions: replicate x shard x context."""
         return self.data_slice.index * self.sizes["context"] + self.coordinate["context"]
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank stands outside of the mesh."""
+        return self.world.rank < self.servers
 
     def is_first(self, *axes: str) -> bool:
         """Whether this rank is the first on all these axes: of ranks that hold the same, the one that counts."""
@@ -87,7 +101,7 @@ class Mesh:
         """The groups along these axes, made in the same order by every rank; this rank's own."""
         everywhere = itertools.product(*(range(size) for size in self.sizes.values()))
         members: dict[tuple[int, ...], list[int]] = {}
-        for rank, coordinate in enumerate(everywhere):
+        for rank, coordinate in enumerate(everywhere, self.servers):
             others = tuple(at for axis, at in zip(self.sizes, coordinate, strict=True) if axis not in axes)
             members.setdefault(others, []).append(rank)
         timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
@@ -100,7 +114,7 @@ class Mesh:
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + coordinate.get(axis, self.coordinate[axis])
-        return rank
+        return self.servers + rank
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """Torch's mesh over these of the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
@@ -116,7 +130,7 @@ class Mesh:
         """Name of a process group -> the axes of this layout it goes along, for whoever counts what travels."""
         found = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
         for (sizes, axes, _), group in self.world.group_cache.groups.items():
-            if sizes == tuple(self.sizes.items()):
+            if sizes == tuple(self.sizes.items()) and group is not None:  # a server is in no group of trainers
                 found[group.group_name] = self._axes_text(axes)
         for mesh in self.world.group_cache.device_meshes.values():
             if mesh.size() == self.world.size:  # one over context as well serves layouts with and without that axis
@@ -169,7 +183,8 @@ def open_mesh(layout: Layout, world: World) -> Mesh:
         degrees = find_own_code(layout, world.size).sizes()
     sizes = {axis: degrees.get(axis, 1) for axis in AXES}
     coordinate: dict[str, int] = {}
-    left = world.rank
+    servers = layout.servers
+    left = max(0, world.rank - servers)
     for axis in reversed(AXES):
         left, coordinate[axis] = divmod(left, sizes[axis])
-    return Mesh(world, sizes, {axis: coordinate[axis] for axis in AXES})
+    return Mesh(world, sizes, {axis: coordinate[axis] for axis in AXES}, servers)

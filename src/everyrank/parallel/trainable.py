@@ -121,7 +121,7 @@ class Trainable:
         if self.clip_norm is not None and self.clip is not None:
             self.clip(self.clip_norm)
         self.optimizer.step()
-        self._advance_schedule()
+        self.advance_schedule()
 
     def _factor(self, total: Tensor, num_averaged: int) -> float | Tensor:
         """What turns the gradients of sum / global_batch into those of the mean over all terms."""
@@ -137,9 +137,10 @@ class Trainable:
         with warnings.catch_warnings():
             # torch takes a schedule that steps before the first optimizer step for a mistake
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._advance_schedule()
+            self.advance_schedule()
 
-    def _advance_schedule(self) -> None:
+    def advance_schedule(self) -> None:
+        """One update is done: a schedule that counts them takes its step."""
         if self.schedule is not None and not self.follows_evaluation:
             self.schedule.step()
 

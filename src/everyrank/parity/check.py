@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from everyrank.errors import CannotRunError, UnsupportedLayoutError
+from everyrank.errors import CannotRunError, LayoutError, UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.parity.case import ParityCase, single_like
 from everyrank.parity.compare import Comparison, compare
@@ -41,16 +41,16 @@ def check_layout(
     except (CannotRunError, UnsupportedLayoutError) as error:
         # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
-    checks = [*case.notes, *checks]
+    checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else []), *checks]
     finding: Comparison | None = None
     losses: list[float] = []
     for precision in case.precisions(layout):
-        variant = dataclasses.replace(layout, precision=precision)
+        variant = dataclasses.replace(layout.repeatable(), precision=precision)
         single = str(single_like(case, layout, precision, world.size))
         here = f"{key}/{precision}"
         try:
             run = trace_in_place(case, variant, world, here, case.segments[single], evaluates=precision == "float64")
-        except (CannotRunError, UnsupportedLayoutError) as error:
+        except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
             return _left_out(error, by_name), []
         losses = run.losses if run is not None else []
         compared = functools.partial(_compare, case, single, precision, run)
@@ -81,7 +81,9 @@ def _equal(finding: Comparison, case: ParityCase, checks: list[str]) -> Parity:
     )
 
 
-def _left_out(error: CannotRunError | UnsupportedLayoutError, by_name: bool) -> Parity:
+def _left_out(error: CannotRunError | UnsupportedLayoutError | LayoutError, by_name: bool) -> Parity:
+    if by_name and isinstance(error, LayoutError):
+        raise error
     is_refused = by_name and isinstance(error, UnsupportedLayoutError)
     return Parity("refused" if is_refused else "not_verified", reason=str(error))
 

@@ -165,7 +165,8 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
     """The likely cause, from the tensor that differs first, after `done` updates."""
     if done == 0:
         return "the ranks did not start from the same weights: building the model draws on something unseeded"
-    index, reference, run, size = done - 1, evidence.reference, evidence.run, evidence.world.size
+    index, reference, run = done - 1, evidence.reference, evidence.run
+    size = evidence.world.size - evidence.layout.servers
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
         return _cause_in_loss(evidence, index)
     if not run.replicas_equal:

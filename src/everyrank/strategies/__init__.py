@@ -48,6 +48,8 @@ class Prepared:
     num_micro_batches   parts that each update is cut into before it is cut over ranks
     idle                of a pipeline: how long its newest step took, and how long this rank waited in it
     averaging           of replicas that differ between two means: when they meet
+    settle              what some ranks hold for others is given to all of them, before it is evaluated or saved; a
+                        collective, which most ways of training have no use for
     not_compared        tensors that `full_state` leaves out, because how they lie on the ranks is not known
     """
 
@@ -60,6 +62,7 @@ class Prepared:
     num_micro_batches: int
     idle: Callable[[], PipelineIdle] | None = None
     averaging: Averaging | None = None
+    settle: Callable[[], None] = lambda: None
     not_compared: Sequence[str] = ()
 
     @property

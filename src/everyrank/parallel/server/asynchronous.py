@@ -1,0 +1,87 @@
+"""Asynchronous updates of a parameter server: one for each trainer's part of a global batch, as it comes in."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from everyrank.data import Batch
+from everyrank.data.seeds import mix
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import Layout
+from everyrank.parallel.batch_norm import has_batch_norm
+from everyrank.parallel.server.link import ServerLink
+from everyrank.parallel.server.synchronous import StepFunction, step_nothing
+from everyrank.parallel.trainable import Trainable
+
+__all__ = ["async_server", "async_trainer", "order_of_trainers", "refuse_batch_norm"]
+
+
+def order_of_trainers(seed: int, number: int, num_trainers: int) -> list[int]:
+    """Who comes when in asynchronous update `number`: each trainer twice, first to pull, then to push."""
+    order = [trainer for trainer in range(num_trainers) for _ in range(2)]
+    random.Random(mix(seed, number)).shuffle(order)  # noqa: S311
+    return order
+
+
+def async_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction) -> StepFunction:
+    """Ask, pull, compute, make the gradient of the mean over this part, push."""
+
+    def update(batches: Sequence[Batch]) -> Tensor:
+        trainable.zero_grad()
+        link.pull(asks=True)
+        share = compute(batches)
+        link.push(share * make_own_update(trainable, share))
+        return share
+
+    return update
+
+
+def make_own_update(trainable: Trainable, share: Tensor) -> bool:
+    """Make the gradients those of the mean over the part they are of, and clip them; whether there is anything in it.
+
+    A loss that is no number is not applied: the loop sees it, and says so on every rank.
+    """
+    has_terms = bool(share[1] > 0) and bool(share.isfinite().all())
+    if has_terms:
+        trainable.optimizer_step(share)  # normalises and clips; a trainer's optimizer holds nothing
+    else:
+        step_nothing(trainable)
+    return has_terms
+
+
+def async_server(trainable: Trainable, link: ServerLink, seed: int | None) -> StepFunction:
+    """Serve each trainer's pull and push, in the order drawn from `seed`; None: as they come."""
+    numbers = itertools.count()
+
+    def update(_: Sequence[Batch]) -> Tensor:
+        order: list[int | None] = [None] * (2 * len(link.trainers))
+        if seed is not None:
+            order = [link.trainers[one] for one in order_of_trainers(seed, next(numbers), len(link.trainers))]
+        for expected in order:
+            trainer, head = link.receive_head(expected)
+            if head is None:
+                link.give(trainer)
+            else:
+                trainable.zero_grad()
+                link.add_gradients(trainer, head)
+                trainable.enter_phase("optimizer")
+                if head[1]:
+                    trainable.optimizer.step()
+        trainable.advance_schedule()
+        return torch.zeros(2, dtype=torch.float64, device=link.mesh.world.device)
+
+    return update
+
+
+def refuse_batch_norm(layout: Layout, model: nn.Module) -> None:
+    """Raise `UnsupportedLayoutError` for a model whose statistics span the samples of all trainers."""
+    if has_batch_norm(model):
+        raise UnsupportedLayoutError(
+            f"layout {layout}: batch norm takes its statistics over all trainers, which would have to wait for each "
+            "other; use updates=sync, or a norm whose statistics do not span samples"
+        )

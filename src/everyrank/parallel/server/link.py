@@ -1,0 +1,201 @@
+"""A parameter server in plain sends and receives: which server holds what, and what servers and trainers say.
+
+    trainer                                    server
+    ask       [ask, 0, 0, 0 ..]        ->      (asynchronous alone: a synchronous server knows who comes next)
+    pull      its parameters, flat     <-
+    push      [push, sum, count, has]  ->      head: sum and count of the loss; for each parameter whether it has a
+              its gradients, flat      ->      gradient; gradients only where the count is not 0
+
+A message goes to, or comes from, each server. Heads are float64, on CPU; parameters and gradients have the precision of
+the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import Layout
+from everyrank.parallel.ema import WeightEMA
+from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.zero1 import assign_owners
+
+__all__ = ["ServerLink", "divide"]
+
+_ASK, _PUSH = 0.0, 1.0
+_HEAD = (
+    1  # the tag of heads: under gloo a receive from anyone would else be mistaken for one from the sender of numbers
+)
+_FIXED = 3  # numbers of a head before the flags
+
+
+def divide(parameters: Sequence[nn.Parameter], layout: Layout) -> list[list[nn.Parameter]]:
+    """The trained parameters of each server, divided by size: the same on every rank.
+
+    Raises `UnsupportedLayoutError` for more servers than parameters.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if len(trained) < layout.servers:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: the model has {len(trained)} trained parameters, and a server holds at least one; "
+            f"give servers={max(1, len(trained))}"
+        )
+    owners = assign_owners(trained, layout.servers)
+    return [[p for p, owner in zip(trained, owners, strict=True) if owner == s] for s in range(layout.servers)]
+
+
+@dataclass(frozen=True)
+class ServerLink:
+    """What servers and trainers send each other. Ranks are those of the world: servers first.
+
+    parts   the parameters of each server
+    """
+
+    mesh: Mesh
+    parts: Sequence[Sequence[nn.Parameter]]
+
+    @property
+    def own(self) -> Sequence[nn.Parameter]:
+        """The parameters that this server holds."""
+        return self.parts[self.mesh.world.rank]
+
+    @property
+    def trainers(self) -> range:
+        """The ranks that train."""
+        return range(self.mesh.servers, self.mesh.world.size)
+
+    # what a trainer does
+
+    @torch.no_grad()
+    def pull(self, asks: bool = False) -> None:
+        """Receive the parameters of every server into the model; `asks`: tell the servers that they are wanted."""
+        sent = self._send_all([self._head(part, _ASK) for part in self.parts], _HEAD) if asks else []
+        flats = [_flat(part) for part in self.parts]
+        group = self.mesh.world.group
+        waiting = [dist.irecv(flat, src=server, group=group) for server, flat in enumerate(flats)]
+        for work, flat, part in zip(waiting, flats, self.parts, strict=True):
+            _wait(work)
+            for parameter, values in _pieces(flat, part):
+                parameter.copy_(values)
+        _wait(*sent)
+
+    def push(self, share: Tensor) -> None:
+        """Send every server (sum, count) of this trainer's loss, and the gradients of its part.
+
+        All of it at once: servers take trainers in different orders, and one that has taken a head waits for its
+        numbers. Who sent these only when every server has its head could wait for a server that waits for another.
+        """
+        heads = [self._head(part, _PUSH, share) for part in self.parts]
+        numbers = [_flat_gradients(part) for part in self.parts] if float(share[1]) else []
+        _wait(*self._send_all(heads, _HEAD), *self._send_all(numbers))
+
+    def receive_total(self) -> Tensor:
+        """(sum, count) over all trainers, from the first server: float64, shape (2,)."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
+        dist.recv(total, src=0, group=self.mesh.world.group)
+        return total
+
+    # what a server does
+
+    def give(self, *trainers: int) -> None:
+        """Send this server's parameters to trainers."""
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in self.own])
+        _wait(*(dist.isend(flat, dst=trainer, group=self.mesh.world.group) for trainer in trainers))
+
+    def receive_head(self, trainer: int | None) -> tuple[int, Tensor | None]:
+        """(who, what it pushes: (sum, count) and flags; None where it asks), from one trainer or whoever is first."""
+        head = self._head(self.own, _ASK)
+        sender = dist.recv(head, src=trainer, group=self.mesh.world.group, tag=_HEAD)
+        return sender, (head[1:] if float(head[0]) == _PUSH else None)
+
+    @torch.no_grad()
+    def add_gradients(self, trainer: int, head: Tensor) -> None:
+        """Receive what the trainer pushes, and add it to the gradients."""
+        if not float(head[1]):
+            return
+        flat = _flat(self.own)
+        dist.recv(flat, src=trainer, group=self.mesh.world.group)
+        for (parameter, values), has_gradient in zip(_pieces(flat, self.own), head[2:].tolist(), strict=True):
+            if has_gradient:
+                parameter.grad = values if parameter.grad is None else parameter.grad.add_(values)
+
+    def tell_total(self, total: Tensor) -> None:
+        """Let every trainer know (sum, count) over all of them; the first server does."""
+        if self.mesh.world.rank == 0:
+            _wait(*(dist.isend(total, dst=trainer, group=self.mesh.world.group) for trainer in self.trainers))
+
+    def sum_squares(self) -> Tensor:
+        """The sum of squares of all gradients, over all servers, on each of them: float64, shape ()."""
+        rank, group = self.mesh.world.rank, self.mesh.world.group
+        rows = torch.zeros(self.mesh.servers, dtype=torch.float64, device=self.mesh.world.device)
+        for parameter in self.own:
+            if parameter.grad is not None:
+                rows[rank] += torch.linalg.vector_norm(parameter.grad).double().square()
+        others = [server for server in range(self.mesh.servers) if server != rank]
+        waiting = [dist.isend(rows[rank : rank + 1].clone(), dst=other, group=group) for other in others]
+        for other in others:
+            dist.recv(rows[other : other + 1], src=other, group=group)
+        _wait(*waiting)
+        return rows.sum()
+
+    # what all do
+
+    @torch.no_grad()
+    def settle(self, model: nn.Module, ema: WeightEMA | None) -> None:
+        """Give every rank what each server holds, averages too, and the buffers of the first trainer. A collective."""
+        averages = dict(zip(ema.parameters, ema.tensors, strict=True)) if ema is not None else {}
+        for server, part in enumerate(self.parts):
+            for parameter in part:
+                self._broadcast(parameter, server)
+                if ema is not None:
+                    self._broadcast(averages[parameter], server)
+        for buffer in model.buffers():
+            self._broadcast(buffer, self.mesh.servers)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, src=source, group=self.mesh.world.group)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
+
+    def _head(self, part: Sequence[nn.Parameter], kind: float, share: Tensor | None = None) -> Tensor:
+        # on CPU, beside any device: a server reads it at once, and nccl cannot receive from whoever comes first
+        head = torch.zeros(_FIXED + len(part), dtype=torch.float64)
+        head[0] = kind
+        if share is not None:
+            head[1:_FIXED] = share
+            head[_FIXED:] = torch.tensor([parameter.grad is not None for parameter in part])
+        return head
+
+    def _send_all(self, messages: Sequence[Tensor], tag: int = 0) -> list[dist.Work | None]:
+        """One message to each server; they have to be waited for."""
+        group = self.mesh.world.group
+        return [dist.isend(message, dst=server, group=group, tag=tag) for server, message in enumerate(messages)]
+
+
+def _flat(part: Sequence[nn.Parameter]) -> Tensor:
+    """Room for one number of each element."""
+    return part[0].new_empty(sum(parameter.numel() for parameter in part)).detach()
+
+
+def _flat_gradients(part: Sequence[nn.Parameter]) -> Tensor:
+    """The gradients one after the other; zeros where there is none."""
+    found = [torch.zeros_like(one) if one.grad is None else one.grad for one in part]
+    return torch.cat([gradient.reshape(-1) for gradient in found])
+
+
+def _pieces(flat: Tensor, part: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Each parameter with its own piece of a flat tensor, in its shape."""
+    pieces = flat.split([parameter.numel() for parameter in part])
+    return [(parameter, piece.view_as(parameter)) for parameter, piece in zip(part, pieces, strict=True)]
+
+
+def _wait(*works: dist.Work | None) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

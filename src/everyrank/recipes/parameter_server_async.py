@@ -1,0 +1,196 @@
+"""Asynchronous parameter server over torch.distributed.rpc, after Hogwild: no trainer waits for another.
+
+Run: python parameter_server_async.py --trainers 3 --replay
+
+    trainer 1   pull 0 ── compute ── push ► update 0   pull 2 ── compute ── push ► update 4
+    trainer 2   pull 0 ───── compute ───── push ► update 1   pull 3 ...
+    trainer 3   pull 1 ── compute ── push ► update 2 ...        of what it pulled, two updates ago
+
+Holds     the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
+Travels   per update, between the server and one trainer: the parameters as the result of a call, the gradients as an
+          argument
+Use when  trainers differ in speed, or die, and a gradient of parameters that are some updates old does no harm
+
+It is another training than that of one device: each trainer's batch is an update of its own, of the parameters that it
+pulled before. So its numbers differ from run to run. --replay shows that they are right all the same: the server has
+kept who pulled and pushed when, does the same in one process, and compares. (Hogwild itself adds without a lock.)
+
+A trainer that dies: the others go on; what is left of its samples is not read. At the end a line says which one.
+If the server dies, every trainer ends at its next call.
+
+Trusted networks only: RPC unpickles what it receives, so whoever can reach its port runs code here. It listens on the
+loopback interface, and all processes are on this host.
+"""
+
+import argparse
+import csv
+import gzip
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import rpc
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import TensorDataset
+
+EPOCHS = 4
+BATCH = 32  # samples of one update, which are those of one trainer
+SEED = 0
+
+
+def load(dtype):
+    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
+    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    held_out = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
+
+
+def build():
+    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
+
+    def block(before, after, stride):
+        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
+        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
+
+    torch.manual_seed(SEED)
+    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
+
+
+def batches(data, trainer, num_trainers):
+    """The batches of one trainer: its part of each epoch, in an order of that epoch."""
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
+        for samples in order[trainer::num_trainers].split(BATCH):
+            yield data[samples]
+
+
+def gradient(model, flat, batch):
+    """(gradient, loss) of the mean over a batch at these parameters: shapes (number of parameters,) and ()."""
+    vector_to_parameters(flat, model.parameters())
+    images, labels = batch
+    loss = F.cross_entropy(model(images), labels)
+    return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(model.parameters()))]), loss.detach()
+
+
+class Server:
+    """The parameters and their optimizer. RPC calls its methods in threads, and the lock lets them in one by one."""
+
+    def __init__(self, model):
+        self.flat = parameters_to_vector(model.parameters()).detach().clone()
+        self.optimizer = torch.optim.SGD([self.flat], lr=0.02, momentum=0.9, weight_decay=5e-4)
+        self.lock, self.events, self.losses, self.done = threading.Lock(), [], [], set()
+
+    def pull(self, trainer):
+        with self.lock:
+            self.events.append((trainer, "pull"))
+            return self.flat.clone()  # what is sent must not change on its way
+
+    def push(self, trainer, message, loss):
+        with self.lock:
+            self.events.append((trainer, "push"))
+            self.losses.append(loss.item())
+            self.flat.grad = message
+            self.optimizer.step()
+
+    def replay(self, model, data, num_trainers):
+        """What the same events come to in one process: the largest difference of a parameter."""
+        again, pulled = Server(model), {}
+        own = [batches(data, trainer, num_trainers) for trainer in range(num_trainers)]
+        for trainer, what in self.events:
+            if what == "pull":
+                pulled[trainer] = again.pull(trainer)
+            else:
+                again.push(trainer, *gradient(model, pulled[trainer], next(own[trainer])))
+        return (self.flat - again.flat).abs().max().item()
+
+
+server = None  # in the process that is the server; what trainers call are functions, which RPC finds by their names
+
+
+def pull(trainer):
+    return server.pull(trainer)
+
+
+def push(trainer, message, loss):
+    server.push(trainer, message, loss)
+
+
+def finish(trainer):
+    server.done.add(trainer)
+
+
+def connect(name, rank, world_size, meeting):
+    """Meet the others. Each call ends after a minute, where the other side hangs."""
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # else: the address of this host's name
+        os.environ.setdefault(variable, "lo")
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=world_size + 1, rpc_timeout=60, init_method=meeting)
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def train(trainer, num_trainers, meeting, dtype):
+    """A process: pull, compute, push, as fast as it can."""
+    torch.set_num_threads(1)
+    data, model = load(dtype)[0], build().to(dtype)
+    connect(f"trainer{trainer}", trainer + 1, num_trainers + 1, meeting)
+    try:
+        for batch in batches(data, trainer, num_trainers):
+            flat = rpc.rpc_sync("server", pull, (trainer,))
+            rpc.rpc_sync("server", push, (trainer, *gradient(model, flat, batch)))
+        rpc.rpc_sync("server", finish, (trainer,))
+    except RuntimeError as error:  # of a call that nobody answers; an error of the server's own is in its text, too
+        sys.stderr.write(f"trainer {trainer}: the server is gone: {str(error).splitlines()[0]}\n")
+    os._exit(0)  # rpc.shutdown() would wait for those that are dead
+
+
+def main():
+    global server
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trainers", type=int, default=3)
+    parser.add_argument("--replay", action="store_true", help="do the same updates in one process, and compare")
+    parser.add_argument("--float64", action="store_true", help="so that the replay is compared to the last digits")
+    args = parser.parse_args()
+    name, dtype = Path(__file__).name, torch.float64 if args.float64 else torch.float32
+    if args.trainers < 1:
+        sys.stderr.write(f"{name}: --trainers {args.trainers}: give at least 1\n")
+        raise SystemExit(2)
+    if not rpc.is_available():
+        sys.stderr.write(f"{name}: this torch is built without torch.distributed.rpc\n")
+        raise SystemExit(3)
+    torch.set_num_threads(1)
+    data, held_out = load(dtype)
+    server = Server(build().to(dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/meeting"
+        words = [(trainer, args.trainers, meeting, dtype) for trainer in range(args.trainers)]
+        trainers = [mp.get_context("spawn").Process(target=train, args=some, daemon=True) for some in words]
+        for process in trainers:
+            process.start()
+        connect("server", 0, args.trainers + 1, meeting)
+        for process in trainers:
+            process.join()
+    lost = [trainer for trainer in range(args.trainers) if trainer not in server.done]
+    for trainer in lost:
+        sys.stderr.write(f"{name}: trainer {trainer} died ({trainers[trainer].exitcode}); the others went on\n")
+    for update, loss in enumerate(server.losses):
+        print(f"update {update} loss {loss}")
+    if args.replay:
+        print(f"replay {server.replay(build().to(dtype), data, args.trainers)}")
+    model = build().to(dtype)
+    vector_to_parameters(server.flat, model.parameters())
+    images, labels = held_out.tensors
+    print(f"top1 {(model(images).argmax(1) == labels).double().mean().item()}", flush=True)
+    os._exit(1 if len(lost) == args.trainers else 0)  # as the trainers end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""An asynchronous parameter server in one process: who pulls and pushes when is drawn as the server draws it.
+
+What each trainer has pulled is kept until it pushes: its gradient is of those parameters, and goes to the newest ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyrank.data import Batch
+from everyrank.layout import Layout
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.parallelize import call_model, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.server.asynchronous import order_of_trainers, refuse_batch_norm
+from everyrank.parallel.trainable import Trainable, make_trainable
+from everyrank.simulations.ranks import batches_of_ranks, rank_gradients
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["simulate"]
+
+
+def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """The parameters of a server, and `layout.simulated` trainers."""
+    parallel = parallelize(workload, layout, open_mesh(layout, world))
+    model = parallel.model
+    refuse_batch_norm(layout, model)
+    trainable = make_trainable(workload, layout, model)
+    numbers = itertools.count()
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        ranks = batches_of_ranks(batches, layout)
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        pulled: dict[int, list[Tensor]] = {}
+        for trainer in order_of_trainers(workload.seed, next(numbers), layout.simulated):
+            if trainer not in pulled:
+                pulled[trainer] = copies(trainable.parameters)
+                continue
+            newest, buffers = copies(trainable.parameters), copies(model.buffers())
+            put(pulled[trainer], trainable.parameters)
+            _, share = rank_gradients(parallel, trainable, ranks[trainer], moves_statistics=True)
+            put(newest, trainable.parameters)
+            if trainer:  # the first trainer's buffers are the model's
+                put(buffers, model.buffers())
+            if share[1] > 0:
+                apply(trainable, float(share[1]))
+            total += share
+        trainable.advance_schedule()
+        return total
+
+    def predict(batch: Batch) -> Any:
+        with parallel.micro_batch(batch) as part, autocast(layout, world):
+            return call_model(model, part.input)
+
+    return Prepared(
+        parallel,
+        trainable,
+        step,
+        predict,
+        full_state=lambda: replicated_state_dict(model, rank=0),
+        replicated_tensors=[],
+        num_micro_batches=layout.accumulate,
+    )
+
+
+@torch.no_grad()
+def apply(trainable: Trainable, count: float) -> None:
+    """One update by the gradient of the mean over `count` terms, clipped; from those of sum / global_batch."""
+    given = [parameter.grad for parameter in trainable.parameters if parameter.grad is not None]
+    for gradient in given:
+        gradient *= trainable.global_batch / count
+    if trainable.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trainable.parameters, trainable.clip_norm)
+    trainable.optimizer.step()
+
+
+def copies(tensors: Any) -> list[Tensor]:
+    """What the tensors are now."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@torch.no_grad()
+def put(values: list[Tensor], tensors: Any) -> None:
+    """Copy the values into the tensors, one into each."""
+    for value, tensor in zip(values, tensors, strict=True):
+        tensor.copy_(value)

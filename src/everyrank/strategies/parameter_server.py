@@ -1,0 +1,128 @@
+"""Parameter server: some ranks hold the parameters; the others pull them, and push gradients.
+
+                     ┌── pull ──► trainer 0   reads its part of the global batch, computes gradients
+    server 0 .. S-1 ─┼── pull ──► trainer 1
+       ▲   ▲   ▲     └── pull ──► trainer 2
+       └───┴───┴──────── push ────────┘
+
+Holds     a server: its part of the parameters (all of one precision, divided by size), their gradients and optimizer
+          state; a trainer: parameters and gradients in full, no optimizer state
+Travels   per update, between each trainer and each server: the server's part of the parameters one way, of the
+          gradients the other, in front of these a head of 3 numbers and one flag for each parameter; back comes loss
+          and count (two elements, from the first server). With clip_norm servers exchange one number each. So at a
+          server the bytes grow with the trainers, at a trainer they do not. Before an evaluation or a checkpoint: one
+          broadcast of each parameter by its server, and of buffers by the first trainer
+Use when  hardly ever in place of ddp, whose ranks share the traffic evenly; asynchronous where ranks differ in speed
+          and a stale gradient does no harm
+Exact     yes with updates=sync; no with updates=async
+Source    Li et al., OSDI 2014; asynchronous: Dean et al., NIPS 2012 (Downpour SGD), Recht et al., NIPS 2011 (Hogwild)
+
+Keys: servers=S, the first S ranks (1); updates=sync or async; order=arrival or seeded (of async).
+
+Synchronous: a server adds up the gradients of all trainers in the order of ranks, divides them by the number of loss
+terms that came with them, and makes one update.
+
+Asynchronous: nobody waits for another trainer. A trainer's part of the global batch is an update of its own: the
+trainer takes the mean over the terms of its part, clips that, and pushes it; the server applies it as it is, whatever
+has changed since this trainer pulled. An update of the loop is as many of these as there are trainers with samples. The
+learning-rate schedule counts updates of the loop, and each part gets the whole learning rate. A trainer may run ahead
+of the others until the loop next looks at the losses (ten updates at most). With order=seeded the server takes its
+trainers in an order drawn from the seed, pulls and pushes mixed, so that the training can be had again. Batch norm is
+refused: statistics over all trainers would make them wait.
+
+A rank that dies ends the training, which says which one: the launcher sees to that, under either kind of update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from everyrank.data import Batch
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import Layout
+from everyrank.layout.options import ParameterServerOptions
+from everyrank.parallel.batch_gather import raise_on_all_ranks
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.loss import compute_loss
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.parallelize import ParallelModel, call_model, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.server.asynchronous import async_server, async_trainer, refuse_batch_norm
+from everyrank.parallel.server.link import ServerLink, divide
+from everyrank.parallel.server.synchronous import sync_server, sync_trainer
+from everyrank.parallel.trainable import Trainable, make_trainable
+from everyrank.parallel.zero1 import keep_owned_parameters
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """Build the model on every rank; the optimizer keeps what this rank holds as a server, on a trainer nothing."""
+    options = layout.read(ParameterServerOptions)
+    mesh = dataclasses.replace(open_mesh(layout, world), in_lockstep=options.updates == "sync")
+    parallel = parallelize(workload, layout, mesh)
+    model = parallel.model
+    if options.updates == "async":
+        refuse_batch_norm(layout, model)
+    trainable = make_trainable(workload, layout, model)
+    link = ServerLink(mesh, divide(trainable.parameters, layout))
+    keep_owned_parameters(trainable.optimizer, set(link.own) if mesh.is_server else set())
+    refused: list[UnsupportedLayoutError] = []  # by trainers alone
+    compute = functools.partial(compute_gradients, parallel, trainable, refused)
+    if options.updates == "sync":
+        update = sync_server(trainable, link) if mesh.is_server else sync_trainer(trainable, link, compute)
+    elif mesh.is_server:
+        update = async_server(trainable, link, workload.seed if options.order == "seeded" else None)
+    else:
+        update = async_trainer(trainable, link, compute)
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        is_first = parallel.before_first_update(lambda: None)
+        share = update(batches)
+        raise_on_all_ranks(refused, world, is_first)
+        return share
+
+    def predict(batch: Batch) -> Any:
+        with parallel.micro_batch(batch) as part, autocast(layout, world):
+            return call_model(model, part.input)
+
+    def settle() -> None:
+        link.settle(model, trainable.ema)
+
+    def full_state() -> dict[str, Tensor]:
+        settle()
+        return replicated_state_dict(model, world.rank)
+
+    return Prepared(
+        parallel,
+        trainable,
+        step,
+        predict,
+        full_state,
+        replicated_tensors=[*trainable.parameters, *model.buffers()],
+        num_micro_batches=layout.accumulate,
+        settle=settle,
+    )
+
+
+def compute_gradients(
+    parallel: ParallelModel, trainable: Trainable, refused: list[UnsupportedLayoutError], batches: Sequence[Batch]
+) -> Tensor:
+    """Forward and backward of this rank's part of an update; its share of (sum, count), float64, shape (2,)."""
+    shares: list[Tensor] = []
+    for _, batch in trainable.iter_micro_batches(batches):
+        with parallel.micro_batch(batch) as part:
+            with autocast(parallel.layout, parallel.mesh.world):
+                output = call_model(parallel.model, part.input)
+                loss, share = compute_loss(parallel.workload, output, part, parallel.mesh, refused)
+            trainable.backward(loss)
+        shares.append(share)
+    return sum(shares[1:], shares[0])
