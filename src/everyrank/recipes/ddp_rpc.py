@@ -4,7 +4,8 @@ Run: python ddp_rpc.py
 
 Holds     the server: the table; each trainer: a copy of the dense layers with its optimizer state, and its samples
 Travels   to the server the features of the trainer's samples, back their vectors, in backward the gradients of these;
-          between the trainers the gradients of the dense layers, by DDP's all-reduce. The table never
+          between the trainers the gradients of the dense layers, by DDP's all-reduce. The table never. Counted: 94 kB
+          an update, where the table has 139
 Use when  a table is too large for a trainer's device, and each batch needs few of its rows: recommenders. The dense
           layers are small and needed by all, so DDP has them. Here: an image is a bag of 64 features, its pixels
 

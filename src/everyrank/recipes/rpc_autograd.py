@@ -4,7 +4,8 @@ Run: python rpc_autograd.py
 
 Holds     worker `first`: the data and the first part; worker `second`: the second part. Each has its parameters, their
           gradients and their optimizer state
-Travels   activations to the second part, its scores back, in backward the gradients of both; parameters never
+Travels   activations to the second part, its scores back, in backward the gradients of both; parameters never. Counted:
+          548 kB an update, half of it calls of `first` to itself, which take the same way as the others
 Use when  parts of a network have to live in other processes and are called like functions. Over devices that are
           alike, pipeline.py does the same by sends and receives, which are maintained; RPC gets no new features
 

@@ -3,7 +3,8 @@
 Run: python rpc_batched.py
 
 Holds     the server: parameters and optimizer state; each trainer: a copy of the parameters, gradients of its samples
-Travels   each update, from each trainer its gradients to the server, and the new parameters back
+Travels   each update, from each trainer its gradients to the server, and the new parameters back. Counted: 428 kB an
+          update, where four times the 104 kB of parameters are 416
 Use when  one process has to collect what others ask for and do it in one go: gradients, as here, or the inputs of a
           model that is faster on a batch. For plain training take ddp_torchrun.py: no server has to carry everything
 

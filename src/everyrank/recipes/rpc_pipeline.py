@@ -4,7 +4,8 @@ Run: python rpc_pipeline.py
 
 Holds     the master: data and loss; each stage: its layers, their gradients, their optimizer state
 Travels   images from the master to the first stage, activations from stage to stage without coming back to the master,
-          scores to the master; in backward the gradients of the same the other way
+          scores to the master; in backward the gradients of the same the other way. Counted: 351 kB an update, of
+          which 277 are tensors: each call of each micro-batch has its own words around it
 Use when  stages are unlike each other, or come and go, and one process should read as if it called them all. For
           stages on devices of their own pipeline.py is faster, and fewer micro-batches have to be kept
 

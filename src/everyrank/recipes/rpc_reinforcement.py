@@ -4,7 +4,7 @@ Run: python rpc_reinforcement.py
 
 Holds     the agent: the policy and its optimizer; each observer: an environment and its state
 Travels   from an observer what it sees, back the action; a reward for each step at the end of an episode. Weights and
-          gradients never: all of the learning is on the agent
+          gradients never: all of the learning is on the agent. Counted: 29 kB an update, of some ten steps
 Use when  environments are slow or need machines of their own (simulators, robots) and a small policy serves them all
 
 What goes wrong:
