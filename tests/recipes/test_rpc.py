@@ -247,8 +247,9 @@ def test_one_that_is_lost_ends_all(tmp_path: Path, whom: str, number: int, statu
         _, stderr = started.communicate(timeout=120)
     finally:
         started.kill()
-    lines = [line for line in stderr.splitlines() if not line.startswith("[W")]  # a forked torch knows its log level
-    assert lines == ([said] if said else [])
+    # before it, what calls to the lost one came to: RPC prints that where the function ran
+    assert not said or stderr.splitlines()[-1] == said
+    assert "KeyboardInterrupt" not in stderr
     assert started.returncode == status
     for worker in workers.values():
         assert not is_running(worker)

@@ -20,7 +20,8 @@ What goes wrong:
   time. Asynchronous training allows that, and does without it.
 - DDP's collectives need a process group, of the trainers alone: RPC makes none that could be used.
 - Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, in one line; so does Ctrl-C.
+  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
+  ends all, too. Before that line RPC may print what calls to the lost worker came to.
 """
 
 import argparse

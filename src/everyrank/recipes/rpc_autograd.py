@@ -19,7 +19,8 @@ What goes wrong:
   loss (an output that nobody uses, a detach() in between) keeps it waiting until TIMEOUT.
 - Only the name of a function travels: it has to be at the top of a file that both sides have.
 - Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, in one line; so does Ctrl-C.
+  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
+  ends all, too. Before that line RPC may print what calls to the lost worker came to.
 """
 
 import argparse

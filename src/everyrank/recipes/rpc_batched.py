@@ -18,7 +18,8 @@ What goes wrong:
 - Take the Future of this batch before a new one is put in its place: the last to come does both.
 - Gradients are added by the trainer's number, not as they arrive: from three trainers on, rounding would differ.
 - Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, in one line; so does Ctrl-C.
+  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
+  ends all, too. Before that line RPC may print what calls to the lost worker came to.
 """
 
 import argparse

@@ -21,7 +21,8 @@ What goes wrong:
 - Backward runs when all forwards are done (GPipe): the activations of all micro-batches are in memory. Their gradients
   are added in the order in which they come: equal to one process but for rounding, and not to the last bit every time.
 - Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, in one line; so does Ctrl-C.
+  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
+  ends all, too. Before that line RPC may print what calls to the lost worker came to.
 """
 
 import argparse

@@ -18,7 +18,8 @@ What goes wrong:
 - The loss adds up observers by their number, not as they finish.
 - One call for each step is slow where the network is: send many environments' states in one call.
 - Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, in one line; so does Ctrl-C.
+  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
+  ends all, too. Before that line RPC may print what calls to the lost worker came to.
 """
 
 import argparse

@@ -17,7 +17,8 @@ What goes wrong:
 - A hidden state that is kept from one sequence to the next belongs to the context of its own update: detach() it.
 - Scores are the largest thing that travels, 256 a byte. Where the loss is computed beside the decoder, a number does.
 - Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, in one line; so does Ctrl-C.
+  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
+  ends all, too. Before that line RPC may print what calls to the lost worker came to.
 """
 
 import argparse
