@@ -488,6 +488,7 @@ def _answers(wrong: list[str], devices: int = 0, nccl: bool = False) -> Callable
         "devices": [{"name": "card", "memory_bytes": 2**30}] * devices,
         "cuda": "13.0" if nccl else None,
         "backends": {"gloo": True, "nccl": nccl, "mpi": False, "ucc": False},
+        "rpc": ["TENSORPIPE"],
     }
     return lambda launch, *_: {rank: {"torch": facts, "wrong": wrong} for rank in range(launch.processes)}
 
@@ -498,11 +499,17 @@ def test_each_backend_is_tested_where_it_has_a_device(monkeypatch: pytest.Monkey
         return {finding.what: finding.status for finding in found}
 
     monkeypatch.setattr(examining, "run_ranks", _answers([], devices=2, nccl=True))
-    assert statuses() == {"devices": OK, "gloo": OK, "shm": OK, "nccl": OK, "mpi": ABSENT, "ucc": ABSENT}
+    here = {"devices": OK, "gloo": OK, "shm": OK, "nccl": OK, "rpc": OK}
+    assert statuses() == here | {"mpi": ABSENT, "ucc": ABSENT}
     monkeypatch.setattr(examining, "run_ranks", _answers([], nccl=True))
     assert statuses()["nccl"] == ABSENT
     monkeypatch.setattr(examining, "run_ranks", _answers([]))
     assert statuses()["nccl"] == ABSENT
+
+
+def test_rpc_is_said_to_be_there_or_not() -> None:
+    assert "TENSORPIPE; it unpickles" in examining._rpc({"rpc": ["TENSORPIPE"]}).text
+    assert examining._rpc({"rpc": []}).status == ABSENT
 
 
 def test_a_wrong_answer_is_a_problem_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from auditing import audit_forked
 from forkserver import ForkServer
 from recipes.test_recipes import ALL, OPERATIONS, beside
+from recipes.test_rpc import RPC
 
 SPLIT = "gradients: layers are split over ranks"
 # ranks, and what the audit has to say that it cannot see
@@ -60,7 +61,7 @@ BY_COMMAND = {
 
 
 def test_none_is_left_out() -> None:
-    assert {*RECIPES, *MORE, *BY_COMMAND, *CALLED, *OPERATIONS} == set(ALL)  # the last of these train nothing
+    assert {*RECIPES, *MORE, *BY_COMMAND, *CALLED, *OPERATIONS, *RPC} == set(ALL)  # OPERATIONS train nothing
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])
@@ -86,3 +87,27 @@ def test_parameters_of_rank_0_are_no_mean(forkserver: ForkServer, tmp_path: Path
     script.write_text(text.replace("dist.all_reduce(flat)", "dist.broadcast(flat, 0)"))
     audit = audit_forked(forkserver, tmp_path, script, processes=2)
     assert ("FAIL", "gradient.local") in [(finding.level, finding.rule) for finding in audit.findings]
+
+
+SPARSE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for update in range(6):
+    rows = torch.randint(40, (1, 2))[:, 0]  # a single number, with the stride of two
+    loss = nn.functional.cross_entropy(model(rows), rows % 2)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_sparse_gradients_are_looked_at(forkserver: ForkServer, tmp_path: Path) -> None:
+    """With their zeros; and a batch of one number, whose stride is that of a longer row."""
+    (tmp_path / "bags.py").write_text(SPARSE)
+    audit = audit_forked(forkserver, tmp_path, tmp_path / "bags.py", processes=1)
+    assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
+    assert audit.updates == 6

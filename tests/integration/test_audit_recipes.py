@@ -11,6 +11,7 @@ import pytest
 from integration.test_recipe_commands import mpirun
 from processes import free_port
 from recipes.test_recipes import RECIPES, beside, images, typed
+from recipes.test_rpc import RPC
 
 __all__ = ["images"]
 
@@ -34,6 +35,17 @@ def check(said: str, num_ranks: int = 2) -> None:
 @pytest.mark.parametrize("name", ["ddp_env", "ddp_spawn", "ddp_torchrun", "elastic_torchrun"])
 def test_by_its_own_command(tmp_path: Path, name: str) -> None:
     check(audited(tmp_path, name))
+
+
+@pytest.mark.parametrize("name", RPC)
+def test_recipes_over_rpc(tmp_path: Path, name: str) -> None:
+    """Each worker's training is looked at; of the calls it is said that they are not."""
+    said = audited(tmp_path, name)
+    assert " FAIL" not in said
+    assert " WARN" not in said
+    assert "not checked: RPC: what workers do to each other" in said
+    assert "it is one process" not in said
+    assert len(re.findall(r"updates on [12] ranks?\b", said)) == 1, said
 
 
 @pytest.mark.parametrize("name", ["ddp_file", "ddp_tcp"])

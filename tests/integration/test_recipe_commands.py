@@ -31,6 +31,8 @@ from recipes.test_recipes import (
     typed,
     write_digits,
 )
+from recipes.test_rpc import WORKLOADS, episodes_in_one_process
+from recipes.test_rpc import library as of_its_own
 
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
 
@@ -61,6 +63,15 @@ def test_operations_by_their_own_command(tmp_path: Path, name: str) -> None:
     beside(tmp_path, name)
     (command,) = re.findall(r"^Run: (.*)$", (tmp_path / f"{name}.py").read_text(), re.MULTILINE)
     assert re.search(r"^ *\d\d results on \d ranks, all right$", typed(tmp_path, command).stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_rpc_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
+    assert distance(read(by_its_command(tmp_path, name).stdout), of_its_own(forge, name)) <= 1e-12
+
+
+def test_reinforcement_by_its_own_command(tmp_path: Path) -> None:
+    assert by_its_command(tmp_path, "rpc_reinforcement").stdout == episodes_in_one_process()
 
 
 # --- those with a launcher that has to be there

@@ -44,17 +44,22 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
 REPLAYED = {"parameter_server_async"}  # another training than any layout's: tests/recipes/test_asynchronous.py
 OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
 COMPRESSED = {"ddp_compressed"}  # which rounds: tests/recipes/test_compressed.py
+RPC_ONLY = {"ddp_rpc", "rpc_rnn", "rpc_reinforcement"}  # with a network of their own, too: tests/recipes/test_rpc.py
 # lines; the others have 175 at most
 LONG = {
     "collectives": 270,
     "context": 230,
+    "ddp_rpc": 195,
     "ddp_uneven": 190,
     "imagenet_ddp": 215,
     "parameter_server_async": 200,
     "pipeline": 185,
     "point_to_point": 190,
+    "rpc_batched": 195,
+    "rpc_pipeline": 195,
+    "rpc_reinforcement": 195,
 }
-OWN_TESTS = {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED, *REPLAYED}
+OWN_TESTS = {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED, *REPLAYED, *RPC_ONLY}
 NAMES = [name for name in ALL if name not in OWN_TESTS]  # imagenet_ddp reads images: see the end
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
 # The recipes read the first of them: 365 to train with and 91 held out, which 2, 3 and 4 ranks do not divide. An epoch
@@ -62,7 +67,10 @@ DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).s
 NUM_ROWS = 456
 WHOLE = {"checkpoint_resume", "elastic_torchrun"}  # all 1,797: their headers name updates of the second epoch
 # What has data of its own is shortened in its text, the same in the split training and in the whole one.
-SHORTER = {"context": [("UPDATES = 40", "UPDATES = 12"), (".encode()))", ".encode()[:40_000]))")]}
+SHORTER = {
+    "context": [("UPDATES = 40", "UPDATES = 12"), (".encode()))", ".encode()[:40_000]))")],
+    "rpc_rnn": [("UPDATES = 60", "UPDATES = 12"), (".encode()))", ".encode()[:80_000]))")],
+}
 
 # The layout that is the same training. Recipes are compared in float64; the low precisions have a test of their own.
 LAYOUTS = {
@@ -93,6 +101,9 @@ LAYOUTS = {
     "ray_actors": "ddp:precision=float64",
     "parameter_server": "single:precision=float64",
     "parameter_server_rpc": "single:precision=float64",
+    "rpc_autograd": "single:precision=float64",
+    "rpc_batched": "single:precision=float64",
+    "rpc_pipeline": "single:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -134,6 +145,9 @@ MUTATIONS = {
     "slurm": ("(loss * world_size / size)", "(loss * world_size / BATCH)"),
     "mpi": ("        dist.all_reduce(losses)\n", ""),  # rank 0 prints the losses of its own half
     "ray_actors": ("ddp(images)", "model(images)"),
+    "rpc_autograd": ("for part in (first, second) for", "for part in (second,) for"),  # half of it is trained
+    "rpc_batched": ("/ len(labels)", "/ len(labels[own])"),  # means of the trainers, added up
+    "rpc_pipeline": ("wait_all(outputs)", "wait_all(outputs[::-1])"),  # the scores of one are taken for another's
     "hsdp": ("loss * world_size / size", "loss * SHARDS / size"),  # averaged over copies too
     "tensor": ("(-1, WIDTH // HEADS)", "(HEADS, -1)"),  # the halves of two heads are taken for heads
     "fsdp_tensor": (  # the batch is cut over all ranks, of which those of a tensor group compute together
@@ -173,6 +187,9 @@ MORE_MUTATIONS = [
     ),  # gradients stay with the neighbour
     ("context", "return slice(length // 2, length), slice(length)", "return slice(length), slice(length)"),
     ("ddp_torchrun", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),  # every epoch in the order of the first
+    ("rpc_autograd", "manual_seed(SEED)\n", "manual_seed(os.getpid())\n"),  # weights of its own in every process
+    ("rpc_batched", "own = slice(trainer, None, len(WORKERS) - 1)", "own = slice(0, None, len(WORKERS) - 1)"),
+    ("rpc_pipeline", "for stage in stages for", "for stage in stages[1:] for"),
     # what DistributedSampler repeats, on four ranks
     ("hsdp", "loss = loss[: num_own - index * loader.batch_size].sum()", "loss = loss.sum()"),
     ("hsdp", "hits[: num_own - index * loader.batch_size].sum()", "hits.sum()"),

@@ -253,5 +253,7 @@ def read_evidence(run: ScriptRun) -> Evidence:
         for event in events.pop(-1):
             if event["file"] in owners:
                 events[owners[event["file"]]].insert(0, event)
+            elif event["kind"] == "finish":  # a server of these ranks, called by RPC, which has ended them
+                events[min(owners.values())].append(event)
     ranks = sorted(rank for rank in events if rank >= 0)
     return Evidence(run, ranks, dict(events))

@@ -95,7 +95,14 @@ def _backends(
         found.append(_selftest("nccl", min(2, num_cuda), "cuda", timeout_seconds)[1])
     missing = [name for name in ("mpi", "ucc") if not facts["backends"][name]]
     found += [absent(name, "this build of torch has none; everyrank does not need it") for name in missing]
-    return found, facts
+    return [*found, _rpc(facts)], facts
+
+
+def _rpc(facts: dict[str, Any]) -> CheckResult:
+    """Of torch.distributed.rpc, which the recipes rpc_* and ddp_rpc use: TensorPipe alone is left of its backends."""
+    if not facts["rpc"]:
+        return absent("rpc", "this build of torch has none; recipes over RPC need it", "a build for Linux has it")
+    return ok("rpc", f"{', '.join(facts['rpc'])}; it unpickles what comes: for trusted networks only (docs/rpc.md)")
 
 
 def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[list[dict[str, Any]] | None, CheckResult]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 
 from everyrank._version import __version__
 from everyrank.launch import Launch, RankInfo
@@ -107,4 +108,5 @@ def _torch_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": devices,
         "backends": {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi", "ucc")},
+        "rpc": [backend.name for backend in rpc.BackendType] if rpc.is_available() else [],
     }

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import rpc
 
 from everyrank.audit.watch.collectives import Collectives, install_process_group
 from everyrank.audit.watch.files import install_files
@@ -27,7 +28,7 @@ from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.place import caller_is_own, chain, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
-from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
+from everyrank.audit.watch.recorder import BY_RPC, ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.replay import run_replay
 from everyrank.audit.watch.steps import install_sharding, install_steps
 
@@ -59,6 +60,7 @@ def install() -> None:
     install_loaders(recorder, loaders)
     _leave_uncompiled(recorder)
     _watch_seeds(recorder)
+    _tell_of_rpc(recorder)
     if not settings.keep_files:
         install_files(recorder, recorder.folder / "files")
     if settings.modes:
@@ -118,7 +120,8 @@ class End:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(0)
+        # the other workers would wait in rpc.shutdown(): a status other than 0 has them ended by who started them
+        os._exit(int(recorder.calls_by_rpc))
 
     def _num_done(self) -> int:
         return len(list(self.recorder.folder.glob("done*")))
@@ -148,6 +151,21 @@ def _watch_seeds(recorder: Recorder) -> None:
         return manual_seed(seed)
 
     torch.manual_seed = seeded
+
+
+def _tell_of_rpc(recorder: Recorder) -> None:
+    """What travels by RPC is not looked at; each worker's own training is."""
+    if not rpc.is_available():
+        return
+    init_rpc = rpc.init_rpc
+
+    @functools.wraps(init_rpc)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        recorder.calls_by_rpc = True
+        recorder.event("unchecked", what=f"{BY_RPC} workers do to each other, and gradients of distributed autograd")
+        return init_rpc(*args, **kwargs)
+
+    rpc.init_rpc = told
 
 
 def _stays_uncompiled(self: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -22,6 +22,7 @@ __all__ = ["Recorder", "Settings", "all_leaves", "checksum", "local", "tensors"]
 
 _SOMETIMES = 50
 ENVIRONMENT = "EVERYRANK_AUDIT"
+BY_RPC = "RPC: what"  # how that begins which is said of a script over RPC
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"  # Accelerate's own variable, which its launcher sets, too
 
 
@@ -75,6 +76,7 @@ class Recorder:
         self.phase = "script"  # whose collectives these are: the script's, or those of a forward, a backward...
         self.is_done = False
         self.num_sent = 0  # collectives since the first update began
+        self.calls_by_rpc = False
         self._muted = 0
         self._count = 0
         self._pid = 0
@@ -111,7 +113,7 @@ class Recorder:
 
     def event(self, kind: str, **values: Any) -> None:
         """Write a line. Loader workers are forked: each process has a file of its own."""
-        if self.is_muted:
+        if self.is_muted and kind != "finish":  # under RPC another thread may be in the middle of something
             return
         if os.getpid() != self._pid:
             self._pid = os.getpid()
@@ -157,9 +159,10 @@ def all_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def local(tensor: Any) -> Any:
-    """What this rank holds of it."""
+    """What this rank holds of it, with the zeros that a sparse gradient leaves out."""
     tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held.to_dense() if held.is_sparse else held
 
 
 def checksum(tensor: Any) -> int:
@@ -169,4 +172,6 @@ def checksum(tensor: Any) -> int:
     held = local(tensor)
     if not held.numel():
         return 0
-    return zlib.crc32(held.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    # a column of a single row is contiguous, whatever its stride: bytes want a stride of 1
+    flat = held.cpu().contiguous().as_strided((held.numel(),), (1,))
+    return zlib.crc32(flat.view(torch.uint8).numpy())
