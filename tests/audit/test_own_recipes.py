@@ -44,7 +44,8 @@ MORE = {
     "hsdp": (4, "whether samples that were repeated are counted"),
     "multi_node": (2, ""),
 }
-BY_COMMAND = {"ddp_file", "ddp_spawn", "ddp_tcp", "imagenet_ddp", "mpi", "ray_actors", "slurm"}  # in tests/integration
+# in tests/integration
+BY_COMMAND = {"ddp_file", "ddp_spawn", "ddp_tcp", "horovod_ddp", "imagenet_ddp", "mpi", "ray_actors", "slurm"}
 
 
 def test_none_is_left_out() -> None:
