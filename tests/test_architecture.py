@@ -68,6 +68,7 @@ INSIDE = {
         "supervisor",
         "silence",
         "reports",
+        "output",
         "monitor",
         "processes",
         "worker",

@@ -10,8 +10,8 @@ What to change for your own training:
 - load() and build() are your data and your network. BATCH is that of all ranks. Batch norm needs hvd.SyncBatchNorm.
 - op=hvd.Sum, and the loss over the size of the whole batch. The default averages: the last batch, of which ranks have
   unequal parts, then weighs wrongly, and so do masked targets.
-- After rank 0 has read a checkpoint: hvd.broadcast_parameters and hvd.broadcast_optimizer_state(optimizer, 0). Not for a
-  new optimizer: to have a state to send, that makes a step, which decays the weights and counts as Adam's first.
+- After rank 0 has read a checkpoint: hvd.broadcast_parameters, and hvd.broadcast_optimizer_state(optimizer, 0). Not for
+  a new optimizer: to have a state to send, that makes a step, which decays the weights and counts as Adam's first.
 - Several backwards in an update: backward_passes_per_step=N, and only the last of them sends.
 - --fp16 sends half the bytes, and rounds each gradient to 11 bits: another training, if a close one.
 - On several hosts: horovodrun -np 8 -H a:4,b:4, which reaches them by ssh.
