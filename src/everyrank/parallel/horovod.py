@@ -2,7 +2,7 @@
 
 `hvd` is the module `horovod.torch`, initialised (`world.start_horovod`). Its optimizer puts a hook on each parameter:
 in the last backward of an update a gradient goes to Horovod's thread as soon as it is there, and that thread sends
-together what is ready on all ranks. `synchronize` waits for what is still on its way.
+together what is ready on all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from everyrank.backends import observe_call, recorded
 from everyrank.errors import CannotRunError, UnsupportedLayoutError, WorkloadError
+from everyrank.world import World, wait_for_horovod
 
 __all__ = [
     "HorovodSum",
@@ -23,6 +24,7 @@ __all__ = [
     "check_every_gradient",
     "distributed_optimizer",
     "sum_untrained_grads",
+    "wait_for_gradients",
 ]
 
 _GROUP = "horovod"  # in what is counted, in place of the name of a process group
@@ -51,47 +53,50 @@ class HorovodSum:
     `name`  the same on all ranks: Horovod brings together what has the same name, in whatever order it comes
     """
 
-    def __init__(self, hvd: Any, tensor: Tensor, name: str) -> None:
-        self.hvd = hvd
+    def __init__(self, hvd: Any, tensor: Tensor, name: str, world: World) -> None:
+        self.hvd, self.world = hvd, world
         observe_call("all_reduce", _GROUP, [tensor])
         self.handle: int = hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
 
     def wait(self) -> Tensor:
-        """The sum; a tensor of its own."""
+        """The sum; a tensor of its own. Raises `RankFailedError` after the timeout."""
         with recorded("horovod:all_reduce"):
+            wait_for_horovod(self.hvd, [self.handle], self.world)
             return self.hvd.synchronize(self.handle)
 
 
-def broadcast_model(hvd: Any, model: nn.Module) -> None:
+def broadcast_model(hvd: Any, model: nn.Module, world: World) -> None:
     """Start every rank from rank 0's parameters and buffers. Raises `CannotRunError` for what Horovod cannot send."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    _broadcast(hvd, [(f"model/{name}", tensor.detach()) for name, tensor in named])
+    _broadcast(hvd, [(f"model/{name}", tensor.detach()) for name, tensor in named], world)
 
 
-def broadcast_optimizer(hvd: Any, optimizer: Optimizer) -> None:
+def broadcast_optimizer(hvd: Any, optimizer: Optimizer, world: World) -> None:
     """Go on everywhere with the state of rank 0's optimizer, once a checkpoint has been read; nothing where none has.
 
     Not by `hvd.broadcast_optimizer_state`: where the state is empty that makes a step with gradients of zero to fill
     it, which decays weights and counts as a first step of Adam; and what is no tensor it sends pickled.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _broadcast(
-        hvd,
-        [
-            (f"optimizer/{index}/{key}", value)
-            for index, parameter in enumerate(parameters)
-            for key, value in sorted(optimizer.state.get(parameter, {}).items())
-            if isinstance(value, Tensor)
-        ],
-    )
+    named = [
+        (f"optimizer/{index}/{key}", value)
+        for index, parameter in enumerate(parameters)
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    ]
+    _broadcast(hvd, named, world)
 
 
-def _broadcast(hvd: Any, named: list[tuple[str, Tensor]]) -> None:
+def _broadcast(hvd: Any, named: list[tuple[str, Tensor]], world: World) -> None:
+    """What `hvd.broadcast_parameters` does, with an end to the wait."""
     for name, tensor in named:
-        observe_call("broadcast", _GROUP, [tensor])
         if tensor.dtype in (torch.bfloat16, torch.complex64, torch.complex128):
             raise CannotRunError(f"layout horovod: {name} is {tensor.dtype}, which Horovod cannot send; use ddp")
-    hvd.broadcast_parameters(named, root_rank=0)
+        observe_call("broadcast", _GROUP, [tensor])
+    handles: list[int] = [hvd.broadcast_async_(tensor, 0, name=name) for name, tensor in named]
+    wait_for_horovod(hvd, handles, world)
+    for handle in handles:
+        hvd.synchronize(handle)
 
 
 def distributed_optimizer(
@@ -135,9 +140,17 @@ def check_every_gradient(model: nn.Module) -> None:
             raise WorkloadError(f"layout horovod: parameter {name} took no part in the loss; freeze it, or use ddp")
 
 
-def sum_untrained_grads(hvd: Any, model: nn.Module, optimizer: Optimizer) -> None:
+def wait_for_gradients(hvd: Any, optimizer: Any, world: World) -> None:
+    """Until every gradient is the sum over all ranks. Raises `RankFailedError` after the timeout."""
+    with recorded("horovod:all_reduce"):
+        on_their_way = [handle for handle, _ in optimizer._handles.values()]
+        wait_for_horovod(hvd, [handle for handle in on_their_way if isinstance(handle, int)], world)
+        optimizer.synchronize()
+
+
+def sum_untrained_grads(hvd: Any, model: nn.Module, optimizer: Optimizer, world: World) -> None:
     """Sum the gradients that the optimizer, and so Horovod, does not know: they count in the norm that is clipped."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and id(parameter) not in trained:
-            parameter.grad = HorovodSum(hvd, parameter.grad, name).wait()
+            parameter.grad = HorovodSum(hvd, parameter.grad, name, world).wait()

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from everyrank.backends import recorded
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.layout.table import HorovodOptions
@@ -30,6 +29,7 @@ from everyrank.parallel.horovod import (
     check_every_gradient,
     distributed_optimizer,
     sum_untrained_grads,
+    wait_for_gradients,
 )
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
@@ -49,7 +49,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh, broadcast=False)  # Horovod does that
     model, compress = parallel.model, layout.read(HorovodOptions).compress
-    broadcast_model(hvd, model)
+    broadcast_model(hvd, model, world)
     trainable = make_trainable(
         workload,
         layout,
@@ -59,8 +59,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     optimizer: Any = trainable.optimizer
 
     def go_on_from_rank_0() -> None:  # a checkpoint may have been read by now
-        broadcast_model(hvd, model)
-        broadcast_optimizer(hvd, optimizer)
+        broadcast_model(hvd, model, world)
+        broadcast_optimizer(hvd, optimizer, world)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(go_on_from_rank_0)
@@ -73,13 +73,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                     loss, share = compute_loss(workload, call_model(model, part.input), part, mesh)
                 shares.append(share)
                 if is_last:  # it travels while backward runs
-                    total = HorovodSum(hvd, sum(shares[1:], shares[0]), "sum and count")
+                    total = HorovodSum(hvd, sum(shares[1:], shares[0]), "sum and count", world)
                 trainable.backward(loss)  # the last one's gradients are sent as soon as each is there
         assert total is not None, "an update has at least one micro-batch"
         check_every_gradient(model)
-        with recorded("horovod:all_reduce"):
-            optimizer.synchronize()
-        sum_untrained_grads(hvd, model, optimizer)
+        wait_for_gradients(hvd, optimizer, world)
+        sum_untrained_grads(hvd, model, optimizer, world)
         with optimizer.skip_synchronize():  # the gradients are summed: normalise, clip, step
             trainable.optimizer_step(total.wait())
         parallel.end_update()

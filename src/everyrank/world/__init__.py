@@ -15,7 +15,7 @@ A world of one has the same interface. Every wait here has a timeout that names 
 """
 
 from everyrank.world.barrier import broadcast_text, from_rank_0, on_each_rank, on_rank_0, store_barrier
-from everyrank.world.horovod import import_horovod, start_horovod
+from everyrank.world.horovod import import_horovod, start_horovod, wait_for_horovod
 from everyrank.world.process_group import open_world
 from everyrank.world.world import (
     World,
@@ -41,4 +41,5 @@ __all__ = [
     "start_horovod",
     "store_barrier",
     "use_threads",
+    "wait_for_horovod",
 ]
