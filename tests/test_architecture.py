@@ -148,7 +148,7 @@ INSIDE = {
         "own",
         "check_equal",
     ],
-    "simulations": ["ranks", "replicas", "local_sgd"],
+    "simulations": ["ranks", "replicas", "horovod", "local_sgd"],
     "parity": [
         "rows",
         "samples",

@@ -28,8 +28,8 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
     compress = layout.read(HorovodOptions).compress
     if compress != "none" and layout.simulated > 2:
         raise CannotRunError(
-            f"layout {layout}: the order in which Horovod adds up the fp16 of {layout.simulated} ranks is another one in "
-            "every run, so nothing can be compared with it; compare on 2"
+            f"layout {layout}: the order in which Horovod adds up the fp16 of {layout.simulated} ranks is another one "
+            "in every run, so nothing can be compared with it; compare on 2"
         )
     return replicas.simulate(workload, layout, world, _make_sum)
 

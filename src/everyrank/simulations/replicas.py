@@ -37,7 +37,7 @@ _OPTIONS = ("batch_norm", "compress", "matrix_rank")  # that change the mathemat
 
 
 def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine = make_combine) -> Prepared:
-    """The replicas of `layout.simulated` ranks in one process; `make` in place of `make_combine` where they are others'."""
+    """The replicas of `layout.simulated` ranks in one process. `make` gives how their gradients are put together."""
     if layout.read(BatchNormOptions).batch_norm == "sync" and has_batch_norm(on_cpu(workload)):
         raise CannotRunError(
             "batch norm spans all ranks, and then one process cannot tell the gradient of one of them from those of "
