@@ -36,7 +36,7 @@ def import_horovod() -> Any:
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
-        if getattr(error, "name", None) == "horovod":
+        if error.name in ("horovod", "horovod.torch"):
             why = "Horovod is not installed here"
         else:  # built for another torch, or without this one
             why = f"Horovod does not load ({describe(error).splitlines()[0]})"
