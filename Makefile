@@ -2,9 +2,10 @@
 #
 #   make demo     train the digits workload under every layout on two processes, check them, write report.html
 #   make test     the test-suite
-#   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), hosts, recipes, benches; and what
-#                            takes minutes: layouts on 8 ranks, their mutations, models of all kinds, transformers
-#   make test-integrations PART=slurm   one part of them: slurm mpi ray hosts launchers (spawn, torchrun), recipes (by
+#   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), Horovod (built the first time,
+#                            in minutes), hosts, recipes, benches; and what takes minutes: layouts on 8 ranks, their
+#                            mutations, models of all kinds, transformers
+#   make test-integrations PART=slurm   one part: horovod slurm mpi ray hosts launchers (spawn, torchrun), recipes (by
 #                            their own commands), benches, package (wheel, notebook), models (odd ones, transformers),
 #                            layouts (8 ranks, their traffic, their mutations), suite (what is marked in the others)
 #   make check    format, lint, types, and the test-suite
@@ -15,7 +16,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PARTS := slurm mpi ray hosts launchers recipes benches package models layouts suite
+PARTS := horovod slurm mpi ray hosts launchers recipes benches package models layouts suite
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-integrations check lint types clean
@@ -32,6 +33,7 @@ endif
 
 test-integrations: $(VENV)/installed-integrations
 	tests/integration/install
+	tests/integration/install_horovod $(BIN)/python
 	$(BIN)/python -m pytest tests/integration tests -m integration -rs $(if $(PART),--part $(PART))
 
 check: lint types test

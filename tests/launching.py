@@ -9,13 +9,22 @@ from processes import one_line
 
 GOLDEN = Path(__file__).parent / "golden"
 
-OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_", "GLOO_", "NCCL_")
+OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_", "GLOO_", "NCCL_", "HOROVOD_")
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+HOROVODRUN = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4321",
 }
 
 MPICH = {"PMI_RANK": "3", "MPI_LOCALRANKID": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "5"}

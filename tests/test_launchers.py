@@ -39,7 +39,7 @@ LOOK_UPS = ("get", "pop", "startswith", "endswith", "removeprefix")
 @pytest.fixture(autouse=True)
 def _nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests may run in somebody's allocation."""
-    prefixes = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_")
+    prefixes = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_", "HOROVOD_")
     for name in [name for name in os.environ if name.startswith(prefixes)]:
         monkeypatch.delenv(name)
 
@@ -106,19 +106,20 @@ def test_each_launcher_is_a_file_with_its_row() -> None:
     for name in LAUNCHERS:
         assert find_launcher(name) == importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
     assert find_launcher("env") is None  # a person
-    with pytest.raises(UsageError, match="--launcher pbs: give one of spawn, torchrun, slurm, mpi, ray"):
+    with pytest.raises(UsageError, match="--launcher pbs: give one of spawn, torchrun, slurm, mpi, ray, horovodrun"):
         Launch("pbs")
 
 
 FLAGS = {
-    "takes_arguments": {"torchrun", "slurm", "mpi"},
+    "takes_arguments": {"torchrun", "slurm", "mpi", "horovodrun"},
     "one_command_per_host": {"spawn", "torchrun"},
     "starts_supervisors": {"spawn"},
-    "reads_job_folder": {"slurm", "mpi"},
-    "rank_0_is_here": {"spawn", "torchrun", "mpi", "ray"},
-    "needs_sigterm": {"slurm", "mpi", "ray"},
-    "terminates_ranks": {"torchrun"},
+    "reads_job_folder": {"slurm", "mpi", "horovodrun"},
+    "rank_0_is_here": {"spawn", "torchrun", "mpi", "ray", "horovodrun"},
+    "needs_sigterm": {"slurm", "mpi", "ray", "horovodrun"},
+    "terminates_ranks": {"torchrun", "horovodrun"},
     "has_own_rendezvous": {"torchrun"},
+    "output_mark": {"horovodrun"},
 }
 
 
@@ -159,7 +160,8 @@ def test_the_launcher_that_starts_the_ranks() -> None:
 def test_an_address_that_is_meant() -> None:
     """torchrun's agent has opened its store there; nodes of a small Slurm may be one machine."""
     trusted = {row.name: [host for host in ("127.0.0.1", "n0") if row.trusts_address(host)] for row in launchers()}
-    assert trusted == {"spawn": [], "torchrun": ["127.0.0.1", "n0"], "slurm": ["127.0.0.1"], "mpi": [], "ray": []}
+    nobody = {name: [] for name in ("spawn", "mpi", "ray", "horovodrun")}
+    assert trusted == {**nobody, "torchrun": ["127.0.0.1", "n0"], "slurm": ["127.0.0.1"]}
 
 
 def test_what_a_launcher_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ TOY = Launcher(
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sixth launcher, `toy`, which starts its ranks as spawn does."""
+    """One more launcher, `toy`, which starts its ranks as spawn does."""
     table = importlib.import_module("everyrank.launch.launcher")
     importing = importlib.import_module
     module = argparse.Namespace(LAUNCHER=TOY)

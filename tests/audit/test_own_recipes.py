@@ -53,6 +53,7 @@ BY_COMMAND = {
     "ddp_file",
     "ddp_spawn",
     "ddp_tcp",
+    "horovod_ddp",
     "imagenet_ddp",
     "mpi",
     "ray_actors",

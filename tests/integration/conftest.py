@@ -22,6 +22,7 @@ import pytest
 
 # What makes a test one of a part: a word of its name, a fixture it asks for, or its file. The first that fits is it.
 PARTS = {
+    "horovod": r"horovod",
     "slurm": r"slurm|srun|sbatch|scancel|out_of_time|the_person_is_gone",
     "mpi": r"(\b|_)mpi",
     "ray": r"\bray\b|test_ray",
@@ -95,6 +96,11 @@ def absent(what: str) -> None:
 def needs_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         absent("Ray (pip install 'everyrank[ray]')")
+
+
+def needs_horovod() -> None:
+    if importlib.util.find_spec("horovod") is None:
+        absent("Horovod (tests/integration/install_horovod)")
 
 
 @pytest.fixture(scope="session")

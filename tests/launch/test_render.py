@@ -106,6 +106,11 @@ DRY_RUNS: dict[str, tuple[str, dict[str, str]]] = {
     "srun_per_node_torchrun": ("--launcher slurm --processes 8 --per-node torchrun --launcher-args=-v", ALLOCATION),
     "mpirun": ("--launcher mpi --processes 2 --launcher-args '--host n0'", {}),
     "mpirun_two_nodes": ("--launcher mpi --processes 4 --nodes 2 --launcher-args '--host n0:2,n1:2'", {}),
+    "horovodrun": ("--launcher horovodrun --processes 2", {}),
+    "horovodrun_two_nodes": (
+        "--launcher horovodrun --processes 4 --nodes 2 --launcher-args '-H n0:2,n1:2 --network-interfaces eth0'",
+        {},
+    ),
     "ray": ("--launcher ray --processes 2 --device cpu", {}),
     "ray_cluster": ("--launcher ray --processes 2 --device cuda --address 10.0.0.1:6379", {}),
     "sbatch": ("--launcher slurm --processes 4 --nodes 2", {}),
@@ -185,7 +190,7 @@ def test_spawn_gives_each_rank_its_place(monkeypatch: pytest.MonkeyPatch, platfo
 ODD = ["a b", 'c"d', "$(touch pwned)", "`touch pwned`", "e'f", "g;touch pwned", "h\\i", "*", "~", "#j", "", "ü"]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpi"])
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpi", "horovodrun"])
 def test_a_rendered_command_is_inert_in_a_shell(
     typed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launcher: str
 ) -> None:

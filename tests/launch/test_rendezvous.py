@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import os
 import resource
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -230,6 +234,64 @@ def test_a_store_that_nobody_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with pytest.raises(RankFailedError, match=f"cannot reach the store of rank 0 at 127.0.0.1:{port}"):
         open_store(alone(1, 2, f"tcp://127.0.0.1:{port}"), Launch(timeout_seconds=1))
+
+
+class Names(http.server.BaseHTTPRequestHandler):
+    """A server of names and values, as horovodrun keeps one."""
+
+    values: ClassVar[dict[str, bytes]] = {}
+
+    def do_PUT(self) -> None:
+        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(b"")
+
+    def do_GET(self) -> None:
+        self.answer(self.values.get(self.path))
+
+    def answer(self, value: bytes | None) -> None:
+        self.send_response(200 if value is not None else 404)
+        self.send_header("Content-Length", str(len(value or b"")))
+        self.end_headers()
+        self.wfile.write(value or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def names() -> Iterator[str]:
+    """Its address; nothing stands there yet."""
+    Names.values.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Names)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_ranks_meet_by_way_of_a_server_of_names(names: str) -> None:
+    """What an earlier command of the same ranks left there, where nobody answers any more, is passed over."""
+    stale = {"boot": hosts.boot_id(), "host": "n0", "port": int(free_port()), "addresses": []}
+    Names.values["/everyrank/address"] = json.dumps(stale).encode()
+    launch = Launch(processes=2, timeout_seconds=30)
+    infos = [RankInfo(rank, rank, 2, 2, "horovodrun", names) for rank in range(2)]
+    with ThreadPoolExecutor() as threads:
+        later = threads.submit(open_store, infos[1], launch)
+        time.sleep(0.3)
+        first = open_store(infos[0], launch)
+        first.store.set("key", "value")
+        assert later.result().store.get("key") == b"value"
+
+
+def test_a_server_of_names_that_does_not_answer(names: str) -> None:
+    """One line each: nobody listens there; or rank 0 never says anything."""
+    info = RankInfo(1, 1, 2, 2, "horovodrun", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(
+        RankFailedError, match=r"the rendezvous at http://127.0.0.1:\d+ does not answer: Connection refused"
+    ):
+        open_store(info, Launch(processes=2, timeout_seconds=30))
+    with pytest.raises(RankFailedError, match=r"rank 0 did not say where to meet within 0\.2 s"):
+        open_store(RankInfo(1, 1, 2, 2, "horovodrun", names), Launch(processes=2, timeout_seconds=0.2))
 
 
 def test_an_address_in_a_file_that_never_comes(tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def _stepping(strategy: str, step: Callable[..., None]) -> Patch:
     module = _strategy(strategy)
     make = module.make_trainable
 
-    def make_trainable(*arguments: Any) -> Any:
-        trainable = make(*arguments)
+    def make_trainable(*arguments: Any, **options: Any) -> Any:
+        trainable = make(*arguments, **options)
         original = trainable.optimizer_step
         trainable.optimizer_step = lambda *rest, **named: step(original, trainable, *rest, **named)
         return trainable

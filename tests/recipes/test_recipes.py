@@ -34,7 +34,8 @@ RECIPES = PACKAGE / "recipes"
 PROGRAMS = Path(sys.executable).parent  # `python` and `torchrun`
 OURS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # in the environment of what is typed
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
-NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray"}  # what starts them: their tests are in integration
+# what starts them: their tests are in integration
+NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray", "horovod_ddp": "horovodrun"}
 ALONE = {  # with a network of their own: what trains the same whole, by plain python, is compared
     "tensor": "tensor",
     "fsdp_tensor": "tensor",
@@ -104,6 +105,7 @@ LAYOUTS = {
     "rpc_autograd": "single:precision=float64",
     "rpc_batched": "single:precision=float64",
     "rpc_pipeline": "single:precision=float64",
+    "horovod_ddp": "ddp:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -148,6 +150,7 @@ MUTATIONS = {
     "rpc_autograd": ("for part in (first, second) for", "for part in (second,) for"),  # half of it is trained
     "rpc_batched": ("/ len(labels)", "/ len(labels[own])"),  # means of the trainers, added up
     "rpc_pipeline": ("wait_all(outputs)", "wait_all(outputs[::-1])"),  # the scores of one are taken for another's
+    "horovod_ddp": ("        op=hvd.Sum,\n", ""),  # the default averages what is a sum already
     "hsdp": ("loss * world_size / size", "loss * SHARDS / size"),  # averaged over copies too
     "tensor": ("(-1, WIDTH // HEADS)", "(HEADS, -1)"),  # the halves of two heads are taken for heads
     "fsdp_tensor": (  # the batch is cut over all ranks, of which those of a tensor group compute together
@@ -535,7 +538,7 @@ def test_recipe_is_standalone(name: str) -> None:
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {module.partition(".")[0] for module in modules}
-    extra = {"imagenet_ddp": {"PIL"}, "ray_actors": {"ray"}}.get(name, set())
+    extra = {"imagenet_ddp": {"PIL"}, "ray_actors": {"ray"}, "horovod_ddp": {"horovod"}}.get(name, set())
     assert roots <= {"torch", *extra, *sys.stdlib_module_names}
     assert len(text.splitlines()) <= LONG.get(name, 175)
     said = ast.get_docstring(tree) or ""
@@ -543,7 +546,7 @@ def test_recipe_is_standalone(name: str) -> None:
     assert name in OPERATIONS or '"--float64"' in text  # float32 without it
     command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", said, re.MULTILINE)
     assert command is not None
-    assert command[1] in {"python", "torchrun", "export", "srun", "mpirun"}
+    assert command[1] in {"python", "torchrun", "export", "srun", "mpirun", "horovodrun"}
 
 
 # --- what the recipes that are started by hand say of a start that cannot work

@@ -39,7 +39,9 @@ def shared_folder(info: RankInfo, environment: Mapping[str, str]) -> Path:
     if info.local_size != info.size:
         raise CannotRunError("audit from outside looks at the ranks of one host: start all of them on one")
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    words = [str(os.getuid()), *(environment.get(name, "") for name in names), str(os.getppid())]
+    # under horovodrun each rank has a parent of its own, and all the port of its server
+    start = environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT") or str(os.getppid())
+    words = [str(os.getuid()), *(environment.get(name, "") for name in names), start]
     name = re.sub(r"\W", "_", "-".join(["everyrank-audit", *words]))
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -18,11 +18,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everyrank.backends.group import PythonGroup, is_observed, observed_calls
+from everyrank.backends.engine import recorded
+from everyrank.backends.group import PythonGroup, is_observed, observe_call, observed_calls
 from everyrank.backends.mpi import make_mpi_group
 from everyrank.backends.shm import make_shm_group, no_shared_memory
 
-__all__ = ["OWN_BACKENDS", "PythonGroup", "is_observed", "no_shared_memory", "observed_calls", "register_backend"]
+__all__ = [
+    "OWN_BACKENDS",
+    "PythonGroup",
+    "is_observed",
+    "no_shared_memory",
+    "observe_call",
+    "observed_calls",
+    "recorded",
+    "register_backend",
+]
 
 OWN_BACKENDS = {"shm": make_shm_group, "mpi": make_mpi_group}
 _TORCH_NAMES = {"mpi": "everyrank_mpi"}  # torch keeps `mpi` for its own, which only a torch built with an MPI has

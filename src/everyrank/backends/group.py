@@ -21,7 +21,7 @@ from everyrank.backends.flat import Outputs, check_alike, flattened, split_rows
 from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.transport import Transport
 
-__all__ = ["PythonGroup", "is_observed", "observed_calls"]
+__all__ = ["PythonGroup", "is_observed", "observe_call", "observed_calls"]
 
 _Observer = Callable[[str, str, Sequence[Tensor]], None]
 _OBSERVERS: list[_Observer] = []
@@ -31,12 +31,21 @@ _NAMES: set[str] = set()
 
 @contextlib.contextmanager
 def observed_calls(observer: _Observer) -> Generator[None]:
-    """Call `observer(operation, group name, the tensors that this rank hands in)` at every call of a `PythonGroup`."""
+    """Call `observer(operation, group name, the tensors that this rank hands in)` at every call of a `PythonGroup`.
+
+    And at every `observe_call`.
+    """
     _OBSERVERS.append(observer)
     try:
         yield
     finally:
         _OBSERVERS.remove(observer)
+
+
+def observe_call(operation: str, group_name: str, handed_in: Sequence[Tensor]) -> None:
+    """Tell the observers of a call: also one of communication that is not torch's."""
+    for observer in _OBSERVERS:
+        observer(operation, group_name, handed_in)
 
 
 def is_observed(group_name: str) -> bool:
@@ -261,8 +270,7 @@ class PythonGroup(_ProcessGroup):
             return ENGINE.start(work, is_async=bool(getattr(opts, "asyncOp", False)))
 
     def _observe(self, name: str, handed_in: Sequence[Tensor]) -> None:
-        for observer in _OBSERVERS:
-            observer(name, self.given_name, handed_in)
+        observe_call(name, self.given_name, handed_in)
 
 
 def _listed(tensors: Any) -> Any:

@@ -29,6 +29,7 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
         for row in launchers()
         if row.needs_package is not None
     },
+    "horovod": ("--layout horovod and --launcher horovodrun", "build 0.28.1 for this torch: docs/horovod.md"),
     "accelerate": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "lightning": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
     "transformers": ("the workload causal-lm", "pip install 'everyrank[transformers]'"),
@@ -38,8 +39,6 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "pillow": ("workloads that read images", "pip install 'everyrank[images]'"),
     "pyarrow": ("workloads that read Parquet", "pip install 'everyrank[parquet]'"),
 }
-_NOT_DRIVEN = "everyrank does not drive it yet"
-_OTHERS: Mapping[str, str] = {"horovod": "build 0.28.1 from source with CMAKE_CXX_STANDARD 20"}
 _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
     **{
         row.needs_program[0]: (f"--launcher {row.name}", row.needs_program[1])
@@ -120,11 +119,6 @@ def check_optional(
             found.append(ok(name, f"{versions[name]}, for {purpose}"))
         else:
             found.append(absent(name, f"not installed; it is for {purpose}", how))
-    for name, how in _OTHERS.items():
-        if name in versions:
-            found.append(ok(name, f"{versions[name]}; {_NOT_DRIVEN}"))
-        else:
-            found.append(absent(name, f"not installed; {_NOT_DRIVEN}", how))
     for name, (purpose, how) in _OPTIONAL_PROGRAMS.items():
         path = find_program(name)
         if path is not None:

@@ -17,13 +17,14 @@ A host is one machine; a node is a host as launchers count them (--nodes).
     launcher.py       the table of launchers, and what a row says
     variables.py      the place of a process out of environment variables
     job.py            what is started, and how
-    spawn.py, torchrun.py, slurm.py (with sbatch.py), mpi.py, ray.py
+    spawn.py, torchrun.py, slurm.py (with sbatch.py), mpi.py, ray.py, horovodrun.py
                       one launcher each: its commands, its options, its variables, its row
     environments.py   who started us: the variables of each launcher, read as one full set
     node.py           one task on each node, which starts the ranks there
     supervisor.py     how a rank process ended, whoever started it
     silence.py        ranks that say nothing
     reports.py        what rank processes and supervisors leave in the job's folder; the root cause of a failure
+    output.py         what rank 0 prints, where its launcher puts a mark before each line
     monitor.py        start, watch, end
     processes.py      function in, results by rank out
     worker.py         what a rank process runs

@@ -4,11 +4,12 @@ Launchers are nested: torchrun inside srun inside sbatch. The innermost one star
 
     1  torchrun   TORCHELASTIC_RUN_ID beside the six of a person
     2  a person   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-    3  mpirun     OMPI_COMM_WORLD_RANK ... (Open MPI), PMI_RANK and MPI_LOCALRANKID ... (MPICH, Intel MPI)
-    4  srun       SLURM_PROCID ... and SLURM_STEP_ID, which a batch script has not: there we are no rank
+    3  horovodrun HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE
+    4  mpirun     OMPI_COMM_WORLD_RANK ... (Open MPI), PMI_RANK and MPI_LOCALRANKID ... (MPICH, Intel MPI)
+    5  srun       SLURM_PROCID ... and SLURM_STEP_ID, which a batch script has not: there we are no rank
 
-A variable of a person beside a full set of mpirun or srun has to say the same, or it is an error. Each launcher's own
-variables are read in its file.
+A variable of a person beside a full set of horovodrun, mpirun or srun has to say the same, or it is an error. Each
+launcher's own variables are read in its file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from everyrank.launch.variables import PERSON, rank_info_of_person
 
 __all__ = ["environment_of", "is_rank_0_of_all", "rank_info_from_environment", "threads_asked"]
 
-_DEPTH_OF_PERSON = 3
+_DEPTH_OF_PERSON = 4
 
 
 def rank_info_from_environment(environment: Mapping[str, str]) -> RankInfo | None:

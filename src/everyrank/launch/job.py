@@ -29,7 +29,7 @@ BACKEND_NAMES = ("shm", "gloo", "nccl", "mpi")
 class Launch:
     """How processes start.
 
-    launcher         a name of `LAUNCHERS`: spawn, torchrun, slurm, mpi or ray
+    launcher         a name of `LAUNCHERS`: spawn, torchrun, slurm, mpi, ray or horovodrun
     processes        ranks in all, on all hosts
     device           cpu or cuda; None: cuda where there is one
     backend          one of `BACKEND_NAMES`; None: chosen by `world.choose_backend`
@@ -41,7 +41,7 @@ class Launch:
     rendezvous       HOST:PORT where hosts meet that no scheduler has brought together
     init_method      env, tcp://host:port, file:///path, or (rank, size) -> a store; None: what suits the launcher
     interface        the network interface between hosts; None: the one that leads to where the ranks meet
-    arguments        further words for mpirun, srun or torchrun
+    arguments        further words for mpirun, srun, torchrun or horovodrun
     options          the launcher's own: `TorchrunOptions`, `SlurmOptions`, `RayOptions`; None: their defaults
 
     Raises `UsageError` for a value that cannot be meant.

@@ -32,6 +32,7 @@ LAUNCHERS = (
     "slurm",
     "mpi",
     "ray",
+    "horovodrun",
 )
 """Each is a file of this folder that holds its row as `LAUNCHER`. Adding a launcher is adding its file and its name."""
 DEFAULT_LAUNCHER = "spawn"
@@ -77,6 +78,7 @@ class Launcher:
     needs_sigterm         it ends its ranks in order when it gets SIGTERM; without one they may stay
     terminates_ranks      it sends SIGTERM to ranks when another has failed: there that is no request to save
     has_own_rendezvous    it tells its ranks where they meet
+    output_mark           a regular expression of what it puts before each line that rank 0 prints; None: nothing
     trusts_address        (a host's address) -> whether one that other hosts may not reach (loopback) is meant
 
     environment           what its processes find in their environment; None: nothing of its own
@@ -106,6 +108,7 @@ class Launcher:
     needs_sigterm: bool = False
     terminates_ranks: bool = False
     has_own_rendezvous: bool = False
+    output_mark: bytes | None = None
     trusts_address: Callable[[str], bool] = lambda _: False
     environment: Environment | None = None
     scheduler: Scheduler | None = None
@@ -119,8 +122,8 @@ class Environment:
 
     program         what starts them: mpirun, srun
     depth           launchers are nested (torchrun in mpirun in srun), and the innermost started this process: of
-                    several full sets that of the greatest depth counts: slurm 1, mpi 2, the six of a person 3,
-                    torchrun 4
+                    several full sets that of the greatest depth counts: slurm 1, mpi 2, horovodrun 3, the six of
+                    a person 4, torchrun 5
     rank_variables  the variable that holds the rank, in each version of the launcher
     sets_threads    it sets OMP_NUM_THREADS=1 where nobody has: the number counts that stood there before
     marker          a variable without which these are not the launcher's own; None: they always are

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any
 from everyrank.errors import RankFailedError
 from everyrank.launch.hosts import host_name
 from everyrank.launch.job import Launch
+from everyrank.launch.output import pass_on_output
 from everyrank.launch.rank_info import has_driver
 from everyrank.launch.reports import Reports, ranks_text
 from everyrank.launch.signals import Stop
@@ -38,6 +40,7 @@ class ProcessMonitor:
         self.logs = logs
         self.stop = stop
         self.launcher_log: IO[bytes] | None = None
+        self.output: threading.Thread | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self.beat_at = 0.0
         # where each host starts its own, only theirs report here
@@ -76,20 +79,28 @@ class ProcessMonitor:
         return [self.logs / self._launcher_log_name, *ranks]
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self.launcher.output_mark is not None else None,
             stderr=self.launcher_log,
             env=_child_environment(),
             # Ctrl-C reaches this process alone, which then ends them all in order.
             start_new_session=True,
         )
+        if self.launcher.output_mark is not None:
+            assert process.stdout is not None
+            assert self.launcher_log is not None, "it starts no supervisors itself"
+            self.output = pass_on_output(process.stdout, self.launcher.output_mark, self.launcher_log)
+        return process
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._end()
         else:  # what a workload has started and forgotten
             _signal(os.killpg, [process.pid for process in self.processes], signal.SIGKILL)
+        if self.output is not None:
+            self.output.join(_END_SECONDS)  # what rank 0 has printed is on the screen before anything else is
         if self.launcher_log is not None:
             self.launcher_log.close()
 

@@ -22,6 +22,7 @@ __all__ = [
     "DataParallelOptions",
     "DeviceOptions",
     "FSDPOptions",
+    "HorovodOptions",
     "LocalSGDOptions",
     "OwnCodeOptions",
     "ParameterServerOptions",
@@ -130,6 +131,17 @@ class LocalSGDOptions(StrategyOptions):
         if layout.precision == "fp16":
             return "each rank would skip other updates than its peers as its loss overflows; use precision=bf16"
         return ""
+
+
+@dataclass(frozen=True)
+class HorovodOptions(StrategyOptions):
+    """Horovod's DistributedOptimizer. `compress`: what gradients are sent and added up as."""
+
+    compress: Literal["none", "fp16"] = "none"
+
+    def is_exact(self) -> bool:
+        """What is left out of a gradient is not in the update."""
+        return self.compress == "none"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from everyrank.layout.options import (
     DDPOptions,
     DeviceOptions,
     FSDPOptions,
+    HorovodOptions,
     LocalSGDOptions,
     OwnCodeOptions,
     ParameterServerOptions,
@@ -99,6 +100,9 @@ STRATEGIES: dict[str, Strategy] = {
         simulation="replicas",
     ),
     "zero1": Strategy("everyrank.strategies.zero1", "replicate", (DDPOptions, BatchNormOptions), simulation="replicas"),
+    "horovod": Strategy(
+        "everyrank.strategies.horovod", "replicate", (HorovodOptions, BatchNormOptions), simulation="horovod"
+    ),
     "fsdp": Strategy(
         "everyrank.strategies.fsdp",
         "shard",

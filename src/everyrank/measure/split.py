@@ -6,7 +6,8 @@ On CUDA the clock is an event in the stream, so nothing waits.
 `exposed_shares` runs a few updates under torch.profiler: exposed is the time in which a collective is under way and
 this rank computes nothing. On CUDA the kernels say both. On CPU gloo's threads say when a collective is under way, and
 the rank's own thread computes nothing between two operators when that takes longer than Python ever does. Our own
-backends work in the rank's own thread: all of a call is communication.
+backends work in the rank's own thread: all of a call is communication. Of Horovod it is the wait for what its thread
+does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 _PAUSE_US = 30.0  # between two operators of one thread: longer than Python needs, shorter than any collective
 _MARK = "everyrank:"
-_OWN_CALLS = tuple(f"{name}:" for name in OWN_BACKENDS)
+_OWN_CALLS = tuple(f"{name}:" for name in (*OWN_BACKENDS, "horovod"))
 _ON_CUDA = ("kernel", "gpu_memcpy", "gpu_memset")
 
 

@@ -187,12 +187,15 @@ class Trainable:
             self.scaler.scale, self.scaler.good_steps = saved["scaler"].scale, saved["scaler"].good_steps
 
 
-def make_trainable(workload: Workload, layout: Layout, model: nn.Module) -> Trainable:
+def make_trainable(
+    workload: Workload, layout: Layout, model: nn.Module, wrap: Callable[[Optimizer], Optimizer] = lambda own: own
+) -> Trainable:
     """The person's optimizer over `model`, as it is laid out now: whatever replaces parameters has to come before.
 
-    Raises `WorkloadError` for an optimizer that cannot train the model.
+    `wrap` puts another optimizer around it, which the schedule then drives. Raises `WorkloadError` for an optimizer
+    that cannot train the model.
     """
-    optimizer = _make_optimizer(workload, model)
+    optimizer = wrap(_make_optimizer(workload, model))
     schedule = workload.schedule(optimizer) if workload.schedule else None
     if isinstance(schedule, ReduceLROnPlateau) and workload.eval_data is None:
         raise WorkloadError(

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor, nn
 
 from everyrank.data import Batch
 from everyrank.errors import CannotRunError
@@ -29,11 +32,12 @@ from everyrank.world import World
 
 __all__ = ["simulate"]
 
+MakeCombine = Callable[[nn.Module, Layout], tuple[Callable[[nn.Parameter, list[Tensor]], Tensor], Any]]
 _OPTIONS = ("batch_norm", "compress", "matrix_rank")  # that change the mathematics; no others are read here
 
 
-def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """The replicas of `layout.simulated` ranks in one process."""
+def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine = make_combine) -> Prepared:
+    """The replicas of `layout.simulated` ranks in one process. `make` gives how their gradients are put together."""
     if layout.read(BatchNormOptions).batch_norm == "sync" and has_batch_norm(on_cpu(workload)):
         raise CannotRunError(
             "batch norm spans all ranks, and then one process cannot tell the gradient of one of them from those of "
@@ -43,7 +47,7 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
     layout = dataclasses.replace(layout, strategy="ddp", options=options)
     parallel = parallelize(workload, layout, open_mesh(layout, world))
     trainable = make_trainable(workload, layout, parallel.model)
-    combine, forget = make_combine(parallel.model, layout)
+    combine, forget = make(parallel.model, layout)
     trainable.on_restore.append(forget)
 
     def predict(batch: Batch) -> Any:

@@ -11,9 +11,11 @@ A world of one has the same interface. Every wait here has a timeout that names 
     rendezvous.py      the store that all ranks share, by each init method
     heartbeat.py       who the other ranks are, whether they still live, which failed first
     process_group.py   open_world: where a process group is made, and ended
+    horovod.py         Horovod beside it, with the same ranks
 """
 
 from everyrank.world.barrier import broadcast_text, from_rank_0, on_each_rank, on_rank_0, store_barrier
+from everyrank.world.horovod import import_horovod, start_horovod, wait_for_horovod
 from everyrank.world.process_group import open_world
 from everyrank.world.world import (
     World,
@@ -31,10 +33,13 @@ __all__ = [
     "choose_device",
     "choose_threads",
     "from_rank_0",
+    "import_horovod",
     "on_each_rank",
     "on_rank_0",
     "open_world",
     "single_process_world",
+    "start_horovod",
     "store_barrier",
     "use_threads",
+    "wait_for_horovod",
 ]

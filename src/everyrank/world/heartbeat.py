@@ -41,7 +41,7 @@ _SILENT_AFTER = 0.8  # of the timeout: before the backend's own, which names nob
 # what a backend says when another rank went away
 _ANSWERS = re.compile(
     r"closed by peer|reset by peer|broken pipe|timed? ?out|"
-    r"\b(gloo|nccl|shm|mpi|sockets?|connections?|store|tcpstore)\b",
+    r"\b(gloo|nccl|shm|mpi|horovod|sockets?|connections?|store|tcpstore)\b",
     re.IGNORECASE,
 )
 

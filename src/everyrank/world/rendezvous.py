@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import http.client
 import json
 import os
 import socket
@@ -76,6 +77,8 @@ def open_store(info: RankInfo, launch: Launch) -> Rendezvous:
         return _by_file(Path(place), info, launch.timeout_seconds)
     if kind == "meet":
         return _by_address_in_file(Path(url2pathname(place)), info, timeout)
+    if kind == "http":
+        return _by_address_at_server(place, info, timeout)
     host, port = split_endpoint(place, "--init-method tcp://")
     is_alone = info.local_size == info.size
     launcher = find_launcher(info.started_by)
@@ -134,35 +137,81 @@ def _by_file(path: Path, info: RankInfo, timeout_seconds: float) -> Rendezvous:
 
 def _by_address_in_file(path: Path, info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
     """Rank 0 opens a store on a port that the system chooses, and writes down where: no port can collide."""
-    is_alone = info.local_size == info.size
     if info.rank == 0:
-        addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
-        addresses = [address for address in addresses if not address.startswith("fe80")]
-        store = _tcp("" if not is_alone else "127.0.0.1", 0, True, timeout, is_alone)
-        assert isinstance(store, dist.TCPStore)
-        row = {"boot": boot_id(), "host": host_name(), "port": store.port, "addresses": addresses}
+        store, row = _open_anywhere(info, timeout)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(row))
+        partial.write_text(row)
         partial.replace(path)
         return Rendezvous(store, None, is_host=True)
     deadline = time.monotonic() + timeout.total_seconds()
     while path not in path.parent.iterdir():  # `exists` is remembered by storage of a network
         if time.monotonic() > deadline:
-            raise RankFailedError(f"rank 0 did not say where to meet within {timeout.total_seconds():g} s (--timeout)")
+            raise _no_address(timeout)
         time.sleep(0.02)
     row = json.loads(path.read_text())
-    # ranks of one machine may call themselves several hosts, as those of a small Slurm do
-    if row["boot"] == boot_id():
-        store = _tcp("127.0.0.1", row["port"], False, timeout, is_alone)
-        return Rendezvous(store, None, is_host=False)
-    for address in row["addresses"]:
+    found = _come_to(row, info, timeout)
+    if found is None:
+        tried = ", ".join(row["addresses"]) or "no address at all"
+        where = f"rank 0's host {row['host']} does not answer on port {row['port']} at {tried}"
+        raise RankFailedError(f"{where}: is there a firewall between?")
+    return found
+
+
+def _by_address_at_server(place: str, info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
+    """The same, where the ranks share a server of names and values over HTTP, such as horovodrun keeps open for them.
+
+    What an earlier command of the same ranks has written there answers no more.
+    """
+    if info.rank == 0:
+        store, row = _open_anywhere(info, timeout)
+        _ask_server(place, "PUT", row)
+        return Rendezvous(store, None, is_host=True)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        text = _ask_server(place, "GET")
+        found = _come_to(json.loads(text), info, timeout) if text else None
+        if found is not None:
+            return found
+        time.sleep(0.02)
+    raise _no_address(timeout)
+
+
+def _ask_server(place: str, method: str, text: str | None = None) -> str:
+    """What stands there under our name; nothing: an empty text."""
+    host, port = split_endpoint(place, "the rendezvous at http://")
+    try:
+        connection = http.client.HTTPConnection(host, port, timeout=5.0)
+        connection.request(method, "/everyrank/address", text)
+        answer = connection.getresponse()
+        return answer.read().decode() if answer.status == 200 else ""
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise RankFailedError(f"the rendezvous at http://{place} does not answer: {why}") from error
+
+
+def _no_address(timeout: datetime.timedelta) -> RankFailedError:
+    return RankFailedError(f"rank 0 did not say where to meet within {timeout.total_seconds():g} s (--timeout)")
+
+
+def _open_anywhere(info: RankInfo, timeout: datetime.timedelta) -> tuple[dist.Store, str]:
+    """A store on a port that the system chooses, and what the others need to come to it, as JSON."""
+    is_alone = info.local_size == info.size
+    addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
+    addresses = [address for address in addresses if not address.startswith("fe80")]
+    store = _tcp("" if not is_alone else "127.0.0.1", 0, True, timeout, is_alone)
+    assert isinstance(store, dist.TCPStore)
+    row = {"boot": boot_id(), "host": host_name(), "port": store.port, "addresses": addresses}
+    return store, json.dumps(row)
+
+
+def _come_to(row: dict[str, Any], info: RankInfo, timeout: datetime.timedelta) -> Rendezvous | None:
+    """The store of rank 0; None where none of its addresses answers."""
+    is_here = row["boot"] == boot_id()  # ranks of one machine may call themselves several hosts, as in a small Slurm
+    for address in ["127.0.0.1"] if is_here else row["addresses"]:
         if _answers(address, row["port"]):
-            store = _tcp(address, row["port"], False, timeout, is_alone)
-            return Rendezvous(store, local_address_towards(address), is_host=False)
-    tried = ", ".join(row["addresses"]) or "no address at all"
-    raise RankFailedError(
-        f"rank 0's host {row['host']} does not answer on port {row['port']} at {tried}: is there a firewall between?"
-    )
+            store = _tcp(address, row["port"], False, timeout, info.local_size == info.size)
+            return Rendezvous(store, None if is_here else local_address_towards(address), is_host=False)
+    return None
 
 
 def _answers(address: str, port: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,13 +23,18 @@ class GroupCache:
 
     groups          process groups along axes of a layout
     device_meshes   torch's meshes
+    at_end          by name, what ends communication that is not torch's (Horovod), called by every rank
     """
 
     groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict[Any, Any])
     device_meshes: dict[Any, DeviceMesh] = field(default_factory=dict[Any, Any])
+    at_end: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
 
     def clear(self) -> None:
         """Forget all groups: their world has ended."""
+        for end in self.at_end.values():
+            end()
+        self.at_end.clear()
         self.groups.clear()
         self.device_meshes.clear()
 

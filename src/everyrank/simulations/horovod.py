@@ -1,0 +1,48 @@
+"""What horovod is compared with where it sends fp16: replicas, whose rounded gradients are added up in fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyrank.errors import CannotRunError
+from everyrank.layout import Layout
+from everyrank.layout.options import HorovodOptions
+from everyrank.simulations import replicas
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["simulate"]
+
+
+def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """The two ranks of `layout.simulated` in one process.
+
+    Raises `CannotRunError` for more: each piece of a buffer then has an order of additions of its own, and what is in a
+    buffer together is what was ready at the time.
+    """
+    compress = layout.read(HorovodOptions).compress
+    if compress != "none" and layout.simulated > 2:
+        raise CannotRunError(
+            f"layout {layout}: the order in which Horovod adds up the fp16 of {layout.simulated} ranks is another one "
+            "in every run, so nothing can be compared with it; compare on 2"
+        )
+    return replicas.simulate(workload, layout, world, _make_sum)
+
+
+def _make_sum(_: nn.Module, layout: Layout) -> tuple[Callable[[nn.Parameter, list[Tensor]], Tensor], Any]:
+    is_rounded = layout.options.get("compress") == "fp16"
+
+    def combine(_: nn.Parameter, gradients: list[Tensor]) -> Tensor:
+        if not is_rounded:
+            return torch.stack(gradients).mean(0)
+        total = gradients[0].half()
+        for gradient in gradients[1:]:
+            total = total + gradient.half()
+        return total.to(gradients[0].dtype) / len(gradients)
+
+    return combine, lambda: None

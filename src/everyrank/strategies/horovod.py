@@ -1,0 +1,99 @@
+"""Horovod: data parallel by a library of its own, with its ranks, its all-reduce and an optimizer that sums gradients.
+
+Holds     parameters, gradients and optimizer state in full on every rank
+Travels   one all-reduce of each gradient per update, overlapped with backward, those that are ready together by
+          Horovod; the sum and count of loss terms as two more elements. Counted is what is handed to Horovod
+Use when  a cluster has Horovod and starts everything by horovodrun; else ddp does the same, and is kept up
+Exact     yes; with batch_norm=local or compress=fp16 no: compared with a simulation of the same in one process
+Source    Sergeev and Del Balso 2018
+
+Keys: compress=fp16, to send half the bytes of float32; batch_norm=local, as under ddp, where it is synchronised over
+torch's own group otherwise. Needs Horovod built for this torch (docs/horovod.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from everyrank.data import Batch
+from everyrank.layout import Layout
+from everyrank.layout.table import HorovodOptions
+from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.horovod import (
+    HorovodSum,
+    broadcast_model,
+    broadcast_optimizer,
+    check_every_gradient,
+    distributed_optimizer,
+    sum_untrained_grads,
+    wait_for_gradients,
+)
+from everyrank.parallel.loss import compute_loss
+from everyrank.parallel.mesh import open_mesh
+from everyrank.parallel.parallelize import call_model, parallelize
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import make_trainable
+from everyrank.strategies import Prepared
+from everyrank.workload import Workload
+from everyrank.world import World, start_horovod
+
+__all__ = ["prepare"]
+
+
+def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
+    """Replicate the model on every rank; Horovod sends rank 0's weights, and sums the gradients."""
+    hvd = start_horovod(world)
+    mesh = open_mesh(layout, world)
+    parallel = parallelize(workload, layout, mesh, broadcast=False)  # Horovod does that
+    model, compress = parallel.model, layout.read(HorovodOptions).compress
+    broadcast_model(hvd, model, world)
+    trainable = make_trainable(
+        workload,
+        layout,
+        model,
+        wrap=lambda own: distributed_optimizer(hvd, own, model, layout.accumulate, compress),
+    )
+    optimizer: Any = trainable.optimizer
+
+    def go_on_from_rank_0() -> None:  # a checkpoint may have been read by now
+        broadcast_model(hvd, model, world)
+        broadcast_optimizer(hvd, optimizer, world)
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        parallel.before_first_update(go_on_from_rank_0)
+        trainable.zero_grad()
+        shares: list[Tensor] = []
+        total: HorovodSum | None = None
+        for is_last, batch in trainable.iter_micro_batches(batches):
+            with parallel.micro_batch(batch) as part:
+                with autocast(layout, world):
+                    loss, share = compute_loss(workload, call_model(model, part.input), part, mesh)
+                shares.append(share)
+                if is_last:  # it travels while backward runs
+                    total = HorovodSum(hvd, sum(shares[1:], shares[0]), "sum and count", world)
+                trainable.backward(loss)  # the last one's gradients are sent as soon as each is there
+        assert total is not None, "an update has at least one micro-batch"
+        check_every_gradient(model)
+        wait_for_gradients(hvd, optimizer, world)
+        sum_untrained_grads(hvd, model, optimizer, world)
+        with optimizer.skip_synchronize():  # the gradients are summed: normalise, clip, step
+            trainable.optimizer_step(total.wait())
+        parallel.end_update()
+        return sum(shares[1:], shares[0])
+
+    def predict(batch: Batch) -> Any:
+        with parallel.micro_batch(batch) as part, autocast(layout, world):
+            return call_model(model, part.input)
+
+    return Prepared(
+        parallel,
+        trainable,
+        step,
+        predict,
+        full_state=lambda: replicated_state_dict(model, world.rank),
+        replicated_tensors=[*trainable.parameters, *model.buffers()],
+        num_micro_batches=layout.accumulate,
+    )
