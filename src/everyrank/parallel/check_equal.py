@@ -39,7 +39,7 @@ def check_equal(parallel: ParallelModel, batch: Batch) -> None:
     Where matrices are split each rank builds the full model for it, and drops it again; with meta=true, which says
     that it does not fit, nothing is compared. Raises `UnsupportedLayoutError` on every rank alike.
     """
-    if parallel.layout.read(FSDPOptions).meta or (parallel.tensor is None and parallel.context is None):
+    if parallel.layout.read(FSDPOptions).meta or not (parallel.tensor or parallel.context or parallel.experts):
         return
     was_training = parallel.model.training
     parallel.model.eval()
@@ -63,7 +63,7 @@ def _difference(parallel: ParallelModel, batch: Batch) -> float:
     found = _tensors(parallel.gather_output(output))
     if parallel.context is not None:
         dist.all_reduce(pair, group=parallel.mesh.group("context"))
-    whole = _unsplit_model(parallel) if parallel.tensor is not None else model
+    whole = _unsplit_model(parallel) if parallel.tensor is not None or parallel.experts else model
     output = call_model(whole.eval(), batch.input)
     reshard(model)
     difference = max(_differences(found, _tensors(output)), default=0.0)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.data import Batch
-from everyrank.layout import Layout
+from everyrank.layout import DATA_AXES, Layout
 from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.fsdp import apply_fsdp, reshard, scalar_parameters, set_requires_all_reduce
@@ -52,7 +52,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh)
     model = parallel.model
-    apply_fsdp(model, find_blocks(workload, model), layout, mesh)
+    apply_fsdp(model, find_blocks(workload, model), layout, mesh, parallel.experts)
     if layout.read(FSDPOptions).meta:
         materialise(model, parallel.rank_0_model, world)
     # Sharding replaced the parameters, so the optimizer is built after it.
@@ -60,7 +60,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     replicated = scalar_parameters(model)
     sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
     # fully_shard averages over these; ranks that split a matrix have the same loss
-    num_averaged = mesh.size("replicate", "shard", "context")
+    num_averaged = mesh.size(*DATA_AXES)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
