@@ -42,7 +42,7 @@ from everyrank.layout.options import TensorOptions
 from everyrank.parallel.mesh import Mesh, local_tensor
 from everyrank.workload import Workload
 
-__all__ = ["apply_expert_parallel"]
+__all__ = ["apply_expert_parallel", "expert_pattern"]
 
 
 def apply_expert_parallel(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> list[nn.Module]:
@@ -74,11 +74,16 @@ def _find_experts(model: nn.Module, workload: Workload, layout: Layout) -> dict[
             f"layout {layout}: workload {workload.name} has no experts to lay out over ranks: text has, with "
             "--set experts=4; of a model of your own, Workload.experts says where they are ('layers.*.experts')"
         )
-    pattern = re.compile(re.escape(workload.experts).replace(r"\*", r"[^.]+"))
+    pattern = expert_pattern(workload.experts)
     found = {name: module for name, module in model.named_modules() if pattern.fullmatch(name)}
     if not found:
         raise UnsupportedLayoutError(f"experts={workload.experts!r} matches no module of the model")
     return found
+
+
+def expert_pattern(experts: str) -> re.Pattern[str]:
+    """What matches the names of the modules that `Workload.experts` means: `*` stands for one part of a name."""
+    return re.compile(re.escape(experts).replace(r"\*", r"[^.]+"))
 
 
 def _check_experts(name: str, module: nn.Module, layout: Layout, degree: int) -> None:
