@@ -147,6 +147,25 @@ def one_of_eight_experts() -> Decoder:
     return experts(8, 1)
 
 
+def three_experts() -> Decoder:
+    return experts(3)
+
+
+def one_expert() -> Decoder:
+    return experts(1, 1)
+
+
+def one_expert_for_all() -> Decoder:
+    """Every token chooses the first of four experts: of two ranks the second gets none."""
+    model = experts(4, 1)
+    for block in model.blocks:
+        router = nn.Linear(16, 4)
+        with torch.no_grad():
+            router.bias[0] += 50.0
+        block.feed.router = router  # type: ignore[union-attr]
+    return model
+
+
 def guessed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """A metric: how many next tokens are guessed right."""
     return ((output.argmax(-1) == target) & (target != -100)).sum(), (target != -100).sum()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -91,6 +92,11 @@ def _check_experts(name: str, module: nn.Module, layout: Layout, degree: int) ->
     if len(counts) != 1 or () in counts:
         raise UnsupportedLayoutError(
             f"experts: the parameters of {name} have no first dimension in common; stack them by expert: (experts, ...)"
+        )
+    if len(inspect.signature(module.forward).parameters) < 3:
+        raise UnsupportedLayoutError(
+            f"experts: {name} is to be called as (tokens, chosen experts, weights), and its forward takes less; "
+            "name the module that holds the experts alone"
         )
     ((count,),) = counts
     if degree > count:
