@@ -178,7 +178,7 @@ class Experts(nn.Module):
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
             for part, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)
         ]
-        by_token = torch.cat(outputs)[order.argsort()].view(*chosen.shape, -1)
+        by_token = torch.cat(outputs)[order.argsort()].view(*chosen.shape, tokens.shape[-1])
         return (by_token * weights[:, :, None]).sum(1).to(tokens.dtype)
 
 

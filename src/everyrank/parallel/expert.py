@@ -149,7 +149,7 @@ def _forward(
         arrived, expert = F.pad(arrived, (0, 0, 0, 1)), F.pad(expert, (0, 1))
     computed = compute(arrived, expert[:, None], arrived.new_ones(len(expert), 1))
     returned = _AllToAll.apply(computed[:-1] if is_empty else computed, of, to, group)
-    by_token = returned[order.argsort()].view(*chosen.shape, -1)
+    by_token = returned[order.argsort()].view(*chosen.shape, tokens.shape[-1])
     return (by_token * weights.reshape(chosen.shape)[:, :, None]).sum(1).to(tokens.dtype)
 
 
