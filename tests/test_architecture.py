@@ -129,6 +129,7 @@ INSIDE = {
         "tensor.plan",
         "tensor.view_check",
         "tensor.apply",
+        "expert",
         "context.chunk",
         "context.attention",
         "context.apply",

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import everyrank
 from everyrank import Workload
-from everyrank.builtin import DECODER_PLAN, Decoder, DecoderShape
+from everyrank.builtin import DECODER_EXPERTS, DECODER_PLAN, Decoder, DecoderShape
 from everyrank.loop import open_data
 from everyrank.parity import ParityCase, parity_case
 from everyrank.world import World
@@ -130,6 +130,40 @@ class Passages(Sentences):
 def decoder(num_blocks: int = 4, tied: bool = True, heads: int = 4) -> Decoder:
     """A decoder transformer of 16 features."""
     return Decoder(DecoderShape(num_blocks, heads, width=16, hidden=24, vocabulary=12, tied=tied))
+
+
+def experts(count: int = 4, top_k: int = 2) -> Decoder:
+    """The same of two blocks, each a mixture of experts. Its router is sharp, so that some experts get few tokens."""
+    model = Decoder(DecoderShape(2, 4, width=16, hidden=24, vocabulary=12, tied=True, experts=count, top_k=top_k))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.weight"):
+                parameter *= 20
+    return model
+
+
+def one_of_eight_experts() -> Decoder:
+    """Each token chooses one of eight experts: with few tokens, some are chosen by none."""
+    return experts(8, 1)
+
+
+def three_experts() -> Decoder:
+    return experts(3)
+
+
+def one_expert() -> Decoder:
+    return experts(1, 1)
+
+
+def one_expert_for_all() -> Decoder:
+    """Every token chooses the first of four experts: of two ranks the second gets none."""
+    model = experts(4, 1)
+    for block in model.blocks:
+        router = nn.Linear(16, 4)
+        with torch.no_grad():
+            router.bias[0] += 50.0
+        block.feed.router = router  # type: ignore[union-attr]
+    return model
 
 
 def guessed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,6 +292,18 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
             "metrics": {"guessed": guessed},
             "blocks": "blocks",
             "tensor_plan": DECODER_PLAN,
+            "sequence_dim": 1,
+            "clip_norm": 0.5,
+        },
+        "experts": {
+            "model": experts,
+            "train_data": lambda: Passages(23),
+            "eval_data": lambda: Passages(13),
+            "loss": masked_loss,
+            "metrics": {"guessed": guessed},
+            "blocks": "blocks",
+            "tensor_plan": {key: word for key, word in DECODER_PLAN.items() if ".feed" not in key},
+            "experts": DECODER_EXPERTS,
             "sequence_dim": 1,
             "clip_norm": 0.5,
         },

@@ -31,6 +31,7 @@ MORE = {
     "context": (2, SPLIT),
     "contrastive": (2, "samplers: no DataLoader is trained from"),
     "ddp_amp": (2, ""),
+    "expert": (2, SPLIT),
     "model_parallel_two_devices": (1, "what ranks do to each other: it is one process"),
     "pipeline": (2, SPLIT),
     "single": (1, "what ranks do to each other: it is one process"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,31 @@ def test_a_split_model_goes_on_in_other_parts(
 
 def saves_and_goes_on(world: World, layout: str, run: Path) -> Any:
     return interrupted(world, in_float64(layout), decoding("adamw"), 0, run)
+
+
+def mixes(world: World, layout: str, optimizer: str, run: Path, saves: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same of a mixture of experts."""
+    with mock.patch(f"{__name__}.decoding", lambda chosen: zoo.workload("experts", chosen, schedule=schedule)):
+        return decodes(world, layout, optimizer, run, saves)
+
+
+MIXED = [("expert", 2), ("fsdp:expert=2", 2), ("ddp", 2), ("single", 1)]
+MORE_MIXED = [("fsdp:expert=2", 4), ("ddp:expert=2", 4), ("fsdp:expert=2,tensor=2", 4), ("fsdp", 2)]
+
+
+@pytest.mark.parametrize("layouts", [MIXED, pytest.param(MORE_MIXED, marks=pytest.mark.integration)], ids=["2", "4"])
+def test_experts_go_on_elsewhere(ranks: Any, tmp_path: Path, layouts: list[tuple[str, int]]) -> None:
+    """Saved by one layout, experts and their optimizer state go on under each of the others."""
+    whole = ranks(1, mixes, "single", "adamw", tmp_path / "whole", True)
+    for number, (layout, size) in enumerate([*layouts, layouts[0]]):
+        is_first = number % len(layouts) == 0
+        # saved by the first, taken up by the others; then saved by the one that keeps them whole, for the first
+        saver, run = (layouts[0], tmp_path / "run") if number < len(layouts) else (layouts[-1], tmp_path / "back")
+        if is_first:
+            ranks(saver[1], mixes, saver[0], "adamw", run, True)
+        rows = ranks(size, mixes, layout, "adamw", run, False)
+        assert losses_of(rows) == pytest.approx(losses_of(whole), rel=1e-10, abs=0.0), (layout, size)
+        same(rows[0][1], whole[0][1], relative=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "context", "pipeline:schedule=interleaved"])

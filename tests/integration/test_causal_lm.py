@@ -87,6 +87,8 @@ def test_equal(transformers: Any, ranks: Any, family: str, tied: bool) -> None:
     [
         ("llama", ["fsdp:tensor=2", "pipeline:tensor=2,schedule=gpipe", "ddp:context=2"]),
         ("qwen", ["fsdp:tensor=2", "pipeline:shard=2"]),
+        ("mixtral", ["ddp:expert=2", "fsdp:expert=2,tensor=2"]),
+        ("qwen-moe", ["expert", "fsdp:expert=2", "fsdp:expert=2,accumulate=2,recompute"]),
         ("gpt2", ["fsdp:context=2", "pipeline:pipeline=2,replicate=2,schedule=zero-bubble", "fsdp:replicate=2"]),
     ],
 )
@@ -181,7 +183,13 @@ def test_plans(transformers: Any) -> None:
     assert found["llama"].tensor_plan == llama
     assert found["qwen"].tensor_plan == llama | norms
     assert found["gpt2"].tensor_plan is None
-    assert [found[family].blocks for family in FAMILIES] == ["model.model.layers"] * 2 + ["model.transformer.h"]
+    without_mlp = {name: word for name, word in llama.items() if ".mlp." not in name}
+    assert found["mixtral"].tensor_plan == without_mlp  # experts are whole
+    assert found["qwen-moe"].tensor_plan == without_mlp | norms
+    blocks = {family: found[family].blocks for family in FAMILIES}
+    assert blocks == {**dict.fromkeys(FAMILIES, "model.model.layers"), "gpt2": "model.transformer.h"}
+    experts = [found[family].experts for family in FAMILIES]
+    assert experts == [None, None, None, f"{LAYER}.mlp.experts", f"{LAYER}.mlp.experts"]
 
 
 def test_tied_weights_are_split_alike(transformers: Any) -> None:
@@ -194,13 +202,16 @@ def test_tied_weights_are_split_alike(transformers: Any) -> None:
         assert found.tensor_plan.get("model.gpt_neox.embed_in") == ("vocabulary" if tied else None)
 
 
-def test_a_word_that_we_have_not(transformers: Any) -> None:
+def test_a_word_that_we_have_not(transformers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named, with the way out."""
     config = transformers.MixtralConfig(**SMALL)
-    with pytest.raises(WorkloadError, match=r"MixtralForCausalLM splits .*experts.* has no word .* tensor=False"):
+    plan = {**config.base_model_tp_plan, "layers.*.self_attn": "local_params"}
+    monkeypatch.setattr(transformers.MixtralConfig, "base_model_tp_plan", plan)
+    with pytest.raises(WorkloadError, match=r"MixtralForCausalLM splits .*attn.* has no word .* tensor=False"):
         from_transformers(config)
     found = from_transformers(config, tensor=False)
     assert (found.blocks, found.tensor_plan) == ("model.model.layers", None)
+    assert found.experts == "model.model.layers.*.mlp.experts"
     assert found.model()(torch.ones(1, 4, dtype=torch.long), torch.arange(4)[None]).shape == (1, 4, 64)
 
 

@@ -400,6 +400,8 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
             "metrics": {},
         },
     ),
+    "experts": ("experts", {"clip_norm": None}),
+    "experts, clip": ("experts", {"clip_norm": 0.01}),
     "words": ("frozen", {"clip_norm": None, "model": Other, "tensor_plan": OTHER_PLAN, "blocks": None}),
 }
 # mutation, layout, trait, optimizer under which it shows, ranks, words of the cause; "!" before those of a refusal

@@ -41,6 +41,7 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
     "fsdp_tensor": "tensor",
     "context": "context",
     "contrastive": "contrastive",
+    "expert": "expert",
 }
 REPLAYED = {"parameter_server_async"}  # another training than any layout's: tests/recipes/test_asynchronous.py
 OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
@@ -52,6 +53,7 @@ LONG = {
     "context": 230,
     "ddp_rpc": 195,
     "ddp_uneven": 190,
+    "expert": 205,
     "imagenet_ddp": 215,
     "parameter_server_async": 200,
     "pipeline": 185,
@@ -162,6 +164,7 @@ MUTATIONS = {
     "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
     "parameter_server_rpc": ("/ count  # a sum", "/ BATCH  # a sum"),
     "contrastive": ("        dist.all_reduce(grad)\n", ""),  # what the other ranks' losses say of a row is lost
+    "expert": ("dist.all_reduce(squares)", "squares *= world_size"),  # each rank clips by a norm of its own
     "context": (
         "= own_positions(rank, world_size)",
         "= torch.arange(LENGTH).chunk(world_size)[rank]",
@@ -189,6 +192,10 @@ MORE_MUTATIONS = [
         "(kv_dkv if step else ring_send_recv(kv_dkv)())",
     ),  # gradients stay with the neighbour
     ("context", "return slice(length // 2, length), slice(length)", "return slice(length), slice(length)"),
+    ("expert", "for parameter in shared])\n        dist", "for parameter in shared]) / world_size\n        dist"),
+    ("expert", "AllToAll.apply(grad, ctx.of, ctx.to)", "torch.zeros(sum(ctx.to), WIDTH, dtype=grad.dtype)"),
+    ("expert", "[order].split", ".split"),  # rows of one expert are taken for another's
+    ("expert", "said[order.argsort()]", "said"),  # what is said of one token is taken for another's
     ("ddp_torchrun", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),  # every epoch in the order of the first
     ("rpc_autograd", "manual_seed(SEED)\n", "manual_seed(os.getpid())\n"),  # weights of its own in every process
     ("rpc_batched", "own = slice(trainer, None, len(WORKERS) - 1)", "own = slice(0, None, len(WORKERS) - 1)"),
@@ -229,6 +236,7 @@ OTHER_STARTS = [
     ("context", 3, ("", "")),
     ("context", 4, ("", "")),
     ("model_parallel_two_devices", 2, ("", "")),
+    ("expert", 4, ("", "")),
 ]
 
 
@@ -507,6 +515,7 @@ def test_low_precision_is_low_and_trains(
     ("name", "size", "said"),
     [
         ("tensor", 3, "4 heads cannot be cut over 3 ranks evenly"),
+        ("expert", 3, "4 experts cannot be shared by 3 ranks evenly"),
         ("fsdp_tensor", 3, "TENSOR=2 must divide 3 ranks of torchrun, 4 heads"),
         ("hsdp", 3, "3 ranks of torchrun: SHARDS=2 must divide them"),
         ("pipeline", 5, "5 ranks of torchrun: give 1 to 4, of which each has a layer"),

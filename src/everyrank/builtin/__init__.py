@@ -5,7 +5,16 @@ D width, V vocabulary.
 """
 
 from everyrank.builtin.convnet import ConvNet
-from everyrank.builtin.decoder import DECODER_PLAN, Decoder, DecoderShape
+from everyrank.builtin.decoder import DECODER_EXPERTS, DECODER_PLAN, Decoder, DecoderShape, decoder_plan
 from everyrank.builtin.resnet import RESNET_DEPTHS, ResNet
 
-__all__ = ["DECODER_PLAN", "RESNET_DEPTHS", "ConvNet", "Decoder", "DecoderShape", "ResNet"]
+__all__ = [
+    "DECODER_EXPERTS",
+    "DECODER_PLAN",
+    "RESNET_DEPTHS",
+    "ConvNet",
+    "Decoder",
+    "DecoderShape",
+    "ResNet",
+    "decoder_plan",
+]

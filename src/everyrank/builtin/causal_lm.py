@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ __all__ = ["CausalLM", "FromTransformers", "from_transformers", "workload"]
 LENGTH = 64
 """How many tokens a sample of `text` has."""
 
-FAMILIES = ("llama", "qwen", "gpt2")
+FAMILIES = ("llama", "qwen", "gpt2", "mixtral", "qwen-moe")
 
 VOCABULARY_WORDS = {
     "colwise": "colwise",
@@ -59,16 +60,18 @@ class CausalLM(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class FromTransformers:
-    """What a `Workload` needs of a model: its three fields of the same names.
+    """What a `Workload` needs of a model: its fields of the same names.
 
     model        () -> CausalLM, with weights as the model's own initialisation draws them
     blocks       dotted path of its decoder layers
-    tensor_plan  its own plan in our words; None where it has none
+    tensor_plan  its own plan in our words; None where it has none. Experts are whole on every rank of the tensor axis
+    experts      where the experts of a mixture are; None where it has none
     """
 
     model: Callable[[], nn.Module]
     blocks: str
     tensor_plan: Mapping[str, str] | None
+    experts: str | None = None
 
 
 def from_transformers(config: Any, blocks: str | None = None, tensor: bool = True) -> FromTransformers:
@@ -93,6 +96,7 @@ def from_transformers(config: Any, blocks: str | None = None, tensor: bool = Tru
         model=lambda: _with_torch_norms(CausalLM(_build(config))),
         blocks=blocks,
         tensor_plan=_translate(outline) if tensor else None,
+        experts=_find_experts(outline),
     )
 
 
@@ -108,7 +112,9 @@ def _build(config: Any) -> Any:
     """The model of `transformers`, in float32."""
     auto: Any = _import().AutoModelForCausalLM
     try:
-        return auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        # experts one after the other: its other ways of computing them take low precision alone, or pad
+        ways = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+        return auto.from_config(config, dtype=torch.float32, **ways)
     except (ValueError, ImportError) as error:  # no causal model, none with torch's attention, or one that needs more
         raise WorkloadError(f"{type(config).__name__}: {str(error).strip().splitlines()[0]}") from error
 
@@ -129,10 +135,27 @@ def _find_blocks(outline: CausalLM) -> str:
     return found[0]
 
 
+def _is_experts(module: nn.Module) -> bool:
+    """Whether it is one that `transformers` calls with (tokens, chosen experts, weights), stacked by expert."""
+    count = getattr(module, "num_experts", None)
+    own = list(module.parameters())
+    is_stacked = any(tensor.dim() == 3 for tensor in own) and {tensor.shape[0] for tensor in own} == {count}
+    return is_stacked and "top_k_index" in inspect.signature(module.forward).parameters
+
+
+def _find_experts(outline: CausalLM) -> str | None:
+    """Where its experts are: one pattern; None where there are none."""
+    names = [name for name, module in outline.named_modules() if _is_experts(module)]
+    found = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return found[0] if len(found) == 1 else None
+
+
 def _translate(outline: CausalLM) -> dict[str, str] | None:
     """The model's own tensor-parallel plan in our words, for the parts that it has; None where there is none."""
     model: Any = outline.model
+    experts = tuple(name + "." for name, module in model.named_modules() if _is_experts(module))
     names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
+    names = [name for name in names if not f"{name}.".startswith(experts)]
     plan: dict[str, str] = {}
     for pattern, word in (model.tp_plan or {}).items():
         expression = re.escape(pattern).replace(r"\*", r"\d+")
@@ -204,10 +227,13 @@ def _config(family: str, num_blocks: int, width: int, heads: int, tied: bool) ->
     }
     if family == "llama":
         return transformers.LlamaConfig(**shape)
+    if family == "mixtral":
+        return transformers.MixtralConfig(**shape, num_key_value_heads=heads, num_local_experts=4)
     # two heads of queries share one of keys and values
-    return transformers.Qwen3Config(
-        **shape, num_key_value_heads=heads if heads % 2 else heads // 2, head_dim=width // heads
-    )
+    shape |= {"num_key_value_heads": heads if heads % 2 else heads // 2, "head_dim": width // heads}
+    if family == "qwen-moe":
+        return transformers.Qwen3MoeConfig(**shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width)
+    return transformers.Qwen3Config(**shape)
 
 
 def workload(
@@ -222,7 +248,10 @@ def workload(
     seed: int = 0,
     data: str | None = None,
 ) -> Workload:
-    """A small Llama, Qwen 3 or GPT-2 of `transformers`, with random weights: 64 tokens, as `text`."""
+    """A small Llama, Qwen 3 or GPT-2 of `transformers`, with random weights: 64 tokens, as `text`.
+
+    Mixtral and the mixture of Qwen 3 (qwen-moe) have four experts in each block, of which a token goes through two.
+    """
     if family not in FAMILIES:
         raise WorkloadError(f"--set family={family}: give one of {', '.join(FAMILIES)}")
     for name, value in (("num_blocks", num_blocks), ("width", width), ("heads", heads)):
@@ -237,4 +266,5 @@ def workload(
         model=found.model,
         blocks=found.blocks,
         tensor_plan=found.tensor_plan,
+        experts=found.experts,
     )

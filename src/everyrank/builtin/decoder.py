@@ -1,9 +1,9 @@
-"""A decoder transformer: RMSNorm, rotary positions, SwiGLU.
+"""A decoder transformer: RMSNorm, rotary positions, SwiGLU; or several SwiGLU layers, of which a token takes few.
 
 Positions are an input, because a rank that holds only part of a sequence cannot count them itself.
 
 Source: Vaswani et al. 2017; Zhang and Sennrich 2019 (RMSNorm); Su et al. 2021 (rotary positions); Shazeer 2020
-(SwiGLU).
+(SwiGLU); Shazeer et al. 2017 and Fedus et al. 2022 (experts).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DECODER_PLAN", "Decoder", "DecoderShape"]
+__all__ = ["DECODER_EXPERTS", "DECODER_PLAN", "Decoder", "DecoderShape", "decoder_plan"]
 
 DECODER_PLAN = {
     "embedding": "vocabulary",
@@ -35,10 +35,16 @@ DECODER_PLAN = {
 }
 """How its matrices are split over ranks (`Workload.tensor_plan`): two all-reduces a block forward, two backward."""
 
+DECODER_EXPERTS = "blocks.*.feed.experts"
+"""Where its experts are, if it has some (`Workload.experts`)."""
+
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes of a decoder. `hidden` is the inner width of the SwiGLU layer."""
+    """The sizes of a decoder. `hidden` is the inner width of the SwiGLU layer.
+
+    With `experts` a block has so many of these layers, and a token goes through `top_k` of them.
+    """
 
     num_blocks: int
     num_heads: int
@@ -46,6 +52,13 @@ class DecoderShape:
     hidden: int
     vocabulary: int = 256
     tied: bool = False
+    experts: int = 0
+    top_k: int = 2
+
+
+def decoder_plan(shape: DecoderShape) -> dict[str, str]:
+    """The `Workload.tensor_plan` of a decoder of this shape. Experts are whole on every rank of the tensor axis."""
+    return {name: word for name, word in DECODER_PLAN.items() if not shape.experts or ".feed" not in name}
 
 
 class Decoder(nn.Module):
@@ -58,9 +71,9 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 # layers that add to the residual stream start smaller the more of them there are (GPT-2)
-                adds = name.endswith(("output.weight", "down.weight"))
+                adds = name.endswith(("output.weight", "down.weight", "experts.down"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.num_blocks) if adds else 1.0))
         if shape.tied:
             self.head.weight = self.embedding.weight
@@ -74,14 +87,14 @@ class Decoder(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention and a SwiGLU layer, each added to the residual stream: (B, T, D) -> (B, T, D)."""
+    """Attention and a SwiGLU layer, or a mixture of them, added to the residual stream: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.attention = Attention(shape)
         self.feed_norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.feed = SwiGLU(shape)
+        self.feed = MixtureOfExperts(shape) if shape.experts else SwiGLU(shape)
 
     def forward(self, stream: Tensor, positions: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (B, T, D)."""
@@ -124,6 +137,49 @@ class SwiGLU(nn.Module):
     def forward(self, stream: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         return self.down(F.silu(self.gate(stream)) * self.up(stream))
+
+
+class MixtureOfExperts(nn.Module):
+    """(B, T, D) -> (B, T, D): of each token the sum over the `top_k` experts that a router finds most likely for it.
+
+    They are weighted by their likelihood. Every token reaches all of its experts, however many others choose them: no
+    capacity, and nothing is dropped.
+    """
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.top_k = shape.top_k
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts = Experts(shape)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        tokens = stream.flatten(0, 1)
+        # not normalised to 1 over those chosen: with top_k=1 that would leave the router without a gradient
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
+        return self.experts(tokens, chosen, weights).view_as(stream)
+
+
+class Experts(nn.Module):
+    """SwiGLU layers, stacked along dimension 0: tokens (N, D), chosen experts (N, K) and weights (N, K) -> (N, D)."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.width))
+        self.up = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.width))
+        self.down = nn.Parameter(torch.empty(shape.experts, shape.width, shape.hidden))
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """(N, D), (N, K), (N, K) -> (N, D)."""
+        order = chosen.flatten().argsort(stable=True)  # pairs of a token and a choice, expert after expert
+        counts = chosen.flatten().bincount(minlength=len(self.gate)).tolist()
+        parts = tokens[order // chosen.shape[1]].split(counts)
+        outputs = [
+            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+            for part, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)
+        ]
+        by_token = torch.cat(outputs)[order.argsort()].view(*chosen.shape, tokens.shape[-1])
+        return (by_token * weights[:, :, None]).sum(1).to(tokens.dtype)
 
 
 def rotate(values: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:

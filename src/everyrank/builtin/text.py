@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from everyrank.builtin import DECODER_PLAN, Decoder, DecoderShape
+from everyrank.builtin import DECODER_EXPERTS, Decoder, DecoderShape, decoder_plan
 from everyrank.datasets import TextWindows, files_in
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
@@ -86,6 +86,13 @@ def _workload(
             "--set order=shard: the text that is shipped is one piece; give files of your own: --data DIR"
         )
 
+    if shape.experts < 0:
+        raise WorkloadError(f"--set experts={shape.experts}: give at least 1, or leave it out")
+    if shape.experts and not 1 <= shape.top_k <= shape.experts:
+        raise WorkloadError(
+            f"--set experts={shape.experts} top_k={shape.top_k}: give a top_k from 1 to {shape.experts}"
+        )
+
     @functools.cache
     def windows(held_out: bool) -> Any:
         if data is None:
@@ -123,7 +130,8 @@ def _workload(
         seed=seed,
         clip_norm=1.0,
         blocks="blocks",
-        tensor_plan=DECODER_PLAN,
+        tensor_plan=decoder_plan(shape),
+        experts=DECODER_EXPERTS if shape.experts else None,
         sequence_dim=1,
     )
 
@@ -137,9 +145,14 @@ def text(
     data: str | None = None,
     order: str = "global",
     fused: bool = False,
+    experts: int = 0,
+    top_k: int = 2,
 ) -> Workload:
-    """8 blocks, 4 heads, 64 tokens, 0.9 million parameters: about a minute on two cores."""
-    shape = DecoderShape(num_blocks=8, num_heads=4, width=96, hidden=256, tied=tied)
+    """8 blocks, 4 heads, 64 tokens, 0.9 million parameters: about a minute on two cores.
+
+    With `experts` each block has so many SwiGLU layers, of which a byte goes through the `top_k` most likely ones.
+    """
+    shape = DecoderShape(num_blocks=8, num_heads=4, width=96, hidden=256, tied=tied, experts=experts, top_k=top_k)
     return _workload("text", shape, 64, lr, batch, steps, seed, 20, data, order, fused)
 
 
@@ -152,9 +165,11 @@ def text_medium(
     data: str | None = None,
     order: str = "global",
     fused: bool = False,
+    experts: int = 0,
+    top_k: int = 2,
 ) -> Workload:
     """12 blocks, 8 heads, 256 tokens, 38 million parameters: for one small GPU."""
-    shape = DecoderShape(num_blocks=12, num_heads=8, width=512, hidden=1376, tied=tied)
+    shape = DecoderShape(num_blocks=12, num_heads=8, width=512, hidden=1376, tied=tied, experts=experts, top_k=top_k)
     return _workload("text-medium", shape, 256, lr, batch, steps, seed, 100, data, order, fused)
 
 
@@ -167,7 +182,9 @@ def text_124m(
     data: str | None = None,
     order: str = "global",
     fused: bool = False,
+    experts: int = 0,
+    top_k: int = 2,
 ) -> Workload:
     """16 blocks, 12 heads, 1024 tokens, 124 million parameters: the size of the small GPT-2."""
-    shape = DecoderShape(num_blocks=16, num_heads=12, width=768, hidden=2336, tied=tied)
+    shape = DecoderShape(num_blocks=16, num_heads=12, width=768, hidden=2336, tied=tied, experts=experts, top_k=top_k)
     return _workload("text-124m", shape, 1024, lr, batch, steps, seed, 100, data, order, fused)

@@ -88,6 +88,8 @@ class BatchNormOptions(StrategyOptions):
         shared = [axis for axis in ("context", "tensor") if layout.degrees.get(axis, 1) > 1]
         if shared and not self.is_exact():
             return f"ranks along {shared[0]} share their samples; leave out batch_norm=local, or {shared[0]}"
+        if layout.degrees.get("expert", 1) > 1 and not self.is_exact():
+            return "batch_norm=local is compared with replicas, and ranks along expert are none; leave one out"
         return ""
 
 
@@ -108,7 +110,7 @@ class CompressOptions(StrategyOptions):
 
     def conflict(self, layout: Layout) -> str:
         """What is compressed are gradients that each rank has whole."""
-        shared = [axis for axis in ("context", "tensor") if layout.degrees.get(axis, 1) > 1]
+        shared = [axis for axis in ("context", "expert", "tensor") if layout.degrees.get(axis, 1) > 1]
         if shared and not self.is_exact():
             return f"compress={self.compress} is for replicas alone; leave it out, or {shared[0]}"
         if "matrix_rank" in layout.options and self.compress != "powersgd":

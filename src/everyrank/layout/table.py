@@ -27,13 +27,13 @@ from everyrank.layout.options import (
     TensorOptions,
 )
 
-__all__ = ["AXES", "STRATEGIES", "Strategy", "find_strategy", "problem_with"]
+__all__ = ["AXES", "DATA_AXES", "STRATEGIES", "Strategy", "find_strategy", "problem_with"]
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too.
+AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
+"""Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too."""
 
-(An expert axis would stand between context and tensor.)
-"""
+DATA_AXES = ("replicate", "shard", "context", "expert")
+"""Those whose ranks have other samples, or other positions: their losses and gradients are parts of a sum."""
 
 
 Kind = type | tuple[str, ...]
@@ -96,7 +96,7 @@ STRATEGIES: dict[str, Strategy] = {
         "everyrank.strategies.ddp",
         "replicate",
         (DDPOptions, BatchNormOptions, CompressOptions, ContextOptions, TensorOptions, DeviceOptions),
-        ("context", "tensor"),
+        ("context", "expert", "tensor"),
         simulation="replicas",
     ),
     "zero1": Strategy("everyrank.strategies.zero1", "replicate", (DDPOptions, BatchNormOptions), simulation="replicas"),
@@ -107,11 +107,12 @@ STRATEGIES: dict[str, Strategy] = {
         "everyrank.strategies.fsdp",
         "shard",
         (FSDPOptions, BatchNormOptions, ContextOptions, TensorOptions),
-        ("replicate", "context", "tensor"),
+        ("replicate", "context", "expert", "tensor"),
         simulation="replicas",
     ),
     "tensor": Strategy("everyrank.strategies.tensor", "tensor", (TensorOptions,)),
     "context": Strategy("everyrank.strategies.context", "context", (ContextOptions, DDPOptions)),
+    "expert": Strategy("everyrank.strategies.expert", "expert", (DDPOptions,)),
     "pipeline": Strategy(
         "everyrank.strategies.pipeline", "pipeline", (PipelineOptions,), ("replicate", "shard", "tensor")
     ),

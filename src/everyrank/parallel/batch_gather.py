@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from everyrank.data import Batch, Slice, cut
 from everyrank.errors import UnsupportedLayoutError, WorkloadError
+from everyrank.layout import DATA_AXES
 from everyrank.parallel.mesh import Mesh
 from everyrank.world import World
 from everyrank.world.collectives import all_gather as everywhere
@@ -109,7 +110,7 @@ def gather(values: Tensor) -> Tensor:
     if reads.count == 1:
         return values
     # the group that batch norm spans, which is there already: a new one would be a collective of all ranks
-    group = scope.mesh.group("replicate", "shard", "context")
+    group = scope.mesh.group(*DATA_AXES)
     return _Gather.apply(values, _sizes(batch.total, reads.count), reads.index, group)
 
 

@@ -8,7 +8,7 @@ parameter of two zeros: the gradient of (zeros * [sum, count]).sum() is [sum, co
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -43,11 +43,21 @@ class ModelWithCount(nn.Module):
         return call_model(self.model, value), self.carrier * 1.0
 
 
-def apply_ddp(model: nn.Module, layout: Layout, world: World) -> DistributedDataParallel:
-    """The model under DDP; called with an input, it returns (output, carrier of shape (2,))."""
+def apply_ddp(
+    model: nn.Module, layout: Layout, world: World, left_out: Collection[nn.Parameter] = ()
+) -> DistributedDataParallel:
+    """The model under DDP; called with an input, it returns (output, carrier of shape (2,)).
+
+    Parameters in `left_out` keep the gradients that backward gives them.
+    """
     options = layout.read(DDPOptions)
+    module = ModelWithCount(model, world.device, param_dtype(layout))
+    others = {id(parameter) for parameter in left_out}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in others]
+    # torch's own way, for want of an argument
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # pyright: ignore
     return DistributedDataParallel(
-        ModelWithCount(model, world.device, param_dtype(layout)),
+        module,
         process_group=world.group,
         # synchronised batch norm leaves the same bits in every rank's buffers: nothing to send before each forward
         **_NO_BUFFER_SYNC,

@@ -7,14 +7,17 @@ must be in one unit, or the shards of that weight would be updated apart.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.mesh import Mesh
@@ -31,15 +34,23 @@ __all__ = [
 ]
 
 
-def apply_fsdp(model: nn.Module, blocks: list[nn.Module], layout: Layout, mesh: Mesh) -> None:
+def apply_fsdp(
+    model: nn.Module, blocks: list[nn.Module], layout: Layout, mesh: Mesh, experts: Sequence[nn.Module] = ()
+) -> None:
     """Shard each block, then what is left with the root. The model is changed in place.
 
     On an axis of replicas (HSDP) gradients are reduced over both axes, and gathers stay on the axis of the shards.
+    `experts`, of which other ranks hold others, are units of their own over those that hold the same. Raises
+    `UnsupportedLayoutError` for experts that cannot be cut into as many parts.
     """
     policy = _policy(layout)
     root_policy = dataclasses.replace(policy, output_dtype=torch.float32 if mixed_dtype(layout) else None)
     options: dict[str, Any] = {"mesh": _device_mesh(mesh), "ignored_params": set(scalar_parameters(model))}
     reshards = layout.read(FSDPOptions).reshard_after_forward
+    for module in experts:
+        own: dict[str, Any] = {"mesh": mesh.expert_device_mesh(*_axes(mesh)), "mp_policy": policy}
+        cut = functools.partial(_cut_experts, mesh.size("shard", "context"))
+        fully_shard(module, reshard_after_forward=reshards, shard_placement_fn=cut, **own)
     for unit in fsdp_units(model, blocks):
         fully_shard(unit[0] if len(unit) == 1 else unit, mp_policy=policy, reshard_after_forward=reshards, **options)
     # backward starts with the root: letting go of it would only gather it again
@@ -64,7 +75,22 @@ def _policy(layout: Layout) -> MixedPrecisionPolicy:
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
     """An explicit mesh: without one torch takes all ranks of the default device type."""
-    return mesh.device_mesh(*(("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)))
+    return mesh.device_mesh(*_axes(mesh))
+
+
+def _axes(mesh: Mesh) -> tuple[str, ...]:
+    return ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
+
+
+def _cut_experts(degree: int, parameter: nn.Parameter) -> Shard:
+    """Which dimension of stacked experts is sharded: not the first, along which the expert axis has split them."""
+    for dim in range(1, parameter.dim()):
+        if parameter.shape[dim] % degree == 0:
+            return Shard(dim)
+    raise UnsupportedLayoutError(
+        f"experts of shape {tuple(parameter.shape)}: no dimension behind the first divides by the {degree} ranks that "
+        "shard an expert; take a degree of shard that divides one"
+    )
 
 
 def is_sharded(parameter: Tensor) -> bool:

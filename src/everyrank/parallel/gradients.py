@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from everyrank.layout import AXES
+from everyrank.layout import AXES, DATA_AXES
 from everyrank.parallel.mesh import Mesh, local_tensor
 
 __all__ = [
@@ -47,6 +47,8 @@ def is_norm_param(parameter: Tensor, mesh: Mesh, is_of_stage: bool) -> bool:
         split |= {name for name, how in zip(names, parameter.placements, strict=True) if not how.is_replicate()}
         if "shard" in split:
             split.add("context")  # parameters are sharded over both
+            if "expert" not in names:
+                split.add("expert")  # and, where they are not an expert's, over this one
     return mesh.is_first(*(axis for axis in AXES if axis not in split))
 
 
@@ -68,13 +70,12 @@ def sum_squares(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
 
 def average_replicated_grads(parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
     """Average the gradients of a few parameters that every rank keeps whole, one all-reduce each."""
-    axes = ("replicate", "shard", "context")
-    if mesh.size(*axes) == 1:
+    if mesh.size(*DATA_AXES) == 1:
         return
     for parameter in parameters:
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=mesh.group(*axes))
-            parameter.grad /= mesh.size(*axes)
+            dist.all_reduce(parameter.grad, group=mesh.group(*DATA_AXES))
+            parameter.grad /= mesh.size(*DATA_AXES)
 
 
 def zero_missing_grads(parameters: Sequence[nn.Parameter], counts: Tensor) -> None:
@@ -86,11 +87,11 @@ def zero_missing_grads(parameters: Sequence[nn.Parameter], counts: Tensor) -> No
 
 @torch.no_grad()
 def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: str) -> None:
-    """Average the gradients over the ranks that read; with "pipeline", add them up over the stages, too.
+    """Average the gradients over the ranks that hold the same; with "pipeline", add them up over the stages, too.
 
     One all-reduce for all gradients of one dtype, in buckets of 25 MiB.
     """
-    group = mesh.group(*stages, "replicate", "shard")
+    group = mesh.group(*stages, "replicate", "shard", "context")
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     waiting: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
     if group is not None:
@@ -100,7 +101,7 @@ def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: st
     for work, flat, bucket in waiting:
         assert work is not None
         work.wait()
-        flat /= mesh.size("replicate", "shard")
+        flat /= mesh.size("replicate", "shard", "context")
         parts = flat.split([gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))

@@ -9,9 +9,9 @@ The ranks of a world are numbered through the axes as the digits of a number are
        shard 0   0    1                      shard 0    0    1           shard 0    4    5
              1   2    3                            1    2    3                 1    6    7
 
-Ranks that differ in replicate or shard read different samples; in context, different parts of the same sequences; in
-tensor and pipeline, the same. The servers of a parameter server stand in front of the first rank of the mesh, on no
-axis, and read nothing.
+Ranks that differ in replicate, shard or expert read different samples; in context, different parts of the same
+sequences; in tensor and pipeline, the same. The servers of a parameter server stand in front of the first rank of the
+mesh, on no axis, and read nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from everyrank.data import Slice
-from everyrank.layout import AXES, Layout, find_own_code
+from everyrank.layout import AXES, DATA_AXES, Layout, find_own_code
 from everyrank.world import World, store_barrier
 
 __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_mesh", "open_mesh"]
@@ -58,10 +58,8 @@ class Mesh:
         """The part of each micro-batch that this rank reads."""
         if self.is_server:
             return Slice(0, 0)
-        return Slice(
-            self.coordinate["replicate"] * self.sizes["shard"] + self.coordinate["shard"],
-            self.size("replicate", "shard"),
-        )
+        axes = [axis for axis in DATA_AXES if axis != "context"]
+        return Slice(self._place(axes), self.size(*axes))
 
     @property
     def rng_stream(self) -> int:
@@ -70,8 +68,15 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank among those that have other samples or positions: replicate x shard x context."""
-        return self.data_slice.index * self.sizes["context"] + self.coordinate["context"]
+        """The number of this rank among those that have other samples or positions."""
+        return self._place(DATA_AXES)
+
+    def _place(self, axes: Iterable[str]) -> int:
+        """The number of this rank among those that differ from it in these axes, outermost first."""
+        place = 0
+        for axis in axes:
+            place = place * self.sizes[axis] + self.coordinate[axis]
+        return place
 
     @property
     def is_server(self) -> bool:
@@ -119,11 +124,20 @@ class Mesh:
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """Torch's mesh over these of the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
 
-        `context` counts as a part of `shard`: parameters are equal along both, so FSDP shards over both.
+        `context` and `expert` count as parts of `shard`: parameters are equal along all of them, so FSDP shards over
+        all of them. What is an expert's is on another mesh.
         """
+        sizes = {axis: self.sizes[axis] for axis in AXES if axis not in ("context", "expert")}
+        sizes["shard"] *= self.size("context", "expert")
+        kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
+        return make_device_mesh(self.world, kept)[axes]
+
+    def expert_device_mesh(self, *axes: str) -> DeviceMesh:
+        """The same for the parameters of experts, which are not equal along `expert`: an axis of its own here."""
         sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
         sizes["shard"] *= self.sizes["context"]
-        kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
+        # torch combines only parts of one mesh: the same one, whichever of its axes are asked for
+        kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in ("shard", "expert"))
         return make_device_mesh(self.world, kept)[axes]
 
     def group_axes(self) -> dict[str, str]:
@@ -134,8 +148,12 @@ class Mesh:
                 found[group.group_name] = self._axes_text(axes)
         for mesh in self.world.group_cache.device_meshes.values():
             if mesh.size() == self.world.size:  # one over context as well serves layouts with and without that axis
-                for axis in mesh.mesh_dim_names or ():
-                    along = ("shard", "context") if axis == "shard" else (axis,)  # see `device_mesh`
+                names = mesh.mesh_dim_names or ()
+                parts_of_shard = [
+                    axis for axis in ("shard", "context", "expert") if axis == "shard" or axis not in names
+                ]
+                for axis in names:
+                    along = parts_of_shard if axis == "shard" else (axis,)  # see `device_mesh`
                     found.setdefault(mesh.get_group(axis).group_name, self._axes_text(along) or axis)
         return found
 

@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
-from everyrank.layout import Layout
+from everyrank.layout import DATA_AXES, Layout
 from everyrank.layout.options import BatchNormOptions, FSDPOptions
 from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
 from everyrank.parallel.context.parts import SequenceParts
+from everyrank.parallel.expert import apply_expert_parallel
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.parallel.micro_batch import ContextFactory, MicroBatchState
@@ -41,6 +42,7 @@ class ParallelModel:
     micro_batch_state   what forward passes know of the micro-batch in progress
     tensor              what is split over the tensor axis; None where that is one rank long
     context             what is split over the context axis; None where that is one rank long
+    experts             the modules of which each rank of the expert axis holds a part; none where that is one rank long
     is_checked          the check before the first update has been done, or is not wanted
     """
 
@@ -52,6 +54,7 @@ class ParallelModel:
     micro_batch_state: MicroBatchState
     tensor: TensorParallel | None
     context: ContextParallel | SequenceParts | None
+    experts: Sequence[nn.Module] = ()
     is_checked: bool = False
 
     @contextlib.contextmanager
@@ -112,6 +115,7 @@ def parallelize(
     if broadcast and not layout.read(FSDPOptions).meta:
         broadcast_from_rank_0(model, mesh.world)
     tensor = apply_tensor_parallel(model, workload, layout, mesh)
+    experts = apply_expert_parallel(model, workload, layout, mesh)
     context = apply_context_parallel(model, workload, layout, mesh)
     state = MicroBatchState(
         contexts=[*(part.context for part in (tensor, context) if part is not None), *contexts],
@@ -125,13 +129,13 @@ def parallelize(
         _apply_recompute(model, workload, layout, state)
     if layout.compile:
         _apply_compile(model, workload)
-    return ParallelModel(workload, layout, mesh, model.train(), rank_0_model, state, tensor, context)
+    return ParallelModel(workload, layout, mesh, model.train(), rank_0_model, state, tensor, context, experts)
 
 
 def _batch_norm_world(mesh: Mesh) -> World:
     """The ranks that have samples, or parts of sequences, of their own, as a world of their own."""
-    axes = ("replicate", "shard", "context")
-    return dataclasses.replace(mesh.world, rank=mesh.data_rank, size=mesh.size(*axes), group=mesh.group(*axes))
+    size, group = mesh.size(*DATA_AXES), mesh.group(*DATA_AXES)
+    return dataclasses.replace(mesh.world, rank=mesh.data_rank, size=size, group=group)
 
 
 def broadcast_from_rank_0(model: nn.Module, world: World) -> None:

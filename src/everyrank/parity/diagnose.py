@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everyrank.data import Update
 from everyrank.layout import Layout, find_own_code
+from everyrank.parallel.expert import expert_pattern
 from everyrank.parallel.init_model import on_cpu
 from everyrank.parity.backward import gradients_by_rank
 from everyrank.parity.case import ParityCase, Segments, single_like
@@ -178,6 +179,9 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
         before, after = ((reference.states[place], run.states[place]) for place in (index, done))
         code, model = find_own_code(evidence.layout, size), on_cpu(evidence.case.workload)
         return cause_in_gradients(before, after, code, model, evidence.gradients)
+    of_experts = _about_experts(evidence, reference.states[index : done + 1], run.states[index : done + 1])
+    if of_experts is not None:
+        return of_experts
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
         return f"the update is {ratio:.3g} times that of one device, as many as there are ranks: sum for mean"
@@ -188,6 +192,34 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
     return (
         "the loss is that of one device, the gradients that reach the optimizer are not: they are no sum over all "
         "samples of the global batch"
+    )
+
+
+def _about_experts(evidence: _Evidence, reference: list[_State], run: list[_State]) -> str | None:
+    """What is wrong with the update of experts, where nothing else differs; each run's states before and after it."""
+    place = evidence.case.workload.experts
+    degree = evidence.layout.mesh(evidence.world.size).get("expert", 1)
+    if place is None or degree == 1:
+        return None
+    is_expert = {name: expert_pattern(place).fullmatch(name.rpartition(".")[0]) for name in reference[0]}
+    for name in (name for name in reference[0] if not is_expert[name]):
+        moved = distance(reference[0][name], reference[1][name])
+        if distance(reference[1][name], run[1][name]) > _FIRST_TENSOR * moved:
+            return None
+    pairs = (
+        [{name: state[name] for name in is_expert if is_expert[name]} for state in run] for run in (reference, run)
+    )
+    here, there = pairs
+    ratio = _update_ratio(here, there)
+    is_multiple = _distance_of_updates(here, there, ratio) < 0.3  # weight decay stays the same
+    text = f"only experts differ, and their update is {ratio:.3g} times that of one device: "
+    if is_multiple and abs(ratio / degree - 1) < 0.05:
+        return f"{text}a sum over the {degree} ranks of the expert axis, which is to be divided by their number"
+    if is_multiple and abs(ratio * degree - 1) < 0.05:
+        return f"{text}divided by the {degree} ranks of the expert axis once too often"
+    return (
+        f"{text}their gradients are not those of the tokens that chose them, or were averaged over the expert axis, "
+        "whose ranks hold other experts"
     )
 
 
@@ -230,3 +262,13 @@ def _update_ratio(reference: list[_State], run: list[_State]) -> float:
             product += float((own * other).sum())
             square += float((own * own).sum())
     return product / square if square else 1.0
+
+
+def _distance_of_updates(reference: list[_State], run: list[_State], ratio: float) -> float:
+    """How far the update of `run` is from `ratio` times that of `reference`, as a part of its own norm."""
+    far = square = 0.0
+    for name, before in reference[0].items():
+        own, other = (reference[1][name] - before).double(), (run[1][name] - run[0][name]).double()
+        far += float((other - ratio * own).square().sum())
+        square += float(other.square().sum())
+    return (far / square) ** 0.5 if square else 0.0

@@ -13,24 +13,28 @@ each rank's own samples, and rank 0's running ones (one broadcast per update); c
 matrix_rank, 1 if left out), for gradients that travel in fewer bytes (parallel/compress.py). With context=N the ranks
 that share a sequence are replicas, too (strategies/context.py). With tensor=N the matrices are split
 (strategies/tensor.py), and torch's `fully_shard` keeps the replicas of the parts: it is
-`fsdp:replicate=...,shard=1,tensor=N`, sends what that sends, and with context=N as well shards the parameters along
-the context axis.
+`fsdp:replicate=...,shard=1,tensor=N`, sends what that sends, and with context=N or expert=N as well shards the
+parameters along that axis. With expert=N ranks hold other experts of a mixture (strategies/expert.py): replicas of
+those average their gradients in an all-reduce of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.compress import apply_compression
 from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
-from everyrank.parallel.full_state import replicated_state_dict
+from everyrank.parallel.full_state import full_state_dict
+from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import call_model, parallelize
@@ -48,13 +52,17 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     mesh = open_mesh(layout, world)
     if mesh.size("tensor") > 1:  # replicas of split matrices: replicas of shards, with one shard
         return fsdp.prepare(workload, layout, world)
-    parallel = parallelize(workload, layout, mesh, broadcast=False)  # DistributedDataParallel does that
+    has_experts = mesh.size("expert") > 1  # else DistributedDataParallel broadcasts all there is
+    parallel = parallelize(workload, layout, mesh, broadcast=has_experts)
     model = parallel.model
-    ddp = apply_ddp(model, layout, world)
+    experts = [parameter for module in parallel.experts for parameter in module.parameters()]
+    ddp = apply_ddp(model, layout, world, experts)
     trainable = make_trainable(workload, layout, model)
     named = dict(model.named_parameters())
     forget = apply_compression(ddp, model, layout, world)
     trainable.on_restore += [forget] if forget else []
+    of_norm = norm_params(trainable.parameters, mesh)
+    sum_grad_squares = functools.partial(sum_squares, of_norm, mesh) if has_experts else None
 
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
@@ -69,7 +77,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 trainable.backward(loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
         check_unused_parameters(named, layout)
-        trainable.optimizer_step(global_sum_and_count(ddp, world), num_averaged=world.size)
+        all_reduce_grads(experts, mesh)  # over the ranks that hold the same ones
+        trainable.optimizer_step(global_sum_and_count(ddp, world), world.size, sum_grad_squares)
         parallel.end_update()
         return sum(shares[1:], shares[0])
 
@@ -82,7 +91,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: replicated_state_dict(model, world.rank),
-        replicated_tensors=[*trainable.parameters, *model.buffers()],
+        full_state=lambda: full_state_dict(model, mesh),
+        replicated_tensors=[t for t in [*trainable.parameters, *model.buffers()] if not isinstance(t, DTensor)],
         num_micro_batches=layout.accumulate,
     )

@@ -5,7 +5,7 @@ Travels   per micro-batch: an all-gather of each block's parameters in forward a
           of the rest in forward, a reduce-scatter of each block's gradients and of the rest's. Per update: with
           replicas an all-reduce over them of each gradient shard; one all-reduce of loss and count of terms (two
           elements), overlapped with backward; one of the gradient of each parameter without dimensions, which cannot be
-          sharded; with clip_norm one of the sum of squares. With tensor or context what their pages say, too
+          sharded; with clip_norm one of the sum of squares. With tensor, context or expert what their pages say, too
 Use when  the model or its optimizer does not fit on one device
 Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
@@ -14,7 +14,8 @@ Keys: reshard_after_forward=false keeps gathered blocks until backward: more mem
 builds the model in full on rank 0's CPU alone, for what does not fit on every rank. With replicate=N (HSDP) shards
 have N copies: gathers stay among the shards, gradients are then all-reduced over the copies. With tensor=N the
 matrices are split before they are sharded (strategies/tensor.py), with context=N the sequences
-(strategies/context.py), and ranks along the context axis shard parameters, too.
+(strategies/context.py), and ranks along the context axis shard parameters, too. With expert=N each mixture's experts
+are a unit of their own, sharded over the ranks that hold the same ones (strategies/expert.py); all else over all ranks.
 Blocks are the modules at `Workload.blocks`; without it the whole model is one unit.
 """
 
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.data import Batch
-from everyrank.layout import Layout
+from everyrank.layout import DATA_AXES, Layout
 from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.fsdp import apply_fsdp, reshard, scalar_parameters, set_requires_all_reduce
@@ -52,7 +53,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh)
     model = parallel.model
-    apply_fsdp(model, find_blocks(workload, model), layout, mesh)
+    apply_fsdp(model, find_blocks(workload, model), layout, mesh, parallel.experts)
     if layout.read(FSDPOptions).meta:
         materialise(model, parallel.rank_0_model, world)
     # Sharding replaced the parameters, so the optimizer is built after it.
@@ -60,7 +61,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     replicated = scalar_parameters(model)
     sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
     # fully_shard averages over these; ranks that split a matrix have the same loss
-    num_averaged = mesh.size("replicate", "shard", "context")
+    num_averaged = mesh.size(*DATA_AXES)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(lambda: check_equal(parallel, batches[0]))

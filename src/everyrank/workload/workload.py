@@ -76,6 +76,9 @@ class Workload:
         clip_norm       largest global norm of the gradients
         blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
         tensor_plan     {"layers.*.query": "colwise", ...} for tensor-parallel layouts
+        experts         where the experts of a mixture are ("layers.*.experts"), for expert-parallel layouts: modules
+                        whose parameters are stacked by expert along dimension 0, called as (tokens (N, D), chosen
+                        experts (N, K), weights (N, K)) -> (N, D): the sum over the chosen ones, by weight
         sequence_dim    which dimension of the input is the sequence, for context-parallel layouts
         num_devices     devices the model lives on: above 1, `model` is called with a list of so many, and puts its
                         parts there itself (they are all the same one, unless the layout says devices=2)
@@ -109,6 +112,7 @@ class Workload:
     clip_norm: float | None = None
     blocks: str | None = None
     tensor_plan: Mapping[str, str] | None = None
+    experts: str | None = None
     sequence_dim: int | None = None
     num_devices: int = 1
     batch_rule: str | None = field(default=None, compare=False)

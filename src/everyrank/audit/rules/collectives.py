@@ -13,7 +13,8 @@ from everyrank.audit.watch.place import is_own_file
 __all__ = ["check_collectives", "stands"]
 
 _POINT_TO_POINT = ("send", "recv")
-_UNEVEN = ("gather_", "scatter_")  # of which the root alone has the list of tensors
+# of which the root alone has the list of tensors; and those in which each rank sends as many rows as it has
+_UNEVEN = ("gather_", "scatter_", "alltoall_", "alltoall_base_", "all_to_all_single")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 

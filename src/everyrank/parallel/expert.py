@@ -1,0 +1,193 @@
+"""Expert parallel: each rank of an axis holds some of the experts, and tokens travel to those that they chose.
+
+             rank 0: experts 0, 1           rank 1: experts 2, 3
+    tokens   a   b   c   d                  e   f   g   h           each rank has tokens of its own
+    choose   1   2   0   3                  3   2   2   1
+    sorted   c   a | b   d                  h | f   g   e           by expert, so by rank
+                   ╰───╳────────────────────╯                       all-to-all: as many rows to a rank as there are
+    compute  c   a   h                      b   d   f   g   e
+                   ╰───╳────────────────────╯                       all-to-all back; sorted back; times the weights
+
+Nothing is dropped and nothing padded, however uneven the choice: the numbers of rows go ahead in an all-to-all of their
+own. Backward of an all-to-all is one with the two lists of numbers exchanged. A rank that nobody chose computes one
+row of zeros: one that left its backward out would leave the others waiting.
+
+The gradients. Each rank starts backward from the sum of its own losses. A weight that every rank holds has on each of
+them the part of the gradient that comes from its own samples, and those are averaged over all data ranks:
+(g_0 + g_1 + ...) / n. The tokens that reach an expert come from all ranks of the axis, and so do their gradients: what
+its rank has is their sum already. It is divided by the ranks of the axis (and not added up over them, who hold other
+experts), averaged over the ranks that hold the same expert, and is then the same (g_0 + g_1 + ...) / n. From there the
+global count of loss terms makes both the gradient of the mean, as for any layout.
+
+Source: Lepikhin et al. 2021 (GShard); Gale et al. 2023 (MegaBlocks: no capacity)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import Layout
+from everyrank.layout.options import TensorOptions
+from everyrank.parallel.mesh import Mesh, local_tensor
+from everyrank.workload import Workload
+
+__all__ = ["apply_expert_parallel", "expert_pattern"]
+
+
+def apply_expert_parallel(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+    """Give each rank of the expert axis its experts, in place; the modules that hold them: [] without such an axis.
+
+    Raises `UnsupportedLayoutError` for a workload without experts, and a number of them that does not divide.
+    """
+    if workload.experts is not None and layout.read(TensorOptions).sequence:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: experts take tokens that are whole on every rank of the tensor axis; leave out sequence"
+        )
+    degree = mesh.size("expert")
+    if degree == 1:
+        return []
+    found = _find_experts(model, workload, layout)
+    for name, module in found.items():
+        _check_experts(name, module, layout, degree)
+    group = mesh.group("expert")
+    assert group is not None
+    for module in found.values():
+        _split(module, mesh, group)
+    return list(found.values())
+
+
+def _find_experts(model: nn.Module, workload: Workload, layout: Layout) -> dict[str, nn.Module]:
+    """Name -> module, for what `Workload.experts` says."""
+    if workload.experts is None:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: workload {workload.name} has no experts to lay out over ranks: text has, with "
+            "--set experts=4; of a model of your own, Workload.experts says where they are ('layers.*.experts')"
+        )
+    pattern = expert_pattern(workload.experts)
+    found = {name: module for name, module in model.named_modules() if pattern.fullmatch(name)}
+    if not found:
+        raise UnsupportedLayoutError(f"experts={workload.experts!r} matches no module of the model")
+    return found
+
+
+def expert_pattern(experts: str) -> re.Pattern[str]:
+    """What matches the names of the modules that `Workload.experts` means: `*` stands for one part of a name."""
+    return re.compile(re.escape(experts).replace(r"\*", r"[^.]+"))
+
+
+def _check_experts(name: str, module: nn.Module, layout: Layout, degree: int) -> None:
+    counts = {tuple(parameter.shape[:1]) for parameter in module.parameters()}
+    if len(counts) != 1 or () in counts:
+        raise UnsupportedLayoutError(
+            f"experts: the parameters of {name} have no first dimension in common; stack them by expert: (experts, ...)"
+        )
+    if len(inspect.signature(module.forward).parameters) < 3:
+        raise UnsupportedLayoutError(
+            f"experts: {name} is to be called as (tokens, chosen experts, weights), and its forward takes less; "
+            "name the module that holds the experts alone"
+        )
+    ((count,),) = counts
+    if degree > count:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: {name} has {count} experts, too few for {degree} ranks; give expert={count} at most, "
+            "beside another axis (ddp:expert=2, fsdp:expert=2)"
+        )
+    if count % degree:
+        raise UnsupportedLayoutError(
+            f"layout {layout}: {name} has {count} experts, which expert={degree} does not divide; "
+            f"take a degree that divides {count}"
+        )
+
+
+def _split(module: nn.Module, mesh: Mesh, group: dist.ProcessGroup) -> None:
+    """Keep the experts of this rank, and send tokens where theirs are. To all others a parameter is one DTensor."""
+    degree, index = mesh.size("expert"), mesh.coordinate["expert"]
+    devices = mesh.expert_device_mesh("expert")
+    places = [(owner, name) for owner in module.modules() for name, _ in owner.named_parameters(recurse=False)]
+    whole = {place: place[0].get_parameter(place[1]) for place in places}
+    num_own = next(iter(whole.values())).shape[0] // degree
+    for (owner, name), parameter in whole.items():
+        own = parameter.detach()[index * num_own : (index + 1) * num_own].clone()
+        setattr(owner, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+    shell: Any = copy.deepcopy(module).to("meta")  # computes with the weights that it is called with
+    if hasattr(shell, "num_experts"):  # so does transformers call it
+        shell.num_experts = num_own
+    for (owner, name), parameter in whole.items():
+        part = DTensor.from_local(owner.get_parameter(name).detach(), devices, [Shard(0)], run_check=False)
+        setattr(owner, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    compute = functools.partial(_compute, module, shell, degree)
+    module.forward = functools.partial(_forward, compute, degree, num_own, group)
+
+
+@torch.compiler.disable  # how many rows travel is known only when they do
+def _forward(
+    compute: Any, degree: int, num_own: int, group: dist.ProcessGroup, tokens: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """What the module would give that had all experts: (N, D), (N, K), (N, K) -> (N, D)."""
+    chosen = chosen.reshape(len(tokens), -1)
+    order = chosen.flatten().argsort(stable=True)  # pairs of a token and a choice: by expert, so by rank
+    sends = chosen.flatten().bincount(minlength=degree * num_own)
+    takes = torch.empty_like(sends)
+    dist.all_to_all_single(takes, sends, group=group)
+    to, of = (counts.view(degree, num_own).sum(1).tolist() for counts in (sends, takes))
+    arrived = _AllToAll.apply(tokens[order // chosen.shape[1]], to, of, group)
+    expert = torch.arange(num_own, device=tokens.device).repeat(degree).repeat_interleave(takes)
+    is_empty = not len(expert)
+    if is_empty:
+        arrived, expert = F.pad(arrived, (0, 0, 0, 1)), F.pad(expert, (0, 1))
+    computed = compute(arrived, expert[:, None], arrived.new_ones(len(expert), 1))
+    returned = _AllToAll.apply(computed[:-1] if is_empty else computed, of, to, group)
+    by_token = returned[order.argsort()].view(*chosen.shape, tokens.shape[-1])
+    return (by_token * weights.reshape(chosen.shape)[:, :, None]).sum(1).to(tokens.dtype)
+
+
+def _compute(module: nn.Module, shell: Any, degree: int, *arguments: Tensor) -> Any:
+    """What the experts of this rank give, with the weights that the module has now."""
+    weights = {name: _Divided.apply(local_tensor(p), degree) for name, p in module.named_parameters()}
+    shell.train(module.training)
+    return torch.func.functional_call(shell, {**weights, **dict(module.named_buffers())}, arguments)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other ranks of the group, as many as `to` says, and as many from them as `of` says: (N, D) -> (M, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.splits = to, of, group
+        return _exchange(rows, to, of, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        to, of, group = ctx.splits
+        return _exchange(gradients[0], of, to, group), None, None, None
+
+
+def _exchange(rows: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    found = rows.new_empty(sum(of), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), list(of), list(to), group=group)
+    return found
+
+
+class _Divided(torch.autograd.Function):
+    """A weight, whose gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, degree: int) -> Tensor:
+        ctx.degree = degree
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.degree, None
