@@ -118,7 +118,7 @@ def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
         *("status", "bitwise", "max_relative_difference", "tolerance", "first_divergence", "cause", "reason"),
     }
     assert set(row["throughput_samples_per_second"]) == {"median", "low", "high", "trials"}
-    assert set(row["collectives"][0]) == {"op", "group", "count", "bytes"}
+    assert set(row["collectives"][0]) == {"op", "group", "count", "bytes", "updates"}
 
 
 def test_what_was_not_measured_is_null(tmp_path: Path) -> None:

@@ -101,10 +101,12 @@ def _counting(workload: Workload) -> Workload:
 
 def _same_order_twice(train_data: Any) -> tuple[list[str], str]:
     """(What is wrong, what is to be noted) where two epochs read the samples in one order."""
-    is_stream = isinstance(train_data, Streamed | UnevenStreams)
-    streams: list[Any] = (
-        train_data.streams if isinstance(train_data, UnevenStreams) else [train_data.dataset] * is_stream
-    )
+    streams: list[Any] = []
+    if isinstance(train_data, UnevenStreams):
+        streams = list(train_data.streams)
+    elif isinstance(train_data, Streamed):
+        streams = [train_data.dataset]
+    is_stream = bool(streams)
     keeps_order = any(getattr(stream, "keeps_order", False) for stream in streams)
     if keeps_order or (is_stream and not any(hasattr(stream, "set_epoch") for stream in streams)):
         return [], " (a stream, in the same order in both)"
