@@ -17,6 +17,8 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PARTS := horovod slurm mpi ray hosts launchers recipes benches package models layouts suite
+# a test mostly waits for its ranks: two files of tests at a time fill two cores; 0: one after the other, in one process
+WORKERS ?= 2
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-integrations check lint types clean
@@ -25,7 +27,7 @@ demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --ignore tests/integration -m "not integration"
+	$(BIN)/python -m pytest --ignore tests/integration -m "not integration" --numprocesses $(WORKERS) --dist loadfile
 
 ifneq ($(filter-out $(PARTS),$(PART)),)
 $(error PART=$(PART): give one of $(PARTS))
