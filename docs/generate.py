@@ -1,4 +1,4 @@
-"""Make the parts of README.md, CONTRIBUTING.md and two pages of docs that follow from Records and from the code.
+"""Make the parts of README.md, CONTRIBUTING.md and three pages of docs that follow from Records and from the code.
 
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
@@ -29,16 +29,26 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "everyrank"
 ORDER = ROOT / "tests" / "test_architecture.py"
 DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
+FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
+EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
 COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
 ALGORITHMS = PACKAGE / "collectives" / "algorithms"
 SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
 WIDTH = 120
 
 
-def demo_table(number: int) -> str:
-    """One of the tables that `make demo` prints: 0 the speeds, 1 where a step goes, 2 what it holds and sends."""
-    [records] = groups(read_records(DIGITS))
+def demo_table(number: int, path: Path = DIGITS) -> str:
+    """One of the tables that a bench prints: 0 the speeds, 1 where a step goes, 2 what it holds and sends."""
+    [records] = groups(read_records(path))
     return markdown("", tables(records)[number][1]).partition("\n\n")[2].rstrip()
+
+
+def loss_curves() -> str:
+    """The loss after so many updates under each family, which one order of samples makes comparable."""
+    shown = (0, 9, 29, 59, 119, 229)
+    records = [record for record in read_records(FAMILIES) if len(record.loss) > shown[-1]]
+    header = ["layout", *(f"update {update + 1}" for update in shown)]
+    return _table(header, ([record.layout, *(f"{record.loss[at]:.4f}" for at in shown)] for record in records))
 
 
 def house() -> str:
@@ -203,6 +213,13 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "the house": (PACKAGE, house),
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
+    },
+    "docs/benchmarks.md": {
+        "all families": (FAMILIES, lambda: demo_table(0, FAMILIES)),
+        "what all families send": (FAMILIES, lambda: demo_table(2, FAMILIES)),
+        "losses of all families": (FAMILIES, loss_curves),
+        "experts": (EXPERTS, lambda: demo_table(0, EXPERTS)),
+        "what experts send": (EXPERTS, lambda: demo_table(2, EXPERTS)),
     },
     "docs/collectives.md": {
         "theory of the algorithms": (ALGORITHMS, theory_of_algorithms),

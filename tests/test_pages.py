@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/collectives.md", "docs/backends.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/benchmarks.md", "docs/collectives.md", "docs/backends.md")
 
 
 @pytest.fixture
