@@ -11,13 +11,11 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.layout.options import LocalSGDOptions
-from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.local_sgd import averaged_state
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import Trainable, make_trainable
-from everyrank.simulations.ranks import batches_of_ranks, rank_gradients
+from everyrank.simulations.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.strategies import Prepared
 from everyrank.strategies.local_sgd import check_trains_alone, local_update
 from everyrank.workload import Workload
@@ -78,16 +76,4 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
             replicas.begin_anew()
         return total
 
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return call_model(parallel.model, part.input)
-
-    return Prepared(
-        parallel,
-        trainable,
-        step,
-        predict,
-        full_state=lambda: replicated_state_dict(parallel.model, rank=0),
-        replicated_tensors=[],
-        num_micro_batches=layout.accumulate,
-    )
+    return in_one_process(parallel, trainable, step)

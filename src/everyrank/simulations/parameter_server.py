@@ -14,13 +14,11 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
-from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.server.asynchronous import order_of_trainers, refuse_batch_norm
 from everyrank.parallel.trainable import Trainable, make_trainable
-from everyrank.simulations.ranks import batches_of_ranks, rank_gradients
+from everyrank.simulations.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.strategies import Prepared
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -56,19 +54,7 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable.advance_schedule()
         return total
 
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return call_model(model, part.input)
-
-    return Prepared(
-        parallel,
-        trainable,
-        step,
-        predict,
-        full_state=lambda: replicated_state_dict(model, rank=0),
-        replicated_tensors=[],
-        num_micro_batches=layout.accumulate,
-    )
+    return in_one_process(parallel, trainable, step)
 
 
 @torch.no_grad()

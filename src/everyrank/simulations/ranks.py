@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
+from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.parallelize import ParallelModel, call_model
 from everyrank.parallel.precision import autocast
 from everyrank.parallel.trainable import Trainable
+from everyrank.strategies import Prepared
 
-__all__ = ["batches_of_ranks", "rank_gradients", "simulate_update"]
+__all__ = ["batches_of_ranks", "in_one_process", "rank_gradients", "simulate_update"]
 
 
 def batches_of_ranks(batches: Sequence[Batch], layout: Layout) -> list[Sequence[Batch]]:
@@ -63,3 +65,23 @@ def simulate_update(
         parameter.grad = None if all(part is None for part in parts) else combine(parameter, given)
     trainable.optimizer_step(total, num_averaged=parallel.layout.simulated)
     return total
+
+
+def in_one_process(
+    parallel: ParallelModel, trainable: Trainable, step: Callable[[Sequence[Batch]], Tensor]
+) -> Prepared:
+    """A simulation whose model is what is evaluated and compared after each step."""
+
+    def predict(batch: Batch) -> Any:
+        with parallel.micro_batch(batch) as part, autocast(parallel.layout, parallel.mesh.world):
+            return call_model(parallel.model, part.input)
+
+    return Prepared(
+        parallel,
+        trainable,
+        step,
+        predict,
+        full_state=lambda: replicated_state_dict(parallel.model, rank=0),
+        replicated_tensors=[],
+        num_micro_batches=parallel.layout.accumulate,
+    )

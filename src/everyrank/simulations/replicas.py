@@ -13,19 +13,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everyrank.data import Batch
 from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
 from everyrank.layout.options import BatchNormOptions
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.compress import make_combine
-from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.init_model import on_cpu
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import make_trainable
-from everyrank.simulations.ranks import simulate_update
+from everyrank.simulations.ranks import in_one_process, simulate_update
 from everyrank.strategies import Prepared
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -50,16 +47,4 @@ def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine
     combine, forget = make(parallel.model, layout)
     trainable.on_restore.append(forget)
 
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return call_model(parallel.model, part.input)
-
-    return Prepared(
-        parallel,
-        trainable,
-        functools.partial(simulate_update, parallel, trainable, combine),
-        predict,
-        full_state=lambda: replicated_state_dict(parallel.model, rank=0),
-        replicated_tensors=[],
-        num_micro_batches=layout.accumulate,
-    )
+    return in_one_process(parallel, trainable, functools.partial(simulate_update, parallel, trainable, combine))
