@@ -19,6 +19,7 @@ SPLIT = "gradients: layers are split over ranks"
 RECIPES = {
     "dataparallel": (1, "what ranks do to each other: it is one process"),
     "ddp_accumulate": (2, ""),
+    "ddp_syncbn": (2, ""),
     "ddp_torchrun": (2, ""),
     "fsdp": (2, "whether samples that were repeated are counted"),
     "iterable_sharding": (2, "the order of epochs: the data is a stream"),
@@ -76,6 +77,7 @@ def test_nothing_is_said_of_a_recipe(forkserver: ForkServer, tmp_path: Path, nam
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.world_size == processes
     assert audit.updates >= 4 or name in SERVED
+    assert "ddp.batchnorm" not in [finding.rule for finding in audit.findings]  # nor of what synchronises by itself
     assert any(line.startswith(unseen) for line in audit.unchecked), audit.unchecked
     assert not list(tmp_path.glob("*/0*")), "checkpoints go elsewhere"
 
