@@ -38,7 +38,7 @@ def test_by_its_own_command(tmp_path: Path, name: str) -> None:
     check(audited(tmp_path, name))
 
 
-@pytest.mark.parametrize("name", RPC)
+@pytest.mark.parametrize("name", [*RPC, "parameter_server_async", "parameter_server_rpc"])
 def test_recipes_over_rpc(tmp_path: Path, name: str) -> None:
     """Each worker's training is looked at; of the calls it is said that they are not."""
     said = audited(tmp_path, name)
@@ -46,7 +46,7 @@ def test_recipes_over_rpc(tmp_path: Path, name: str) -> None:
     assert " WARN" not in said
     assert "not checked: RPC: what workers do to each other" in said
     assert "it is one process" not in said
-    assert len(re.findall(r"updates on [12] ranks?\b", said)) == 1, said
+    assert len(re.findall(r"updates on [123] ranks?\b", said)) == 1, said
 
 
 @pytest.mark.parametrize("name", ["ddp_file", "ddp_tcp"])

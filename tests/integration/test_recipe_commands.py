@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import re
 import shutil
@@ -17,12 +18,17 @@ from everyrank.cli import main
 from integration.conftest import needs_horovod
 from processes import Forge
 from recipes.test_recipes import (
+    ALL,
+    ALONE,
+    COMPRESSED,
     DIGITS,
     MUTATIONS,
     NAMES,
+    NEEDS,
     NUM_ROWS,
     OPERATIONS,
     RECIPES,
+    REPLAYED,
     Printed,
     beside,
     distance,
@@ -57,6 +63,25 @@ def test_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
     if name == "multi_node":
         places = re.findall(r"^rank (\d) of 2: host \S+, local rank 0, address 127.0.0.1$", done.stdout, re.MULTILINE)
         assert sorted(places) == ["0", "1"]
+
+
+ON_THEIR_OWN = ["ddp_uneven", *COMPRESSED, *REPLAYED, *ALONE]  # what their losses equal is in tests/recipes
+
+
+@pytest.mark.parametrize("name", sorted(ON_THEIR_OWN))
+def test_ends_well_by_its_own_command(tmp_path: Path, name: str) -> None:
+    """Its losses are finite, the first is not the smallest, and it reads some of what is held out right."""
+    found = read(by_its_command(tmp_path, name).stdout)
+    assert len(found.losses) >= 12
+    assert math.isfinite(sum(found.losses))
+    assert min(found.losses) < found.losses[0]
+    assert 0 < found.numbers["top1"] <= 1
+
+
+def test_every_command_is_typed() -> None:
+    """Here, but for imagenet_ddp, which reads images: it is typed under audit."""
+    typed_here = {*NAMES, *NEEDS, *OPERATIONS, *WORKLOADS, "rpc_reinforcement", *ON_THEIR_OWN}
+    assert {*typed_here, "imagenet_ddp"} == set(ALL)
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))

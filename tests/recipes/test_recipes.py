@@ -108,6 +108,7 @@ LAYOUTS = {
     "rpc_batched": "single:precision=float64",
     "rpc_pipeline": "single:precision=float64",
     "horovod_ddp": "ddp:precision=float64",
+    "ddp_syncbn": "ddp:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -147,6 +148,7 @@ MUTATIONS = {
     "parameter_averaging": ("[*model.parameters(), *state]", "[*model.parameters()]"),  # the momentum stays its own
     "ring_allreduce": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # what its own checks cannot see
     "slurm": ("(loss * world_size / size)", "(loss * world_size / BATCH)"),
+    "ddp_syncbn": ("synchronise(build(), cuda)", "build()"),  # each rank normalises by its own samples
     "mpi": ("        dist.all_reduce(losses)\n", ""),  # rank 0 prints the losses of its own half
     "ray_actors": ("ddp(images)", "model(images)"),
     "rpc_autograd": ("for part in (first, second) for", "for part in (second,) for"),  # half of it is trained
@@ -171,8 +173,19 @@ MUTATIONS = {
     ),  # but the ring thinks so
 }
 
+BATCH_NORM = {"ddp_syncbn"}  # the others have group norm
+
 # What else goes wrong where more is written by hand.
 MORE_MUTATIONS = [
+    ("ddp_syncbn", "grad.clone()\n        dist.all_reduce(total)\n", "grad.clone()\n"),  # what others' losses say of it
+    ("ddp_syncbn", "squares / count +", "squares / own_count / dist.get_world_size() +"),  # uneven parts taken for even
+    (  # what is repeated gets into the statistics, and not into the loss
+        "ddp_syncbn",
+        "labels = images[own].to(device, non_blocking=True), labels[own].to(device, non_blocking=True)\n"
+        "            loss = F.cross_entropy(ddp(images), labels",
+        "labels = images.to(device), labels[own].to(device)\n"
+        "            loss = F.cross_entropy(ddp(images)[: len(labels)], labels",
+    ),
     ("contrastive", "sum(sizes[:rank])", "0"),  # every rank takes the first rows for its own
     ("contrastive", "zip(rows, sizes", "zip(rows[::-1], sizes"),  # rows of others where the own ones are counted
     ("tensor", "        dist.all_reduce(squares)\n", "        pass\n"),  # every rank scales by a norm of its own
@@ -219,6 +232,7 @@ MORE_MUTATIONS = [
 
 # On other numbers of ranks, or with the other commands of their headers; what is changed in the text before.
 OTHER_STARTS = [
+    ("ddp_syncbn", 4, ("", "")),
     ("ddp_torchrun", 4, ("", "")),  # which do not divide the samples
     ("tensor", 4, ("", "")),
     ("fsdp_tensor", 2, ("", "")),
@@ -267,19 +281,20 @@ from pathlib import Path
 from everyrank.builtin import digits
 
 digits.DATA = Path(__file__).with_name("digits.csv.gz")
-workload = digits.workload(norm="group", epochs=2)
+workload = digits.workload(norm="{norm}", epochs=2)
 """
 
 
 def library(forge: Forge, name: str) -> Record:
     """The same training by the library, on the same samples."""
-    return by_the_library(forge, LAYOUTS[name], len(DIGITS) if name in WHOLE else NUM_ROWS)
+    norm = "batch" if name in BATCH_NORM else "group"
+    return by_the_library(forge, LAYOUTS[name], len(DIGITS) if name in WHOLE else NUM_ROWS, norm)
 
 
 @cache
-def by_the_library(forge: Forge, layout: str, num_rows: int) -> Record:
+def by_the_library(forge: Forge, layout: str, num_rows: int, norm: str = "group") -> Record:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "workload.py").write_text(BY_THE_LIBRARY)
+        (Path(folder) / "workload.py").write_text(BY_THE_LIBRARY.format(norm=norm))
         write_digits(Path(folder), num_rows)
         record = train_workload(forge, Path(folder), layout, size=1 if layout.startswith("single") else 2)
     num_samples = num_rows - num_rows // 5
@@ -529,6 +544,14 @@ def test_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path, name: str,
     assert typed(tmp_path, f"python {name}.py", 2, **by_hand(1, "1", size)).stderr == ""
     if name not in ALONE or ALONE[name] != name:  # those that plain python does not train
         assert refusal(tmp_path, f"python {name}.py") == f"{name}.py: {said}".replace(str(size), "0", 1)
+
+
+def test_rank_without_a_sample_takes_part_in_batch_norm(forge: Forge, tmp_path: Path) -> None:
+    """Of 321 samples the last batch has one: three of four ranks have none, and wait for nobody."""
+    beside(tmp_path, "ddp_syncbn")
+    write_digits(tmp_path, 401)
+    found = read(output(forge, tmp_path, "torchrun --nproc-per-node 4 ddp_syncbn.py --float64"))
+    assert distance(found, by_the_library(forge, LAYOUTS["ddp_syncbn"], 401, "batch")) <= 1e-12
 
 
 def test_batch_that_the_ranks_do_not_divide_is_refused(forge: Forge, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.audit.start import ScriptRun
+from everyrank.audit.watch.recorder import BY_RPC
 
 _NUMBERS = 256  # bytes: an all-reduce of no more is of losses and counts, not of parameters
 _DIRECT = 3  # library functions between a line and the collective that it calls
@@ -222,6 +223,11 @@ class Evidence:
         """Whether the ranks hold other weights under the same names before their first update."""
         first = next(iter(self.steps.values()), {})
         return any(step["checksums"] != first[self.ranks[0]]["checksums"] for step in first.values())
+
+    @functools.cached_property
+    def calls_by_rpc(self) -> bool:
+        """Whether processes also send each other what is not seen: then which updates belong together is open."""
+        return any(event["what"].startswith(BY_RPC) for event in self.all_of("unchecked"))
 
 
 def _is_of_the_model(event: Event) -> bool:

@@ -27,7 +27,7 @@ from everyrank.audit.script import (
 )
 from everyrank.audit.start import ScriptRun, rank_environments, run_script
 from everyrank.audit.watch.place import is_own_file
-from everyrank.audit.watch.recorder import BY_RPC, Settings
+from everyrank.audit.watch.recorder import Settings
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
 from everyrank.launch.rank_info import RankInfo
 
@@ -213,7 +213,7 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
         _raise_never_trained(words, run, evidence, options)
     for rule in RULES:
         rule(evidence, findings)
-    if evidence.world_size == 1 and not _calls_by_rpc(evidence):
+    if evidence.world_size == 1 and not evidence.calls_by_rpc:
         findings.not_checked(
             "what ranks do to each other: it is one process; `everyrank new ddp_torchrun` shows how it becomes more"
         )
@@ -241,15 +241,10 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
 def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
     """Whether we have ended all ranks, or some, and the others have failed of that: they waited for these."""
     ended = [rank for rank in evidence.ranks if evidence.of(rank, "finish")]
-    if len(ended) == len(evidence.ranks) or _calls_by_rpc(evidence):
+    if len(ended) == len(evidence.ranks) or evidence.calls_by_rpc:  # there the first that has seen enough ends all
         return bool(ended)
     failed = _failed_by_themselves(run)
     return bool(ended and failed) and all(_LOST_PEER.search(run.outputs[place]) for place in failed)
-
-
-def _calls_by_rpc(evidence: Evidence) -> bool:
-    """Then the first worker that has seen enough ends all."""
-    return any(event["what"].startswith(BY_RPC) for event in evidence.all_of("unchecked"))
 
 
 def _failed_by_themselves(run: ScriptRun) -> list[int]:
