@@ -887,7 +887,7 @@ def test_refused_on_the_command_line(forge: Forge, tmp_path: Path, case: str) ->
     begin = time.monotonic()
     done = forge(tmp_path, "train", write(tmp_path, made), "--layout", layout, "--timeout", "40", size=2)
     assert time.monotonic() - begin < 35.0
-    assert set(done.statuses) == {2}
+    assert set(done.statuses) == {2}, done
     said = [(tmp_path / f"rank{rank}.err").read_text() for rank in range(2)]
     own = [[line for line in text.splitlines() if not line.startswith("full traceback: ")] for text in said]
     assert all(len(lines) == 1 for lines in own), said
