@@ -115,6 +115,7 @@ INSIDE = {
     ],
     "parallel": [
         "mesh",
+        "flat",
         "precision",
         "micro_batch",
         "batch_gather",

@@ -9,12 +9,13 @@ Imports no torch: a mistyped layout costs no seconds.
 
 from everyrank.layout.contract import OwnCode, ParallelContract, find_own_code, give_own_code
 from everyrank.layout.layout import PRECISIONS, Layout, parse_layout
-from everyrank.layout.table import AXES, DATA_AXES, STRATEGIES, Strategy, find_strategy
+from everyrank.layout.table import AXES, DATA_AXES, SAMPLE_AXES, STRATEGIES, Strategy, find_strategy
 
 __all__ = [
     "AXES",
     "DATA_AXES",
     "PRECISIONS",
+    "SAMPLE_AXES",
     "STRATEGIES",
     "Layout",
     "OwnCode",

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from everyrank.errors import LayoutError
 from everyrank.layout.options import ParameterServerOptions
-from everyrank.layout.table import AXES, STRATEGIES, Kind, Strategy, find_strategy, problem_with
+from everyrank.layout.table import AXES, SAMPLE_AXES, STRATEGIES, Kind, Strategy, find_strategy, problem_with
 
 __all__ = ["PRECISIONS", "Layout", "parse_layout"]
 
@@ -140,9 +140,8 @@ class Layout:
 
     def simulation(self, world_size: int) -> Layout:
         """The same mathematics in one process: what each of the ranks that read samples of their own would do."""
-        same_samples = ("pipeline", "context", "tensor")
         sizes = self.mesh(world_size)
-        ranks = self.simulated or math.prod(size for axis, size in sizes.items() if axis not in same_samples)
+        ranks = self.simulated or math.prod(size for axis, size in sizes.items() if axis in SAMPLE_AXES)
         return dataclasses.replace(self.repeatable(), degrees={}, simulated=ranks)
 
     @property

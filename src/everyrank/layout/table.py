@@ -27,10 +27,13 @@ from everyrank.layout.options import (
     TensorOptions,
 )
 
-__all__ = ["AXES", "DATA_AXES", "STRATEGIES", "Strategy", "find_strategy", "problem_with"]
+__all__ = ["AXES", "DATA_AXES", "SAMPLE_AXES", "STRATEGIES", "Strategy", "find_strategy", "problem_with"]
 
 AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too."""
+
+SAMPLE_AXES = ("replicate", "shard", "expert")
+"""Those whose ranks read other samples."""
 
 DATA_AXES = ("replicate", "shard", "context", "expert")
 """Those whose ranks have other samples, or other positions: their losses and gradients are parts of a sum."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from everyrank.errors import WorkloadError
+from everyrank.parallel.flat import flatten, write_back
 from everyrank.parallel.micro_batch import MicroBatchState
 from everyrank.world import World
 
@@ -67,10 +68,9 @@ def broadcast_statistics(model: nn.Module, world: World) -> None:
     ]
     for kind in dict.fromkeys(buffer.dtype for buffer in buffers):  # one broadcast for each type
         own = [buffer for buffer in buffers if buffer.dtype == kind]
-        flat = torch.cat([buffer.reshape(-1) for buffer in own])
+        flat = flatten(own)
         dist.broadcast(flat, src=0, group=world.group)
-        for buffer, values in zip(own, flat.split([buffer.numel() for buffer in own]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+        write_back(flat, own)
 
 
 @contextlib.contextmanager

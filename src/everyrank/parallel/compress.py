@@ -29,19 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everyrank.layout import Layout
 from everyrank.layout.options import CompressOptions
+from everyrank.parallel.flat import flatten, write_back
 from everyrank.world import World
 
-__all__ = [
-    "Factors",
-    "apply_compression",
-    "initial_factors",
-    "make_combine",
-    "mean_of_rounded",
-    "orthonormalise",
-    "power_step",
-]
+__all__ = ["ROUNDED", "Factors", "apply_compression", "initial_factors", "orthonormalise"]
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""What gradients are rounded to, by the value of `compress`."""
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
 
 
@@ -69,27 +63,28 @@ def apply_compression(
     if options.compress == "none":
         return None
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
-    kept: dict[nn.Parameter, Factors] = {}
-
-    def factors(parameter: nn.Parameter) -> Factors | None:
-        if parameter not in kept and options.compress == "powersgd" and parameter in numbers:
-            found = initial_factors(parameter, options.matrix_rank, numbers[parameter])
-            if found is None:
-                return None
-            kept[parameter] = found
-        return kept.get(parameter)
+    kept: dict[nn.Parameter, Factors | None] = {}
 
     def hook(_, bucket):  # pyright: ignore  (torch looks at annotations, and takes none that are strings)
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        matrices = [(gradient, own) for parameter, gradient in pairs if (own := factors(parameter)) is not None]
-        others = [(parameter, gradient) for parameter, gradient in pairs if factors(parameter) is None]
-        is_rounded = options.compress in _DTYPES
-        rounded = [gradient for parameter, gradient in others if is_rounded and parameter in numbers]
+        whole: list[Tensor] = []  # what travels as it is
+        rounded: list[Tensor] = []
+        matrices: list[tuple[Tensor, Factors]] = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter in numbers and options.compress in ROUNDED:
+                rounded.append(gradient)
+                continue
+            if parameter in numbers and parameter not in kept:
+                kept[parameter] = initial_factors(parameter, options.matrix_rank, numbers[parameter])
+            factors = kept.get(parameter)
+            if factors is None:
+                whole.append(gradient)
+            else:
+                matrices.append((gradient, factors))
         if rounded:
-            _mean_of_rounded_over_ranks(rounded, _DTYPES[options.compress], world)
+            _mean_of_rounded_over_ranks(rounded, ROUNDED[options.compress], world)
         if matrices:
             _power_step_over_ranks(matrices, world)
-        _average([gradient for parameter, gradient in others if not is_rounded or parameter not in numbers], world)
+        _average(whole, world)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -98,41 +93,18 @@ def apply_compression(
     return kept.clear
 
 
-def make_combine(model: nn.Module, layout: Layout) -> tuple[Callable[[nn.Parameter, list[Tensor]], Tensor], Any]:
-    """What the hook does, for a simulation: (parameter, its gradient on each rank) -> their mean as it arrives.
-
-    With it a function that forgets what was kept between updates.
-    """
-    options = layout.read(CompressOptions)
-    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
-    kept: dict[nn.Parameter, list[Factors]] = {}
-
-    def combine(parameter: nn.Parameter, gradients: list[Tensor]) -> Tensor:
-        if options.compress in _DTYPES:
-            return mean_of_rounded(gradients, _DTYPES[options.compress])
-        if options.compress == "powersgd" and parameter not in kept:
-            found = [initial_factors(parameter, options.matrix_rank, numbers[parameter]) for _ in gradients]
-            kept[parameter] = [one for one in found if one is not None]
-        if kept.get(parameter):
-            return power_step(gradients, kept[parameter])
-        return torch.stack(gradients).mean(0)
-
-    return combine, kept.clear
-
-
 def _average(tensors: Sequence[Tensor], world: World) -> None:
     """The mean of each tensor over ranks, in place; one all-reduce."""
     if tensors:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = flatten(tensors)
         dist.all_reduce(flat, group=world.group)
         flat /= world.size
-        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+        write_back(flat, tensors)
 
 
 def _mean_of_rounded_over_ranks(gradients: Sequence[Tensor], dtype: torch.dtype, world: World) -> None:
-    """What `mean_of_rounded` of every rank's gradients is, in place; an all-to-all and an all-gather."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    """The mean of every rank's rounded gradients, rounded once more, in place; an all-to-all and an all-gather."""
+    flat = flatten(gradients)
     each = -(-len(flat) // world.size)
     sent = torch.zeros(world.size * each, dtype=dtype, device=flat.device)
     sent[: len(flat)] = flat
@@ -141,14 +113,7 @@ def _mean_of_rounded_over_ranks(gradients: Sequence[Tensor], dtype: torch.dtype,
     mean = received.view(world.size, each).to(flat.dtype).sum(0) / world.size
     all_gather: Any = getattr(dist, _NAME)
     all_gather(sent, mean.to(dtype), group=world.group)
-    for gradient, own in zip(gradients, sent[: len(flat)].split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(own.view_as(gradient))
-
-
-def mean_of_rounded(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The mean over ranks of gradients that each rank has rounded, rounded once more; in the gradients' own dtype."""
-    own = gradients[0].dtype
-    return (torch.stack([one.to(dtype).to(own) for one in gradients]).sum(0) / len(gradients)).to(dtype).to(own)
+    write_back(sent[: len(flat)], gradients)
 
 
 def initial_factors(parameter: Tensor, matrix_rank: int, number: int) -> Factors | None:
@@ -166,7 +131,7 @@ def initial_factors(parameter: Tensor, matrix_rank: int, number: int) -> Factors
 
 
 def _power_step_over_ranks(matrices: Sequence[tuple[Tensor, Factors]], world: World) -> None:
-    """`power_step` on every rank, in place; two all-reduces for all matrices of a bucket."""
+    """One step of PowerSGD on every rank, in place; two all-reduces for all matrices of a bucket."""
     with_error = [gradient.reshape_as(kept.error) + kept.error for gradient, kept in matrices]
     ps = [matrix @ kept.q for matrix, (_, kept) in zip(with_error, matrices, strict=True)]
     _average(ps, world)
@@ -177,19 +142,6 @@ def _power_step_over_ranks(matrices: Sequence[tuple[Tensor, Factors]], world: Wo
         mean = p @ q.T
         kept.q, kept.error = q, matrix - mean
         gradient.copy_(mean.view_as(gradient))
-
-
-def power_step(gradients: Sequence[Tensor], kept: Sequence[Factors]) -> Tensor:
-    """What PowerSGD makes of the gradients of all ranks, of one parameter: their mean, as far as r columns say it.
-
-    `kept` are the factors of each rank, which it changes.
-    """
-    with_error = [gradient.reshape_as(own.error) + own.error for gradient, own in zip(gradients, kept, strict=True)]
-    p = orthonormalise(torch.stack([matrix @ kept[0].q for matrix in with_error]).mean(0))
-    q = torch.stack([matrix.T @ p for matrix in with_error]).mean(0)
-    for matrix, own in zip(with_error, kept, strict=True):
-        own.q, own.error = q, matrix - p @ q.T
-    return (p @ q.T).view_as(gradients[0])
 
 
 def orthonormalise(p: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from everyrank.layout import AXES, DATA_AXES
+from everyrank.parallel.flat import flatten, write_back
 from everyrank.parallel.mesh import Mesh, local_tensor
 
 __all__ = [
@@ -96,15 +97,13 @@ def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: st
     waiting: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
     if group is not None:
         for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            flat = flatten(bucket)
             waiting.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
     for work, flat, bucket in waiting:
         assert work is not None
         work.wait()
         flat /= mesh.size("replicate", "shard", "context")
-        parts = flat.split([gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        write_back(flat, bucket)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everyrank.parallel.flat import flatten, write_back
 from everyrank.world import World
 
 __all__ = ["Averaging", "averaged_state"]
@@ -98,9 +99,8 @@ def _average(tensors: list[Tensor], weight: Tensor, world: World) -> None:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         own = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([*(tensor.reshape(-1) for tensor in own), torch.ones(1, dtype=dtype, device=world.device)])
+        flat = flatten([*own, torch.ones(1, dtype=dtype, device=world.device)])
         flat *= weight.to(dtype)
         dist.all_reduce(flat, group=world.group)
         flat /= flat[-1].clone()
-        for tensor, mean in zip(own, flat[:-1].split([tensor.numel() for tensor in own]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+        write_back(flat[:-1], own)

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from everyrank.data import Slice
-from everyrank.layout import AXES, DATA_AXES, Layout, find_own_code
+from everyrank.layout import AXES, DATA_AXES, SAMPLE_AXES, Layout, find_own_code
 from everyrank.world import World, store_barrier
 
 __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_mesh", "open_mesh"]
@@ -58,8 +58,7 @@ class Mesh:
         """The part of each micro-batch that this rank reads."""
         if self.is_server:
             return Slice(0, 0)
-        axes = [axis for axis in DATA_AXES if axis != "context"]
-        return Slice(self._place(axes), self.size(*axes))
+        return Slice(self._place(SAMPLE_AXES), self.size(*SAMPLE_AXES))
 
     @property
     def rng_stream(self) -> int:

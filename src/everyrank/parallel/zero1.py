@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from everyrank.parallel.flat import flatten, write_back
 from everyrank.world import World
 
 __all__ = ["assign_owners", "broadcast_from_owners", "keep_owned_parameters"]
@@ -44,11 +45,9 @@ def broadcast_from_owners(parameters: list[nn.Parameter], owners: list[int], wor
         for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
             own = [p for p, who in zip(parameters, owners, strict=True) if who == owner and p.dtype is dtype]
             if own:
-                flat = torch.cat([parameter.reshape(-1) for parameter in own])
+                flat = flatten(own)
                 waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, own))
     for work, flat, own in waiting:
         if work is not None:
             work.wait()
-        parts = flat.split([parameter.numel() for parameter in own])
-        for part, parameter in zip(parts, own, strict=True):
-            parameter.copy_(part.view_as(parameter))
+        write_back(flat, own)

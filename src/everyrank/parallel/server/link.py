@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.parallel.ema import WeightEMA
+from everyrank.parallel.flat import flatten, pieces
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.zero1 import assign_owners
 
@@ -80,7 +81,7 @@ class ServerLink:
         waiting = [dist.irecv(flat, src=server, group=group) for server, flat in enumerate(flats)]
         for work, flat, part in zip(waiting, flats, self.parts, strict=True):
             _wait(work)
-            for parameter, values in _pieces(flat, part):
+            for parameter, values in zip(part, pieces(flat, part), strict=True):
                 parameter.copy_(values)
         _wait(*sent)
 
@@ -104,7 +105,7 @@ class ServerLink:
 
     def give(self, *trainers: int) -> None:
         """Send this server's parameters to trainers."""
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in self.own])
+        flat = flatten([parameter.detach() for parameter in self.own])
         _wait(*(dist.isend(flat, dst=trainer, group=self.mesh.world.group) for trainer in trainers))
 
     def receive_head(self, trainer: int | None) -> tuple[int, Tensor | None]:
@@ -120,7 +121,8 @@ class ServerLink:
             return
         flat = _flat(self.own)
         dist.recv(flat, src=trainer, group=self.mesh.world.group)
-        for (parameter, values), has_gradient in zip(_pieces(flat, self.own), head[2:].tolist(), strict=True):
+        flags = head[2:].tolist()
+        for parameter, values, has_gradient in zip(self.own, pieces(flat, self.own), flags, strict=True):
             if has_gradient:
                 parameter.grad = values if parameter.grad is None else parameter.grad.add_(values)
 
@@ -185,14 +187,7 @@ def _flat(part: Sequence[nn.Parameter]) -> Tensor:
 
 def _flat_gradients(part: Sequence[nn.Parameter]) -> Tensor:
     """The gradients one after the other; zeros where there is none."""
-    found = [torch.zeros_like(one) if one.grad is None else one.grad for one in part]
-    return torch.cat([gradient.reshape(-1) for gradient in found])
-
-
-def _pieces(flat: Tensor, part: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Each parameter with its own piece of a flat tensor, in its shape."""
-    pieces = flat.split([parameter.numel() for parameter in part])
-    return [(parameter, piece.view_as(parameter)) for parameter, piece in zip(part, pieces, strict=True)]
+    return flatten([torch.zeros_like(one) if one.grad is None else one.grad for one in part])
 
 
 def _wait(*works: dist.Work | None) -> None:
