@@ -882,16 +882,20 @@ def write(folder: Path, made: str) -> str:
 
 @pytest.mark.parametrize("case", ON_ONE_RANK)
 def test_refused_on_the_command_line(forge: Forge, tmp_path: Path, case: str) -> None:
-    """Every rank that sees it says one line and ends with status 2; nobody waits for the timeout; no traceback."""
+    """Every rank that sees it says one line and ends with status 2; nobody waits for the timeout; no traceback.
+
+    A rank whose connection to one that has seen it breaks first ends with status 4, as no launcher is there to tell.
+    """
     made, layout, fragments = ON_ONE_RANK[case]
     begin = time.monotonic()
     done = forge(tmp_path, "train", write(tmp_path, made), "--layout", layout, "--timeout", "40", size=2)
     assert time.monotonic() - begin < 35.0
-    assert set(done.statuses) == {2}, done
+    assert set(done.statuses) in ({2}, {2, 4}), done
     said = [(tmp_path / f"rank{rank}.err").read_text() for rank in range(2)]
     own = [[line for line in text.splitlines() if not line.startswith("full traceback: ")] for text in said]
     assert all(len(lines) == 1 for lines in own), said
-    assert any(all(fragment in lines[0] for fragment in fragments) for lines in own), said
+    saw_it = [lines[0] for lines, status in zip(own, done.statuses, strict=True) if status == 2]
+    assert any(all(fragment in line for fragment in fragments) for line in saw_it), said
 
 
 def test_refused_from_the_launcher(tmp_path: Path) -> None:
