@@ -36,7 +36,8 @@ endif
 test-integrations: $(VENV)/installed-integrations
 	tests/integration/install
 	tests/integration/install_horovod $(BIN)/python
-	$(BIN)/python -m pytest tests/integration tests -m integration -rs $(if $(PART),--part $(PART))
+	$(BIN)/python -m pytest tests/integration tests -m integration -rs --numprocesses $(WORKERS) --dist loadgroup \
+		$(if $(PART),--part $(PART))
 
 check: lint types test
 

@@ -19,14 +19,6 @@ os.environ.pop("PYTEST_ADDOPTS", None)  # this run has read it; a pytest that a 
 _STARTED_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What stands in tests/integration is marked like single tests elsewhere: `make test` leaves both out."""
-    for item in items:
-        if "integration" in item.path.parent.name:
-            item.add_marker(pytest.mark.integration)
-
-
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[ForkServer]:
     """The process that has imported everything, and forks."""

@@ -36,6 +36,8 @@ PARTS = {
     "suite": r"",  # what is marked beside the other tests of a room
 }
 
+ONE_AT_A_TIME = ("slurm", "ray", "hosts", "benches")  # share what was started for them, or measure
+
 
 def part_of(item: pytest.Item) -> str:
     """The part a test belongs to."""
@@ -52,7 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="", help="of the integration tests: " + " ".join(PARTS))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what stands here as single tests elsewhere are marked: make test leaves both out; keep the part asked."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.integration)
     asked = config.getoption("--part")
     if asked and asked not in PARTS:
         raise pytest.UsageError(f"--part {asked}: give one of {', '.join(PARTS)}")
@@ -60,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item, part in parts.items() if asked not in ("", part)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if parts.get(item) in ONE_AT_A_TIME:
+            item.add_marker(pytest.mark.xdist_group(parts[item]))
 
 
 SLURM_CONF = """\
