@@ -17,12 +17,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from everyrank.collectives.question import OPERATION_NAMES, size_text
 from everyrank.launch import LAUNCHERS
 from everyrank.layout import STRATEGIES
-from everyrank.record import read_records
+from everyrank.record import Record, read_records
 from everyrank.report import groups, markdown, tables
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,7 @@ DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
 FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
 EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
 COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
+BACKENDS = ROOT / "benchmarks" / "records" / "backends-cpu.json"
 ALGORITHMS = PACKAGE / "collectives" / "algorithms"
 SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
 WIDTH = 120
@@ -174,6 +176,37 @@ def what_backends_carry() -> str:
     return f"{_table(['operation', *backends], shown)}\n\n{_source()}"
 
 
+def layouts_by_backend() -> str:
+    """Of each layout on each backend: samples a second, how many times the first's, how long an update waits for it."""
+    if not BACKENDS.exists():
+        return f"Not measured yet: `python benchmarks/backends.py` makes `{BACKENDS.relative_to(ROOT)}`."
+    found: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for record in read_records(BACKENDS):
+        if record.throughput_samples_per_second is not None:
+            found.setdefault((record.workload, record.layout), {}).setdefault(record.backend, []).append(record)
+    shown: list[list[str]] = []
+    for (workload, layout), rounds in found.items():
+        first = next(iter(rounds.values()))
+        for backend, own in rounds.items():
+            ratios = sorted(_rate(one) / _rate(other) for one, other in zip(own, first, strict=True))
+            exposed = [one.breakdown_seconds.exposed_communication for one in own if one.breakdown_seconds is not None]
+            spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if own is not first else ""
+            waits = f"{1e3 * median(exposed):.2f}" if exposed else ""
+            shown.append([workload, layout, backend, f"{median(map(_rate, own)):,.0f}", spread, waits])
+    header = ["workload", "layout", "backend", "samples/s", "x the first", "exposed communication, ms an update"]
+    about = read_records(BACKENDS)[0].provenance
+    how = "Medians over rounds, in which the backends take turns (lowest to highest ratio of a round)."
+    where = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['time'][:10]}"
+    source = f"{where}; `{BACKENDS.relative_to(ROOT)}`, by `python benchmarks/backends.py`."
+    return f"{_table(header, shown)}\n\n{how} {source}"
+
+
+def _rate(record: Record) -> float:
+    """Samples a second."""
+    assert record.throughput_samples_per_second is not None
+    return record.throughput_samples_per_second.median
+
+
 def _carried(rows: list[dict[str, Any]]) -> str:
     refused = next((row["refused"] for row in rows if row["refused"]), None)
     wrong = sum(row["num_wrong"] for row in rows)
@@ -226,7 +259,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "measured algorithms": (COLLECTIVES, measured_algorithms),
         "measured backends": (COLLECTIVES, measured_backends),
     },
-    "docs/backends.md": {"what backends carry": (COLLECTIVES, what_backends_carry)},
+    "docs/backends.md": {
+        "what backends carry": (COLLECTIVES, what_backends_carry),
+        "layouts by backend": (BACKENDS, layouts_by_backend),
+    },
 }
 """Of each page, its parts: (what it is made from, how)."""
 

@@ -85,9 +85,18 @@ def test_a_rank_that_never_comes() -> None:
 def test_by_the_command(everyrank: Any, tmp_path: Path) -> None:
     """One line and status 3, with mpi4py and without."""
     words = ["train", "digits", "--layout", "ddp", "--processes", "2", "--steps", "1", "--save-every", "0"]
-    done = everyrank(tmp_path, *words, "--backend", "mpi")
+    done = everyrank(tmp_path, *words, "--backend", "mpi", "--launcher", "spawn")
     assert done.returncode == 3
     assert one_line(done.stderr).startswith("everyrank: --backend mpi: th")
+
+
+def test_mpirun_is_the_launcher_of_its_backend(everyrank: Any, tmp_path: Path) -> None:
+    """Also where it is one of several; another launcher that was asked for stays."""
+    for words in (["train", "digits", "--backend", "mpi"], ["comm", "--backend", "gloo", "shm", "mpi"]):
+        done = everyrank(tmp_path, *words, "--processes", "2", "--dry-run")
+        assert "mpirun -n 2" in done.stdout, done
+    done = everyrank(tmp_path, "train", "digits", "--backend", "mpi", "--launcher", "torchrun", "--dry-run")
+    assert "mpirun" not in done.stdout, done
 
 
 def test_who_is_missing() -> None:

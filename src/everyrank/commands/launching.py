@@ -44,7 +44,9 @@ def add_launching(
     else:
         parser.add_argument("--processes", type=int, metavar="N", help=ranks)
     words = parser.add_argument_group("launching", "where and how the ranks start")
-    words.add_argument("--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER})")
+    words.add_argument(
+        "--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}; mpi with --backend mpi)"
+    )
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
     backends = "shm, gloo, nccl or mpi; default: shm on CPU, nccl on CUDA"
     if several_backends:
@@ -106,8 +108,11 @@ def _own_options(args: argparse.Namespace, launcher: Launcher) -> Any:
 
 
 def _launcher(args: argparse.Namespace) -> Launcher:
-    """The row of the launcher that was asked for. Raises `UsageError` for a name that none has."""
-    return launcher_named(args.launcher or DEFAULT_LAUNCHER)
+    """The row of the launcher that was asked for, or that a backend needs. Raises `UsageError` for an unknown name."""
+    if args.launcher is not None:
+        return launcher_named(args.launcher)
+    asked = [args.backend] if isinstance(args.backend, str) else args.backend or []
+    return next((row for row in launchers() if row.own_backend in asked), launcher_named(DEFAULT_LAUNCHER))
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -81,6 +81,8 @@ class Launcher:
     output_mark           a regular expression of what it puts before each line that rank 0 prints; None: nothing
     trusts_address        (a host's address) -> whether one that other hosts may not reach (loopback) is meant
 
+    own_backend           the backend that ranks of no other launcher can have: with it this launcher is the default
+
     environment           what its processes find in their environment; None: nothing of its own
     scheduler             for a launcher with a batch queue
     needs_program         (a program that has to be here, how to get it), for `everyrank doctor`
@@ -110,6 +112,7 @@ class Launcher:
     has_own_rendezvous: bool = False
     output_mark: bytes | None = None
     trusts_address: Callable[[str], bool] = lambda _: False
+    own_backend: str | None = None
     environment: Environment | None = None
     scheduler: Scheduler | None = None
     needs_program: tuple[str, str] | None = None

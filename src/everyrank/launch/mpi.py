@@ -1,4 +1,4 @@
-"""mpi: mpirun of Open MPI or MPICH starts the ranks and tells each of them its place. No MPI is spoken after that."""
+"""mpi: mpirun of Open MPI or MPICH starts the ranks, tells each its place, and no more: only backend mpi speaks MPI."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ LAUNCHER = Launcher(
     find=find,
     reads_job_folder=True,
     needs_sigterm=True,
+    own_backend="mpi",
     environment=Environment(
         program="mpirun",
         depth=2,
