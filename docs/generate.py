@@ -103,6 +103,17 @@ def launchers() -> str:
     return _table(["launcher", "how its ranks start"], rows)
 
 
+def recipes() -> str:
+    """Of each script what its header says: the command, what it is, when to use it."""
+    rows: list[list[str]] = []
+    for path in sorted((PACKAGE / "recipes").glob("[!_]*.py")):
+        text = _docstring(path)
+        begin = text.partition("Run: ")[2].splitlines()[0].strip() if "Run: " in text else ""
+        [use] = _header(path, "Use when")
+        rows.append([f"`{path.stem}`", _sentence(path), use, f"`{begin.removesuffix(' &')}`"])
+    return _table(["`everyrank new`", "what it is", "use it when", "its first command"], rows)
+
+
 def theory_of_algorithms() -> str:
     """Steps of the busiest rank and what it sends of 64 MiB, on a few numbers of ranks."""
     from everyrank.collectives.algorithms import ALGORITHMS as TABLE  # torch comes with it
@@ -257,6 +268,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
     },
+    "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
     "docs/benchmarks.md": {
         "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import everyrank
-from everyrank.recipes import __file__ as recipes
 
 FENCE = re.compile(r"^(```+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -123,11 +122,6 @@ def test_the_site_has_what_its_pages_link_to(root: Path, tmp_path: Path) -> None
 def test_public_names_are_on_the_page(root: Path) -> None:
     page = (root / "docs" / "api.md").read_text()
     assert [name for name in everyrank.__all__ if f"::: everyrank.{name}\n" not in page] == []
-
-
-def test_numbers_of_the_readme(root: Path) -> None:
-    scripts = len(list(Path(recipes).parent.glob("[!_]*.py")))
-    assert f"{scripts} scripts of a hundred lines or two" in (root / "README.md").read_text()
 
 
 def test_pictures_are_drawn_from_the_code(root: Path) -> None:

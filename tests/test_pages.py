@@ -14,6 +14,7 @@ import pytest
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
+    "docs/recipes.md",
     "docs/which-layout.md",
     "docs/benchmarks.md",
     "docs/collectives.md",
