@@ -2,7 +2,7 @@
 
     everyrank verify docs/examples/tied_weights.py --layout docs/examples/tied_weights.py:shard=2 --processes 2
 
-Reported of several training frameworks: https://github.com/verl-project/verl/issues/7834,
+Known from several training frameworks: https://github.com/verl-project/verl/issues/7834,
 https://github.com/Modalities/modalities/issues/357, https://github.com/mosaicml/composer/pull/1856
 """
 
@@ -24,7 +24,7 @@ class LanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.body = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.body = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH), nn.LayerNorm(WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
