@@ -1,6 +1,6 @@
-"""Draw the pictures of README.md and the pages into docs/images: the report of make demo, from its Record; a mesh.
+"""Draw the pictures of README.md and the pages into docs/images: report.svg from the Record of make demo, and others.
 
-python docs/pictures.py        write both; needs the extra `html`
+python docs/pictures.py        write them; needs the extra `html`
 """
 
 from __future__ import annotations
@@ -71,6 +71,21 @@ def mesh() -> str:
     return "\n".join([HEAD.format(width=680, height=foot + 34), *body, "</svg>\n"])
 
 
+def ranks() -> str:
+    """Two hosts with eight devices each: rank over local rank."""
+    body: list[str] = []
+    for host in range(2):
+        top = 12 + host * 112
+        body.append(f'<rect x="8" y="{top}" width="724" height="100" rx="8" fill="{COLOURS[host]}" stroke="#888"/>')
+        body.append(f'<text x="20" y="{top + 22}" font-weight="bold">host {host} (node rank {host})</text>')
+        for local in range(8):
+            x = 20 + local * 88
+            body.append(f'<rect x="{x}" y="{top + 34}" width="80" height="54" rx="6" fill="#fff" stroke="#888"/>')
+            body.append(f'<text x="{x + 40}" y="{top + 56}" text-anchor="middle">rank {host * 8 + local}</text>')
+            body.append(f'<text x="{x + 40}" y="{top + 76}" text-anchor="middle" fill="#666">local {local}</text>')
+    return "\n".join([HEAD.format(width=740, height=236), *body, "</svg>\n"])
+
+
 if __name__ == "__main__":
-    for name, draw in {"report": report, "mesh": mesh}.items():
+    for name, draw in {"report": report, "mesh": mesh, "ranks": ranks}.items():
         (IMAGES / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -127,7 +127,8 @@ def test_public_names_are_on_the_page(root: Path) -> None:
 def test_pictures_are_drawn_from_the_code(root: Path) -> None:
     images = root / "docs" / "images"
     drawn = runpy.run_path(str(root / "docs" / "pictures.py"))
-    assert (images / "mesh.svg").read_text() == drawn["mesh"]()
+    for name in ("mesh", "ranks"):
+        assert (images / f"{name}.svg").read_text() == drawn[name]()
     report = (images / "report.svg").read_text()
     shown = [record.layout for record in drawn["read_records"](drawn["DIGITS"]) if record.parity.status == "equal"]
     assert len(shown) > 3

@@ -60,7 +60,7 @@ def command_lines(text: str) -> Iterator[str]:
         for line in lines:
             if not line.strip() or line.startswith("#") or (first[0] == "$" and not line.startswith("$ ")):
                 continue  # in a block that begins with $ all else is what is printed
-            told = re.split(r"\s+# | {4,}", line.removeprefix("$ ").strip())[0]
+            told = re.split(r"\s+# | {4,}| {2,}(?=[^\x00-\x7f])", line.removeprefix("$ ").strip())[0]
             yield from (part.strip() for part in told.split(" && "))
 
 
@@ -74,7 +74,7 @@ def everyrank_words(line: str) -> list[str]:
 
 
 def pages(root: Path) -> Iterator[Path]:
-    yield root / "README.md"
+    yield from (root / "README.md", root / "README.zh.md")
     yield from (page for page in sorted((root / "docs").rglob("*.md")) if "decisions" not in page.parts)
 
 
