@@ -119,6 +119,17 @@ def test_the_site_has_what_its_pages_link_to(root: Path, tmp_path: Path) -> None
             )
 
 
+def test_numbers_beside_theirs_are_those_of_the_benchmarks(root: Path) -> None:
+    """Intervals on the pages for people from elsewhere stand in docs/benchmarks.md, which says where they are from."""
+    measured = (root / "docs" / "benchmarks.md").read_text()
+    number = 0
+    for page in (root / "docs" / "coming-from").glob("*.md"):
+        for interval in re.findall(r"\d[\d.,]* \([\d.,]+ to\s[\d.,]+\)", page.read_text()):
+            number += 1
+            assert " ".join(interval.split()) in measured, f"{page.name}: {interval}"
+    assert number > 10
+
+
 def test_public_names_are_on_the_page(root: Path) -> None:
     page = (root / "docs" / "api.md").read_text()
     assert [name for name in everyrank.__all__ if f"::: everyrank.{name}\n" not in page] == []
