@@ -9,6 +9,7 @@
 #                            their own commands), benches, package (wheel, notebook), models (odd ones, transformers),
 #                            layouts (8 ranks, their traffic, their mutations), suite (what is marked in the others)
 #   make check    format, lint, types, and the test-suite
+#   make docs     the documentation as a site, in build/docs/site; a link that leads nowhere ends it
 #
 # Without an NVIDIA GPU, PyTorch's own site has smaller wheels: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -21,7 +22,7 @@ PARTS := horovod slurm mpi ray hosts launchers recipes benches package models la
 WORKERS ?= 2
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-integrations check lint types clean
+.PHONY: demo test test-integrations check lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
@@ -40,6 +41,9 @@ test-integrations: $(VENV)/installed-integrations
 		$(if $(PART),--part $(PART))
 
 check: lint types test
+
+docs: $(VENV)/installed-docs
+	$(BIN)/python docs/build_site.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
@@ -62,6 +66,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 $(VENV)/installed-integrations: $(VENV)/installed-dev
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,mpi,ray]'
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,docs]'
 	@touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Make the parts of README.md, CONTRIBUTING.md and three pages of docs that follow from Records and from the code.
+"""Make the parts of README.md, CONTRIBUTING.md and some pages of docs that follow from Records and from the code.
 
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
@@ -53,6 +53,18 @@ def loss_curves() -> str:
     return _table(header, ([record.layout, *(f"{record.loss[at]:.4f}" for at in shown)] for record in records))
 
 
+def layouts_measured() -> str:
+    """What each family costs, in three numbers: speed beside one device, memory, bytes an update."""
+    rows: list[list[str]] = []
+    for record in read_records(FAMILIES):
+        ratio = record.ratio_to_single
+        sent = sum(each.bytes_per_update for each in record.collectives or [])
+        memory = f"{record.peak_memory_bytes / 2**20:.1f}" if record.peak_memory_bytes else ""
+        speed = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
+        rows.append([f"`{record.layout}`", str(record.world_size), speed, memory, f"{sent / 2**10:,.1f}"])
+    return _table(["layout", "ranks", "x single (95%)", "memory MiB", "sent KiB an update"], rows)
+
+
 def house() -> str:
     """The rooms and single files of the package, with the rooms inside them: what each is for."""
     rows: list[tuple[str, str]] = []
@@ -89,6 +101,17 @@ def launchers() -> str:
         [path] = (PACKAGE / "launch").rglob(f"{name}.py")
         rows.append([f"`{name}`", _sentence(path).removeprefix(f"{name}: ")])
     return _table(["launcher", "how its ranks start"], rows)
+
+
+def recipes() -> str:
+    """Of each script what its header says: the command, what it is, when to use it."""
+    rows: list[list[str]] = []
+    for path in sorted((PACKAGE / "recipes").glob("[!_]*.py")):
+        text = _docstring(path)
+        begin = text.partition("Run: ")[2].splitlines()[0].strip() if "Run: " in text else ""
+        [use] = _header(path, "Use when")
+        rows.append([f"`{path.stem}`", _sentence(path), use, f"`{begin.removesuffix(' &')}`"])
+    return _table(["`everyrank new`", "what it is", "use it when", "its first command"], rows)
 
 
 def theory_of_algorithms() -> str:
@@ -239,15 +262,17 @@ def _source() -> str:
 PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "README.md": {
         "the speeds of make demo": (DIGITS, lambda: demo_table(0)),
-        "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
-        "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
     },
     "CONTRIBUTING.md": {
         "the house": (PACKAGE, house),
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
     },
+    "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
+    "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
     "docs/benchmarks.md": {
+        "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
+        "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
         "all families": (FAMILIES, lambda: demo_table(0, FAMILIES)),
         "what all families send": (FAMILIES, lambda: demo_table(2, FAMILIES)),
         "losses of all families": (FAMILIES, loss_curves),

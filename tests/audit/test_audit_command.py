@@ -195,9 +195,9 @@ def test_started_by_torchrun_from_outside(cli: Cli) -> None:
 
 @pytest.mark.integration
 def test_the_example_of_the_readme_is_what_is_printed(everyrank: Any, repository: Path) -> None:
-    example = (repository / "README.md").read_text().partition("$ everyrank ")[2].partition("```")[0]
+    example = (repository / "README.md").read_text().partition("$ everyrank audit ")[2].partition("```")[0]
     command, _, shown = example.partition("\n")
-    done = everyrank(repository, *command.split())
+    done = everyrank(repository, "audit", *command.split())
     lines = [line for line in done.stdout.splitlines() if not line.startswith(("audit of", "not checked"))]
     assert without_seconds(shown) == without_seconds("\n".join(lines))
 

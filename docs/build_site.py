@@ -1,0 +1,129 @@
+"""Build the documentation site from the pages as they stand in the repository.
+
+    python docs/build_site.py [--out build/docs]        needs the extra `docs`; `make docs` installs it
+
+Pages link to files of the repository as GitHub shows them: `../src/everyrank/strategies/ddp.py`. A site has only
+what is in it, so each file that a page links to becomes a page, too: code in a code block, a folder as the list of its
+files, a Record (JSON) as it is. README.md is the first page. Zensical then builds with `--strict`: a link or an anchor
+that leads nowhere ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFIGURATION = ROOT / "docs" / "zensical.toml"
+LINK = re.compile(r"(?<!\\)(\]\()([^)\s#]+)(#[^)\s]*)?\)")
+CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+COPIED = {".json", ".png", ".svg", ".css"}
+
+
+def place(path: Path) -> Path:
+    """Where on the site a file or folder of the repository is; both paths relative to their roots."""
+    if path == Path("README.md"):
+        return Path("index.md")
+    if path.parts[0] == "docs" and (ROOT / path).is_file() and (path.suffix == ".md" or path.suffix in COPIED):
+        return path.relative_to("docs")
+    where = Path("repository") / path
+    if (ROOT / path).is_dir():
+        return where / "index.md"
+    return where if path.suffix == ".md" or path.suffix in COPIED else where.with_name(f"{where.name}.md")
+
+
+def linked(text: str, path: Path) -> tuple[str, set[Path]]:
+    """The text of a page with links as the site has them, and which files they lead to. Code is left alone."""
+    found: set[Path] = set()
+
+    def renewed(match: re.Match[str]) -> str:
+        opening, target, anchor = match[1], match[2], match[3] or ""
+        if re.match(r"[a-z]+:", target):
+            return match[0]
+        leads_to = Path(os.path.normpath(path.parent / target))
+        if not (ROOT / leads_to).exists():
+            return match[0]  # Zensical says so
+        found.add(leads_to)
+        return f"{opening}{os.path.relpath(place(leads_to), place(path).parent)}{anchor})"
+
+    parts = CODE.split(text)
+    # a table may have a link whose words are code, so only blocks are left out, not the words of a link
+    return "".join(part if part.startswith("```") else LINK.sub(renewed, part) for part in _joined(parts)), found
+
+
+def _joined(parts: list[str]) -> list[str]:
+    """Blocks by themselves, and all between them in one piece each."""
+    pieces: list[str] = [""]
+    for part in parts:
+        if part.startswith("```"):
+            pieces += [part, ""]
+        else:
+            pieces[-1] += part
+    return pieces
+
+
+def page(path: Path) -> tuple[str, set[Path]]:
+    """What the site shows of a file or folder, and which files that leads to."""
+    full = ROOT / path
+    if full.is_dir():
+        names = sorted(
+            f"- `{each.name}{'/' if each.is_dir() else ''}`" for each in full.iterdir() if each.name[0] != "_"
+        )
+        return "\n".join([f"# {path}", "", "In the repository:", "", *names, ""]), set()
+    text = full.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return linked(text, path)
+    language = {".py": "python", ".sh": "bash", ".toml": "toml"}.get(path.suffix, "text")
+    return f"# {path.name}\n\n`{path}` in the repository:\n\n````{language}\n{text}\n````\n", set()
+
+
+def stage(folder: Path) -> int:
+    """Write every page, and all that they lead to; how many."""
+    waiting = {Path("README.md"), *(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))}
+    waiting |= {path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.css")}
+    done: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        done.add(path)
+        target = folder / place(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in COPIED:
+            shutil.copy(ROOT / path, target)
+            continue
+        text, found = page(path)
+        target.write_text(text, encoding="utf-8")
+        waiting |= found - done
+    return len(done)
+
+
+def main() -> int:
+    """Stage the pages and build the site; the exit status is that of Zensical."""
+    parser = argparse.ArgumentParser(prog="docs/build_site.py", description="Build the documentation site.")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "docs", metavar="DIR")
+    out: Path = parser.parse_args().out
+    shutil.rmtree(out, ignore_errors=True)
+    number = stage(out / "pages")
+    configuration = CONFIGURATION.read_text(encoding="utf-8").replace("SOURCES", str(ROOT / "src"))
+    (out / "zensical.toml").write_text(configuration, encoding="utf-8")
+    program = shutil.which("zensical", path=str(Path(sys.executable).parent)) or "zensical"
+    command = [program, "build", "--strict", "--clean", "--config-file", str(out / "zensical.toml")]
+    try:
+        status = subprocess.run(command, check=False).returncode  # noqa: S603
+    except FileNotFoundError:
+        print(
+            "docs/build_site.py: zensical is not installed here: pip install -e '.[docs]', or make docs",
+            file=sys.stderr,
+        )
+        return 3
+    if status == 0:
+        print(f"{number} pages and files: {out / 'site' / 'index.html'}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
