@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import everyrank
@@ -192,6 +193,24 @@ class DroppingConvNet(nn.Module):
         for block in self.blocks:
             images = block(images)
         return self.head(F.dropout(images.mean((2, 3)), 0.1, self.training))
+
+
+class DroppingModel(nn.Module):
+    """Blocks that drop, and a head that does: (B, 5) -> (B, 2). `checkpoints`: it runs its blocks again itself."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.embedding = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2))
+        self.head_dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.embedding(values)
+        for block in self.blocks:
+            values = checkpoint(block, values, use_reentrant=False) if self.checkpoints else block(values)
+        return self.head(self.head_dropout(values))
 
 
 def experts(count: int = 4, top_k: int = 2) -> Decoder:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from everyrank.errors import UnsupportedLayoutError, WorkloadError
+from everyrank.errors import UnsupportedLayoutError, WorkloadError, is_own
 from everyrank.layout import Layout
 from everyrank.layout.options import TensorOptions
 from everyrank.parallel.dropout.attention import attention_with_dropout, multi_head_attention_with
@@ -75,7 +75,7 @@ def apply_exact_dropout(
     ):
         return None
     _refuse(model, workload)
-    exact = ExactDropout(workload.seed, mesh, workload.sequence_dim)
+    exact = ExactDropout(workload.seed, mesh, workload.sequence_dim, layout.recompute)
     _replace_modules(model, modules, exact)
     exact.is_watching = any(_calls_functions(one) for _, one in modules)
     if exact.is_watching:
@@ -130,7 +130,7 @@ def _drop_module(
 ) -> Tensor:
     if not module.training or not module.p:
         return values
-    dropped = exact.drop(values, module.p, site.next_key(), is_channels, is_alpha)
+    dropped = exact.drop(values, module.p, exact.module_key(site), is_channels, is_alpha)
     return values.copy_(dropped) if module.inplace else dropped
 
 
@@ -198,16 +198,32 @@ def _drops(*args: Any, **kwargs: Any) -> bool:
 
 
 def _calls_functions(module: nn.Module) -> bool:
-    """Whether a module may drop by a function: its code names one, or it has a probability under such a name."""
+    """Whether a module may drop by a function: it has a probability under such a name, or its code names one.
+
+    Of packages only the first is looked at: theirs is code for dropout of 0, too.
+    """
     if type(module).forward in _MODULES or isinstance(module, nn.RNNBase):
         return False
-    values = vars(module)
-    if any("drop" in name and isinstance(value, float) and value > 0 for name, value in values.items()):
+    if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
         return True
-    kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
-    functions = [value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)]
-    called = {name for function in functions for name in function.__code__.co_names}
+    functions = [value for kind in type(module).__mro__ for value in vars(kind).values() if inspect.isfunction(value)]
+    seen: set[Any] = set()
+    called = {name for function in functions for name in _names_in(function, seen)}
     return any(not hasattr(module, name) for name in _NAMES & called)  # `self.dropout` is a module
+
+
+def _names_in(function: Any, seen: set[Any]) -> set[str]:
+    """What a function of the person's own names: itself, functions inside it, and those of its file that it calls."""
+    if function in seen or not is_own(function.__code__.co_filename):
+        return set()
+    seen.add(function)
+    codes, found = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names)
+        codes += [one for one in code.co_consts if inspect.iscode(one)]
+    others = [function.__globals__.get(name) for name in found]
+    return found.union(*(_names_in(other, seen) for other in others if inspect.isfunction(other)))
 
 
 def _follow_plan(model: nn.Module, exact: ExactDropout, plan: Mapping[str, str], by_sequence: bool) -> None:

@@ -13,6 +13,7 @@ says itself.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import checkpoint
 
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
@@ -45,18 +47,14 @@ _ALPHA = -1.7580993408473766  # what alpha dropout puts in the place of an eleme
 class DropoutSite:
     """A place in the model that drops, or a block in which functions do, and its calls in this forward pass.
 
-    key   int64, (): a tensor, so that one compiled graph serves all blocks
+    key         int64, (): a tensor, so that one compiled graph serves all blocks
+    most_calls  in a forward pass so far
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.key = torch.tensor(mix(*name.encode()), device=device)
-        self.num_calls = 0
-
-    def next_key(self) -> Tensor:
-        """The key of the next call."""
-        self.num_calls += 1
-        return self.key + mix(self.num_calls)
+        self.num_calls = self.most_calls = 0
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,14 @@ class ExactDropout:
     modules      those that drop where their p, which may change, is above 0
     is_watching  functions may drop, too
     scope        the block that is running, for dropout as a function
+    is_recomputed   blocks are ours to run again, not the model's
+    is_replaying a block of ours runs once more in backward
     split        how what is computed now lies on the tensor ranks: "", "features" or "sequence"
     """
 
-    def __init__(self, seed: int, mesh: Mesh, sequence_dim: int | None) -> None:
+    def __init__(self, seed: int, mesh: Mesh, sequence_dim: int | None, is_recomputed: bool) -> None:
         self.seed, self.mesh, self.device = seed, mesh, mesh.world.device
-        self.sequence_dim = sequence_dim
+        self.sequence_dim, self.is_recomputed = sequence_dim, is_recomputed
         self.step = self.function_calls = self.length = 0
         self.split = ""
         self.pieces: tuple[range, ...] = ()
@@ -92,7 +92,7 @@ class ExactDropout:
         self.scope = DropoutSite("", self.device)
         self.sites = [self.scope]
         self.modules: list[Any] = []
-        self.is_watching = False
+        self.is_watching = self.is_replaying = False
 
     def begin(self, batch: Batch, pieces: tuple[range, ...] = ()) -> None:
         """A micro-batch goes through the model now; under context these positions of its sequences."""
@@ -117,12 +117,14 @@ class ExactDropout:
     @contextlib.contextmanager
     def back_at(self, moment: _Moment) -> Generator[None]:
         """While a block runs again: the masks that it drew the first time."""
-        now = self.moment()
+        now, was_replaying = self.moment(), self.is_replaying
         self._go_to(moment)
+        self.is_replaying = True
         try:
             yield
         finally:
             self._go_to(now)
+            self.is_replaying = was_replaying
 
     def _go_to(self, moment: _Moment) -> None:
         self.keys, self.scope = moment.keys, moment.scope
@@ -130,8 +132,34 @@ class ExactDropout:
         for site, count in zip(self.sites, moment.num_calls, strict=True):
             site.num_calls = count
 
+    def module_key(self, site: DropoutSite) -> Tensor:
+        """The key of a call of a module: the next one in this forward pass.
+
+        Raises `WorkloadError` for one of several calls that a checkpoint of the model's own makes once more.
+        """
+        if not torch.compiler.is_compiling() and not self.is_replaying and _is_in_backward():
+            if site.most_calls > 1:
+                raise WorkloadError(
+                    f"dropout {site.name} is called {site.most_calls} times in a forward pass, and again by a "
+                    "checkpoint in the model: which call that is cannot be told; give each its own nn.Dropout, or let "
+                    "the layout recompute (recompute=true) in place of the model"
+                )
+            return site.key + mix(1)
+        site.num_calls += 1
+        if site.num_calls > site.most_calls:
+            site.most_calls = site.num_calls
+        return site.key + mix(site.num_calls)
+
     def function_key(self) -> Tensor:
-        """The key of a call of a function: the next one in the block that is running."""
+        """The key of a call of a function: the next one in the block that is running.
+
+        Raises `WorkloadError` inside a checkpoint of the model's own, which calls it again where nobody watches.
+        """
+        if not torch.compiler.is_compiling() and not self.is_recomputed and _is_in_checkpoint():
+            raise WorkloadError(
+                "dropout as a function inside torch.utils.checkpoint draws another mask when the model runs again; "
+                "take nn.Dropout, or let the layout recompute (recompute=true) in place of the model"
+            )
         self.function_calls += 1
         return self.scope.key + mix(self.scope.num_calls, self.function_calls)
 
@@ -175,7 +203,8 @@ class ExactDropout:
         elif not first or first % count:
             raise WorkloadError(
                 f"dropout of a tensor of shape {tuple(shape)}: none of its first dimensions counts the {count} "
-                "samples, so that the mask would depend on the layout; keep samples first, or set Workload.dropout='torch'"
+                "samples, so that the mask would depend on the layout; keep samples first, or set "
+                "Workload.dropout='torch'"
             )
         inner = list(shape[1:]) if first == len(keys) else [first // count, *shape[1:]]
         parts = list(dims) if dims is not None else self._dims(inner)
@@ -211,8 +240,8 @@ class ExactDropout:
         if usual in places and len(places) > 1 and len(shape) > 2:
             raise WorkloadError(
                 f"dropout of a tensor of shape (samples, {', '.join(map(str, shape))}), where this rank has {length} "
-                "positions of the sequence: it cannot be told which dimension they are; take another number of heads "
-                "or of ranks, or set Workload.dropout='torch'"
+                "positions of the sequence: it cannot be told which dimension they are; take another number of "
+                "heads or of ranks, or set Workload.dropout='torch'"
             )
         return usual if usual in places else places[0]
 
@@ -223,6 +252,17 @@ class ExactDropout:
         )
         start = (here * parts + part) * count
         return DimPart((range(start, start + count),), tensor * parts * count)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  (torch.utils.checkpoint asks it, too)
+
+
+def _is_in_checkpoint() -> bool:
+    frame: Any = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _cut_pieces(pieces: Sequence[range], span: range) -> tuple[range, ...]:
