@@ -41,6 +41,7 @@ from everyrank.parallel.mesh import Mesh
 __all__ = ["DropoutSite", "ExactDropout"]
 
 _STREAM = 0xD40  # other numbers than whatever else is seeded by (seed, update)
+_CALLS = [mix(number) for number in range(1 << 10)]  # a list: the compiler takes what it is asked for as a constant
 _ALPHA = -1.7580993408473766  # what alpha dropout puts in the place of an element: the limit of SELU
 
 
@@ -94,9 +95,14 @@ class ExactDropout:
         self.modules: list[Any] = []
         self.is_watching = self.is_replaying = False
 
+    @property
+    def is_used(self) -> bool:
+        """Whether anything may be dropped now."""
+        return self.is_watching or any(module.p for module in self.modules)
+
     def begin(self, batch: Batch, pieces: tuple[range, ...] = ()) -> None:
         """A micro-batch goes through the model now; under context these positions of its sequences."""
-        if not self.is_watching and not any(module.p for module in self.modules):
+        if not self.is_used:
             return
         places = batch.places or range(batch.start, batch.start + max(batch.size, 1))
         self.keys = sample_keys(mix(self.seed, self.step, _STREAM), places, self.device)
@@ -144,11 +150,11 @@ class ExactDropout:
                     "checkpoint in the model: which call that is cannot be told; give each its own nn.Dropout, or let "
                     "the layout recompute (recompute=true) in place of the model"
                 )
-            return site.key + mix(1)
+            return site.key + _call_key(1)
         site.num_calls += 1
         if site.num_calls > site.most_calls:
             site.most_calls = site.num_calls
-        return site.key + mix(site.num_calls)
+        return site.key + _call_key(site.num_calls)
 
     def function_key(self) -> Tensor:
         """The key of a call of a function: the next one in the block that is running.
@@ -161,7 +167,7 @@ class ExactDropout:
                 "take nn.Dropout, or let the layout recompute (recompute=true) in place of the model"
             )
         self.function_calls += 1
-        return self.scope.key + mix(self.scope.num_calls, self.function_calls)
+        return self.scope.key + _call_key(self.scope.num_calls) + _call_key(-self.function_calls)
 
     def drop(self, values: Tensor, p: float, key: Tensor, is_channels: bool = False, is_alpha: bool = False) -> Tensor:
         """Dropout of `values`: of single elements or of whole channels, (B, C, ...). Gives a tensor of its own.
@@ -252,6 +258,13 @@ class ExactDropout:
         )
         start = (here * parts + part) * count
         return DimPart((range(start, start + count),), tensor * parts * count)
+
+
+def _call_key(number: int) -> int:
+    """What tells the calls of a place apart: of modules counted up, of functions down from the end."""
+    if number >= len(_CALLS) // 2 or number < -len(_CALLS) // 2:
+        return mix(number % (1 << 64))
+    return _CALLS[number]
 
 
 def _is_in_backward() -> bool:
