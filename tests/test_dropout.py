@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from everyrank.audit.watch.losses import DROPOUTS
 from everyrank.data import Batch
 from everyrank.errors import EveryrankError, UnsupportedLayoutError, WorkloadError
 from everyrank.layout import parse_layout
@@ -34,7 +36,7 @@ def mask(seed: int = 1, samples: int = SAMPLES, rows: int = ROWS, features: int 
 
 
 def test_bits() -> None:
-    """The masks are those of the same arithmetic in Python's integers: they may not change, or trainings that go on do."""
+    """The masks are those of the same arithmetic in Python: they may not change under a training that goes on."""
 
     def mixed(state: int) -> int:
         state %= 1 << 64
@@ -191,6 +193,23 @@ def test_functions(need_weights: bool) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.allclose(whole[2:], half, atol=1e-6)
     assert not torch.allclose(whole, model.eval()(values), atol=1e-2)
+
+
+def test_the_audit_has_nothing_to_say() -> None:
+    """It counts torch's functions that draw masks, to compare the states they are drawn from: here is none."""
+    seen: list[Any] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5))
+    exact_of(model)
+    with Watch():
+        model(torch.ones(4, 5))
+    assert seen
+    assert not DROPOUTS.intersection(seen)
 
 
 def test_attention_without_dropping_is_torchs() -> None:

@@ -168,11 +168,22 @@ class DroppingAttention(nn.Module):
         return F.dropout(self.output(mixed.transpose(1, 2).flatten(-2)), 0.1, self.training)
 
 
+class DroppingNorm(nn.RMSNorm):
+    """A norm that drops what it gives: along a split sequence, a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__(16, eps=1e-5)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return self.dropout(super().forward(stream))
+
+
 def dropping_everywhere() -> Decoder:
     """A decoder that drops the embedding, attention weights, inside layers, by modules and by functions."""
     model = dropping_decoder()
     for block in model.blocks:
-        block.attention, block.feed = DroppingAttention(), DroppingSwiGLU()
+        block.attention, block.feed, block.feed_norm = DroppingAttention(), DroppingSwiGLU(), DroppingNorm()
     return model
 
 

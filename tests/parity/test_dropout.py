@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -94,6 +95,32 @@ def gradients(world: World, model: Callable[[], nn.Module]) -> list[list[float]]
     prepared = prepare(workload, parse_layout("single:precision=float64"), single_process_world(world))
     list(run_updates(prepared, data, [Update(0, 0, 0)]))
     return [p.grad.flatten().tolist() for p in prepared.trainable.parameters if p.grad is not None]
+
+
+OWN = """\
+from torch.nn.parallel import DistributedDataParallel
+from everyrank import ParallelContract
+
+contract = ParallelContract(axes={"shard": "batch"})
+
+
+def parallelize(model, mesh):
+    return DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+"""
+
+
+def test_own_code(ranks: Any, tmp_path: Path) -> None:
+    """A person's own parallel code gets a model whose dropouts are exact."""
+    (tmp_path / "own.py").write_text(OWN)
+    layouts = [f"{tmp_path / 'own.py'}:shard=2"]
+    assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
+
+
+@pytest.mark.integration
+def test_compiled(ranks: Any) -> None:
+    """The same masks where they are a part of a compiled graph."""
+    layouts = ["ddp:compile"]
+    assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
