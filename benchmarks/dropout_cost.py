@@ -3,8 +3,8 @@
     python benchmarks/dropout_cost.py --json benchmarks/records/dropout-cpu.json      # three minutes
 
 The operator is forward and backward of dropout 0.1 of one tensor, one thread. The update is one of `text` under
-`single` with dropout 0 (none), 0.1 drawn by torch, and 0.1 exact. A ratio is that of a round, in which each arm has one turn.
-`compiled` arms are the same functions through torch.compile.
+`single` with dropout 0 (none), 0.1 drawn by torch, and 0.1 exact. A ratio is that of a round, in which each arm has one
+turn. `compiled` arms are the same functions through torch.compile.
 """
 
 from __future__ import annotations

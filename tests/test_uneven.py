@@ -366,8 +366,8 @@ from test_uneven import Streams, build_dropping, momentum, squares
 from everyrank import Workload
 
 data = Streams(10, 17, 3)
-workload = Workload("uneven", build_dropping, lambda: data, squares, momentum, 6, eval_data=lambda: data.streams[2], epochs=2,
-                    order="shard")
+workload = Workload("uneven", build_dropping, lambda: data, squares, momentum, 6,
+                    eval_data=lambda: data.streams[2], epochs=2, order="shard")
 """
 
 
