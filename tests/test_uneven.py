@@ -186,7 +186,7 @@ def with_join(world: World) -> list[Tensor]:
     reader = UnevenReader(UnevenStreams(None, Streams(*LENGTHS).streams, None, True), workload, Slice(world.rank, 3), 1)
     with Join([ddp]):
         for index in range(-(-LENGTHS[world.rank] // 2)):
-            size, samples = reader.__getitems__(UnevenKeys(0, index, 0))
+            size, samples, _ = reader.__getitems__(UnevenKeys(0, index, 0))
             points, targets = (torch.stack(part).double() for part in zip(*samples, strict=True))
             ddp.zero_grad()
             (squares(ddp(points), targets)[0] + size * count).backward()
@@ -219,8 +219,8 @@ def ended_are_counted(world: World) -> Any:
     original = module.UnevenReader.__getitems__
 
     def getitems(reader: UnevenReader, keys: UnevenKeys) -> Any:
-        size, samples = original(reader, keys)
-        return (size if len(reader.readers) == len(LENGTHS) else len(samples)), samples
+        size, samples, places = original(reader, keys)
+        return (size if len(reader.readers) == len(LENGTHS) else len(samples)), samples, places
 
     return mock.patch.object(module.UnevenReader, "__getitems__", getitems)
 
