@@ -198,13 +198,15 @@ def _drops(*args: Any, **kwargs: Any) -> bool:
 
 
 def _calls_functions(module: nn.Module) -> bool:
-    """Whether a module may drop by a function: it has a probability under such a name, or its code names one.
+    """Whether a module may drop by a function: it or its config has a probability of that name, or its code a call.
 
     Of packages only the first is looked at: theirs is code for dropout of 0, too.
     """
     if type(module).forward in _MODULES or isinstance(module, nn.RNNBase):
         return False
-    if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
+    config = getattr(module, "config", None)  # so do transformers keep it
+    fields = {**vars(module), **(vars(config) if hasattr(config, "__dict__") else {})}
+    if any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items()):
         return True
     functions = [value for kind in type(module).__mro__ for value in vars(kind).values() if inspect.isfunction(value)]
     seen: set[Any] = set()
