@@ -230,9 +230,8 @@ def check_mutation(world: World, mutation: Any, name: str, text: str, model: Any
 
 @pytest.mark.integration
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("model", [zoo.dropping_decoder, zoo.dropping_everywhere])
-def test_decoder_everywhere(ranks: Any, count: int, model: Any) -> None:
-    """All layouts of model parallelism, and their meshes, in float64 and in their own precision."""
+def test_decoder_everywhere(ranks: Any, count: int) -> None:
+    """All layouts of model parallelism, and their meshes."""
     layouts = {
         2: [
             "ddp",
@@ -245,7 +244,6 @@ def test_decoder_everywhere(ranks: Any, count: int, model: Any) -> None:
             "pipeline",
             "pipeline:schedule=gpipe,recompute",
             "pipeline:schedule=zero-bubble",
-            "fsdp:precision=bf16",
         ],
         4: [
             "fsdp:tensor=2,sequence=true,recompute",
@@ -255,4 +253,11 @@ def test_decoder_everywhere(ranks: Any, count: int, model: Any) -> None:
             "pipeline:shard=2,recompute",
         ],
     }[count]
-    assert_equal(layouts, parities(ranks, count, "decoder", "adamw", layouts, model=model, steps=8))
+    assert_quickly_equal(ranks, count, "decoder", layouts, model=zoo.dropping_everywhere)
+
+
+@pytest.mark.integration
+def test_low_precision(ranks: Any) -> None:
+    """The masks are those of float64: bf16 is as far from `single` as rounding is."""
+    layouts = ["ddp:precision=bf16,recompute"]
+    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, model=zoo.dropping_everywhere, steps=4))
