@@ -131,6 +131,7 @@ INSIDE = {
         "tensor.view_check",
         "tensor.apply",
         "expert",
+        *("dropout.masks", "dropout.exact", "dropout.attention", "dropout.apply"),
         "context.chunk",
         "context.attention",
         "context.apply",

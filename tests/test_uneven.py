@@ -77,6 +77,11 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
+def build_dropping() -> nn.Module:
+    """By its place in the streams a sample is known to dropout, whichever rank and micro-batch read it."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
+
+
 def build_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
 
@@ -181,7 +186,7 @@ def with_join(world: World) -> list[Tensor]:
     reader = UnevenReader(UnevenStreams(None, Streams(*LENGTHS).streams, None, True), workload, Slice(world.rank, 3), 1)
     with Join([ddp]):
         for index in range(-(-LENGTHS[world.rank] // 2)):
-            size, samples = reader.__getitems__(UnevenKeys(0, index, 0))
+            size, samples, _ = reader.__getitems__(UnevenKeys(0, index, 0))
             points, targets = (torch.stack(part).double() for part in zip(*samples, strict=True))
             ddp.zero_grad()
             (squares(ddp(points), targets)[0] + size * count).backward()
@@ -214,8 +219,8 @@ def ended_are_counted(world: World) -> Any:
     original = module.UnevenReader.__getitems__
 
     def getitems(reader: UnevenReader, keys: UnevenKeys) -> Any:
-        size, samples = original(reader, keys)
-        return (size if len(reader.readers) == len(LENGTHS) else len(samples)), samples
+        size, samples, places = original(reader, keys)
+        return (size if len(reader.readers) == len(LENGTHS) else len(samples)), samples, places
 
     return mock.patch.object(module.UnevenReader, "__getitems__", getitems)
 
@@ -253,7 +258,7 @@ def streams_shifted(world: World) -> Any:
 
 def verified(world: World, mutation: str, layout_text: str = "ddp") -> tuple[str, list[str]]:
     """(parity, what the check of the samples says) with a mistake in the ranks that `single` does not make."""
-    workload = workload_of()
+    workload = workload_of(model=build_dropping)
     data, _ = open_data(workload, world)
     assert (data.lengths, epoch_of(workload, data).updates) == (LENGTHS, UPDATES)
     case = parity_case(workload, data, None, 20, is_quick=True)
@@ -357,12 +362,12 @@ def flat(row: list[range]) -> list[int]:
 
 WORKLOAD = """
 import torch
-from test_uneven import Streams, build, momentum, squares
+from test_uneven import Streams, build_dropping, momentum, squares
 from everyrank import Workload
 
 data = Streams(10, 17, 3)
-workload = Workload("uneven", build, lambda: data, squares, momentum, 6, eval_data=lambda: data.streams[2], epochs=2,
-                    order="shard")
+workload = Workload("uneven", build_dropping, lambda: data, squares, momentum, 6,
+                    eval_data=lambda: data.streams[2], epochs=2, order="shard")
 """
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import everyrank
@@ -130,6 +131,97 @@ class Passages(Sentences):
 def decoder(num_blocks: int = 4, tied: bool = True, heads: int = 4) -> Decoder:
     """A decoder transformer of 16 features."""
     return Decoder(DecoderShape(num_blocks, heads, width=16, hidden=24, vocabulary=12, tied=tied))
+
+
+def dropping_decoder() -> Decoder:
+    """The same with dropout."""
+    return Decoder(DecoderShape(4, 4, width=16, hidden=24, vocabulary=12, tied=True, dropout=0.1))
+
+
+class DroppingSwiGLU(nn.Module):
+    """A SwiGLU layer that drops inside, where features are split: down(dropout(silu(gate(x)) * up(x)))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
+        self.down = nn.Linear(24, 16, bias=False)
+        self.inner_dropout = nn.Dropout(0.2)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return self.down(self.inner_dropout(F.silu(self.gate(stream)) * self.up(stream)))
+
+
+class DroppingAttention(nn.Module):
+    """Causal attention that drops weights, then drops as a function: (B, T, 16) -> (B, T, 16)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, stream: Tensor, positions: Tensor) -> Tensor:
+        query, key, value = (
+            layer(stream).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        p = 0.2 if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=p)
+        mixed = F.dropout(mixed, p, self.training)
+        return F.dropout(self.output(mixed.transpose(1, 2).flatten(-2)), 0.1, self.training)
+
+
+class DroppingNorm(nn.RMSNorm):
+    """A norm that drops what it gives: along a split sequence, a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__(16, eps=1e-5)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return self.dropout(super().forward(stream))
+
+
+def dropping_everywhere() -> Decoder:
+    """A decoder that drops the embedding, attention weights, inside layers, by modules and by functions."""
+    model = dropping_decoder()
+    for block in model.blocks:
+        block.attention, block.feed, block.feed_norm = DroppingAttention(), DroppingSwiGLU(), DroppingNorm()
+    return model
+
+
+class DroppingConvNet(nn.Module):
+    """Two convolutions, channels dropped behind one and elements behind the other: (B, 1, 8, 8) -> (B, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout2d(0.2)),
+                nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1, inplace=True)),
+            ]
+        )
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        for block in self.blocks:
+            images = block(images)
+        return self.head(F.dropout(images.mean((2, 3)), 0.1, self.training))
+
+
+class DroppingModel(nn.Module):
+    """Blocks that drop, and a head that does: (B, 5) -> (B, 2). `checkpoints`: it runs its blocks again itself."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.embedding = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2))
+        self.head_dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.embedding(values)
+        for block in self.blocks:
+            values = checkpoint(block, values, use_reentrant=False) if self.checkpoints else block(values)
+        return self.head(self.head_dropout(values))
 
 
 def experts(count: int = 4, top_k: int = 2) -> Decoder:

@@ -100,6 +100,21 @@ def test_equal_in_parts(transformers: Any, ranks: Any, family: str, layouts: lis
         assert parity.max_relative_difference <= 1e-10
 
 
+@pytest.mark.parametrize(
+    ("family", "layouts"), [("gpt2", ["ddp:recompute", "context", "pipeline"]), ("llama", ["tensor"])]
+)
+def test_equal_with_dropout(transformers: Any, ranks: Any, family: str, layouts: list[str]) -> None:
+    """Of attention weights, and of what GPT-2 drops besides: the masks of one device."""
+    for layout, parity in zip(layouts, ranks(2, check_dropping, family, layouts)[0], strict=True):
+        assert parity.status == "equal", (layout, parity.first_divergence, parity.cause)
+
+
+def check_dropping(world: World, family: str, layouts: list[str]) -> list[Parity]:
+    workload = find_workload("causal-lm", family=family, num_blocks=2, width=32, batch=8, heads=2, dropout=0.1)
+    case = parity_case(workload, *open_data(workload, world), steps=3, is_quick=True)
+    return [check_layout(case, parse_layout(text), world, f"dropping/{family}/{text}")[0] for text in layouts]
+
+
 def test_too_few_heads(transformers: Any, ranks: Any) -> None:
     """Two heads of keys and values on four ranks: one line."""
     [(parity, _)] = ranks(4, check_all, "qwen", False, ["tensor"])[0]

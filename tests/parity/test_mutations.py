@@ -332,20 +332,20 @@ def check_local_mean(world: World, key: str) -> Parity:
 
 
 def test_random_forward_is_named(ranks: Any) -> None:
-    """Dropout as a function cannot be switched off from outside; the noise floor itself gives it away."""
+    """Noise in forward cannot be switched off from outside; the noise floor itself gives it away."""
     parity = ranks(2, check_random_forward, f"mutation/{next(_COUNTER)}")[0]
     assert parity.status == "different"
     assert "random numbers" in parity.cause
 
 
-class Dropping(zoo.FrozenModel):
-    """Dropout as a function."""
+class Noisy(zoo.FrozenModel):
+    """Noise that a function draws."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch.nn.functional.dropout(values, 0.5, training=self.training))
+        return super().forward(values + torch.randn_like(values))
 
 
 def check_random_forward(world: World, key: str) -> Parity:
-    workload = zoo.workload("frozen", model=Dropping)
+    workload = zoo.workload("frozen", model=Noisy)
     subject = parity_case(workload, *open_data(workload, world), steps=20)
     return check_layout(subject, parse_layout("ddp"), world, key)[0]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyrank.builtin.classify import check_dropout
 from everyrank.builtin.text import text
 from everyrank.errors import CannotRunError, WorkloadError
 from everyrank.workload import Workload
@@ -77,7 +78,7 @@ class FromTransformers:
 def from_transformers(config: Any, blocks: str | None = None, tensor: bool = True) -> FromTransformers:
     """The causal language model of a `transformers` config: `Workload(model=found.model, blocks=found.blocks, ...)`.
 
-    config   such as `LlamaConfig(...)`; set its dropouts to 0 for `everyrank verify`. It is not changed
+    config   such as `LlamaConfig(...)`. It is not changed
     blocks   dotted path of the repeated blocks, where the model has several lists of them
     tensor   whether to translate its plan; False: `tensor_plan` is None, and tensor-parallel layouts are not possible
 
@@ -196,8 +197,8 @@ def _with_torch_norms(model: CausalLM) -> CausalLM:
     return model
 
 
-def _config(family: str, num_blocks: int, width: int, heads: int, tied: bool) -> Any:
-    """A small config of each family, without dropout."""
+def _config(family: str, num_blocks: int, width: int, heads: int, tied: bool, dropout: float) -> Any:
+    """A small config of each family; `dropout` is of all that a family can drop."""
     transformers = _import()
     if family == "gpt2":
         return transformers.GPT2Config(
@@ -206,9 +207,9 @@ def _config(family: str, num_blocks: int, width: int, heads: int, tied: bool) ->
             n_embd=width,
             n_layer=num_blocks,
             n_head=heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
             bos_token_id=None,
             eos_token_id=None,
             tie_word_embeddings=tied,
@@ -220,7 +221,7 @@ def _config(family: str, num_blocks: int, width: int, heads: int, tied: bool) ->
         "intermediate_size": 3 * width,
         "num_hidden_layers": num_blocks,
         "num_attention_heads": heads,
-        "attention_dropout": 0.0,
+        "attention_dropout": dropout,
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": tied,
@@ -247,11 +248,14 @@ def workload(
     tied: bool = False,
     seed: int = 0,
     data: str | None = None,
+    dropout: float = 0.0,
 ) -> Workload:
     """A small Llama, Qwen 3 or GPT-2 of `transformers`, with random weights: 64 tokens, as `text`.
 
     Mixtral and the mixture of Qwen 3 (qwen-moe) have four experts in each block, of which a token goes through two.
+    `dropout` is of attention weights; in GPT-2 also of the embedding and of what each layer adds.
     """
+    check_dropout(dropout)
     if family not in FAMILIES:
         raise WorkloadError(f"--set family={family}: give one of {', '.join(FAMILIES)}")
     for name, value in (("num_blocks", num_blocks), ("width", width), ("heads", heads)):
@@ -259,7 +263,7 @@ def workload(
             raise WorkloadError(f"--set {name}={value}: give at least 1")
     if width % (2 * heads):
         raise WorkloadError(f"--set width={width} heads={heads}: give a width that is a multiple of {2 * heads}")
-    found = from_transformers(_config(family, num_blocks, width, heads, tied))
+    found = from_transformers(_config(family, num_blocks, width, heads, tied, dropout))
     return dataclasses.replace(
         text(lr=lr, batch=batch, steps=steps, seed=seed, data=data),
         name="causal-lm",

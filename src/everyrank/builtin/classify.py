@@ -16,7 +16,16 @@ from everyrank.data import updates_per_epoch
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
 
-__all__ = ["best_class", "check_depth", "classification_loss", "classify", "count_correct", "place_of", "top5"]
+__all__ = [
+    "best_class",
+    "check_depth",
+    "check_dropout",
+    "classification_loss",
+    "classify",
+    "count_correct",
+    "place_of",
+    "top5",
+]
 
 
 def classification_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -44,6 +53,12 @@ def check_depth(depth: int) -> None:
     """Raise `WorkloadError` for a depth that no `ResNet` has."""
     if depth not in RESNET_DEPTHS:
         raise WorkloadError(f"--set depth={depth}: give one of {', '.join(map(str, RESNET_DEPTHS))}")
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise `WorkloadError` for what is no probability to drop with."""
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise WorkloadError(f"--set dropout={dropout}: give a number from 0 to below 1")
 
 
 def place_of(data: str | None, name: str, expected: str) -> Path:

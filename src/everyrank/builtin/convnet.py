@@ -13,16 +13,18 @@ __all__ = ["ConvNet"]
 class ConvNet(nn.Module):
     """Three blocks, a pool, a linear layer: (B, 1, H, W) -> (B, num_classes).
 
-    `norm` is batch (statistics span the samples: the ranks have to agree on them) or group (they do not).
+    `norm` is batch (statistics span the samples: the ranks have to agree on them) or group (they do not); `dropout` is
+    of what the linear layer looks at.
     """
 
-    def __init__(self, width: int = 16, num_classes: int = 10, norm: str = "batch") -> None:
+    def __init__(self, width: int = 16, num_classes: int = 10, norm: str = "batch", dropout: float = 0.0) -> None:
         super().__init__()
         channels = [1, width, 2 * width, 4 * width]
         pairs = itertools.pairwise(channels)
         self.blocks = nn.ModuleList(
             ResidualBlock(*pair, stride, norm) for pair, stride in zip(pairs, (1, 2, 1), strict=True)
         )
+        self.dropout = nn.Dropout(dropout)
         self.classes = nn.Linear(4 * channels[-1], num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -31,7 +33,7 @@ class ConvNet(nn.Module):
         for block in self.blocks:
             features = block(features)
         # An average, not a maximum: the empty corners of two images tie, and rounding alone would break the ties.
-        return self.classes(F.adaptive_avg_pool2d(features, 2).flatten(1))
+        return self.classes(self.dropout(F.adaptive_avg_pool2d(features, 2).flatten(1)))
 
 
 class ResidualBlock(nn.Module):

@@ -43,7 +43,8 @@ DECODER_EXPERTS = "blocks.*.feed.experts"
 class DecoderShape:
     """The sizes of a decoder. `hidden` is the inner width of the SwiGLU layer.
 
-    With `experts` a block has so many of these layers, and a token goes through `top_k` of them.
+    With `experts` a block has so many of these layers, and a token goes through `top_k` of them. `dropout` is of the
+    embedding and of what each layer adds to the residual stream, as in GPT-2; not of attention weights.
     """
 
     num_blocks: int
@@ -54,6 +55,7 @@ class DecoderShape:
     tied: bool = False
     experts: int = 0
     top_k: int = 2
+    dropout: float = 0.0
 
 
 def decoder_plan(shape: DecoderShape) -> dict[str, str]:
@@ -67,6 +69,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_blocks))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
@@ -80,7 +83,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """(B, T), (B, T) -> (B, T, V)."""
-        stream = self.embedding(tokens)
+        stream = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             stream = block(stream, positions)
         return self.head(self.norm(stream))
@@ -95,11 +98,12 @@ class DecoderBlock(nn.Module):
         self.attention = Attention(shape)
         self.feed_norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.feed = MixtureOfExperts(shape) if shape.experts else SwiGLU(shape)
+        self.attention_dropout, self.feed_dropout = nn.Dropout(shape.dropout), nn.Dropout(shape.dropout)
 
     def forward(self, stream: Tensor, positions: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (B, T, D)."""
-        stream = stream + self.attention(self.attention_norm(stream), positions)
-        return stream + self.feed(self.feed_norm(stream))
+        stream = stream + self.attention_dropout(self.attention(self.attention_norm(stream), positions))
+        return stream + self.feed_dropout(self.feed(self.feed_norm(stream)))
 
 
 class Attention(nn.Module):

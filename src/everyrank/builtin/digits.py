@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from everyrank.builtin import ConvNet
-from everyrank.builtin.classify import best_class, classification_loss, count_correct
+from everyrank.builtin.classify import best_class, check_dropout, classification_loss, count_correct
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
 
@@ -39,9 +39,16 @@ class Digits(TensorDataset):
 
 
 def workload(
-    lr: float = 0.05, batch: int = 64, epochs: int = 10, width: int = 16, norm: str = "batch", seed: int = 0
+    lr: float = 0.05,
+    batch: int = 64,
+    epochs: int = 10,
+    width: int = 16,
+    norm: str = "batch",
+    seed: int = 0,
+    dropout: float = 0.0,
 ) -> Workload:
     """The workload, with what `--set` may change. `norm` is batch or group."""
+    check_dropout(dropout)
     if norm not in ("batch", "group"):
         raise WorkloadError(f"--set norm={norm}: give batch or group")
 
@@ -50,7 +57,7 @@ def workload(
 
     return Workload(
         name="digits",
-        model=lambda: ConvNet(width=width, norm=norm),
+        model=lambda: ConvNet(width=width, norm=norm, dropout=dropout),
         train_data=lambda: Digits(held_out=False),
         eval_data=lambda: Digits(held_out=True),
         loss=classification_loss,

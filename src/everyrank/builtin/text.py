@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from everyrank.builtin import DECODER_EXPERTS, Decoder, DecoderShape, decoder_plan
+from everyrank.builtin.classify import check_dropout
 from everyrank.datasets import TextWindows, files_in
 from everyrank.errors import WorkloadError
 from everyrank.workload import Workload
@@ -86,6 +87,7 @@ def _workload(
             "--set order=shard: the text that is shipped is one piece; give files of your own: --data DIR"
         )
 
+    check_dropout(shape.dropout)
     if shape.experts < 0:
         raise WorkloadError(f"--set experts={shape.experts}: give at least 1, or leave it out")
     if shape.experts and not 1 <= shape.top_k <= shape.experts:
@@ -147,12 +149,16 @@ def text(
     fused: bool = False,
     experts: int = 0,
     top_k: int = 2,
+    dropout: float = 0.0,
 ) -> Workload:
     """8 blocks, 4 heads, 64 tokens, 0.9 million parameters: about a minute on two cores.
 
-    With `experts` each block has so many SwiGLU layers, of which a byte goes through the `top_k` most likely ones.
+    With `experts` each block has so many SwiGLU layers, of which a byte goes through the `top_k` most likely ones;
+    `dropout` is of the embedding and of what each layer adds.
     """
-    shape = DecoderShape(num_blocks=8, num_heads=4, width=96, hidden=256, tied=tied, experts=experts, top_k=top_k)
+    shape = DecoderShape(
+        num_blocks=8, num_heads=4, width=96, hidden=256, tied=tied, experts=experts, top_k=top_k, dropout=dropout
+    )
     return _workload("text", shape, 64, lr, batch, steps, seed, 20, data, order, fused)
 
 
@@ -167,9 +173,12 @@ def text_medium(
     fused: bool = False,
     experts: int = 0,
     top_k: int = 2,
+    dropout: float = 0.0,
 ) -> Workload:
     """12 blocks, 8 heads, 256 tokens, 38 million parameters: for one small GPU."""
-    shape = DecoderShape(num_blocks=12, num_heads=8, width=512, hidden=1376, tied=tied, experts=experts, top_k=top_k)
+    shape = DecoderShape(
+        num_blocks=12, num_heads=8, width=512, hidden=1376, tied=tied, experts=experts, top_k=top_k, dropout=dropout
+    )
     return _workload("text-medium", shape, 256, lr, batch, steps, seed, 100, data, order, fused)
 
 
@@ -184,7 +193,10 @@ def text_124m(
     fused: bool = False,
     experts: int = 0,
     top_k: int = 2,
+    dropout: float = 0.0,
 ) -> Workload:
     """16 blocks, 12 heads, 1024 tokens, 124 million parameters: the size of the small GPT-2."""
-    shape = DecoderShape(num_blocks=16, num_heads=12, width=768, hidden=2336, tied=tied, experts=experts, top_k=top_k)
+    shape = DecoderShape(
+        num_blocks=16, num_heads=12, width=768, hidden=2336, tied=tied, experts=experts, top_k=top_k, dropout=dropout
+    )
     return _workload("text-124m", shape, 1024, lr, batch, steps, seed, 100, data, order, fused)

@@ -6,7 +6,7 @@ What is read, and in which order, is decided elsewhere.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Batch:
                     break user code
     start, total    where this part stands in the global batch, and the size of that
     parts           micro-batches that the global batch is cut into before it is cut over ranks
+    places          of each sample in the update, whatever the ranks and micro-batches: by it dropout knows a sample;
+                    (): from `start` on
     """
 
     input: Any
@@ -36,6 +38,7 @@ class Batch:
     start: int
     total: int
     parts: int = 1
+    places: Sequence[int] = ()
 
 
 def read_all(read: Any, collate: Callable[[Any], Any], keys: Iterator[Any], world: World) -> Iterator[Any]:

@@ -100,6 +100,7 @@ def _batches(
                     part.start,
                     part.total,
                     len(asked[0]),
+                    part.places,
                 )
             )
             if len(batches) == len(asked[0]):

@@ -32,6 +32,13 @@ class Part(NamedTuple):
     size: int
     start: int
     total: int
+    is_reversed: bool = False
+
+    @property
+    def places(self) -> range:
+        """Of the samples in the update, in the order in which they are read; of a padding sample the first one."""
+        places = range(self.start, self.start + max(self.size, 1))
+        return places[::-1] if self.is_reversed else places
 
 
 def parts_for_updates(
@@ -88,7 +95,7 @@ def _part(samples: Sequence[int], positions: range, reads: Slice, epoch: int, re
     if reverse:
         chosen.reverse()
     padding = chosen or [samples[positions[0]]]
-    return Part(Keys(epoch, padding), len(chosen), positions.start + own.start, len(samples))
+    return Part(Keys(epoch, padding), len(chosen), positions.start + own.start, len(samples), reverse)
 
 
 def _by_shard(
@@ -126,6 +133,7 @@ def _by_shard(
                 len(positions),
                 start + positions.start,
                 after - before,
+                reverse,
             )
             for positions in micro
         ]

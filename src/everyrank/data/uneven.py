@@ -157,8 +157,8 @@ class UnevenKeys(NamedTuple):
 class UnevenReader(Dataset[Any]):
     """The streams of one rank, read by `UnevenKeys`, which only ever go up within an epoch.
 
-    Gives (samples that there are, list of samples): one padding sample in the list where there are none, and NOTHING
-    where there has been none to pad with.
+    Gives (samples that there are, list of samples, their places in the update): one padding sample in the list where
+    there are none, and NOTHING where there has been none to pad with.
     """
 
     def __init__(
@@ -174,21 +174,23 @@ class UnevenReader(Dataset[Any]):
         self.shifts = [total % accumulate for total in odd]
         self.newest: tuple[ForwardReader, Any, int] | None = None
 
-    def __getitems__(self, keys: UnevenKeys) -> tuple[int, list[Any]]:
-        found = [sample for number in self.readers for sample in self._samples(number, keys)]
+    def __getitems__(self, keys: UnevenKeys) -> tuple[int, list[Any], list[int]]:
+        found = [pair for number in self.readers for pair in self._samples(number, keys)]
         if found:
-            return len(found), found[:: -1 if self.reverse else 1]
+            samples, places = zip(*found[:: -1 if self.reverse else 1], strict=True)
+            return len(found), list(samples), list(places)
         if self.newest is None:
-            return NOTHING, []
+            return NOTHING, [], []
         reader, item, position = self.newest
-        return 0, [reader.decoded(item, position)]
+        return 0, [reader.decoded(item, position)], [0]
 
-    def _samples(self, number: int, keys: UnevenKeys) -> list[Any]:
-        """What a stream gives to a micro-batch; less than wanted where it ends."""
+    def _samples(self, number: int, keys: UnevenKeys) -> list[tuple[Any, int]]:
+        """What a stream gives to a micro-batch, each with its place in the update; less than wanted where it ends."""
         reader, wanted = self.readers[number], self._positions(number, keys)
         if keys.epoch != reader.epoch or wanted.start < reader.position:
             reader.begin(keys.epoch)
-        found: list[Any] = []
+        found: list[tuple[Any, int]] = []
+        before = keys.update * self.takes[number]
         while reader.position < wanted.stop:
             position = reader.position
             try:
@@ -197,7 +199,8 @@ class UnevenReader(Dataset[Any]):
                 break
             self.newest = (reader, item, position)
             if position >= wanted.start:
-                found.append(reader.decoded(item, position))
+                # by stream and position in it: which micro-batch reads it makes no difference
+                found.append((reader.decoded(item, position), (position - before) * len(self.takes) + number))
         return found
 
     def _positions(self, number: int, keys: UnevenKeys) -> range:

@@ -184,7 +184,7 @@ def uneven_batches(
         while contents := list(itertools.islice(fetched, accumulate)):
             update = asked.popleft()
             if open_updates is None or open_updates.is_next(update):
-                return update.epoch, contents, agree([size for size, _ in contents], reads, workload, world)
+                return update.epoch, contents, agree([size for size, _, _ in contents], reads, workload, world)
         return None
 
     ahead = take()
@@ -207,9 +207,9 @@ def uneven_batches(
             return
 
 
-def _collate_some(collate: Callable[[Any], Any], found: tuple[int, list[Any]]) -> tuple[int, Any]:
-    size, samples = found
-    return size, collate(samples) if samples else None
+def _collate_some(collate: Callable[[Any], Any], found: tuple[int, list[Any], list[int]]) -> tuple[int, Any, list[int]]:
+    size, samples, places = found
+    return size, collate(samples) if samples else None, places
 
 
 def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
@@ -225,16 +225,18 @@ def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
 
 
 def _parts(
-    contents: Sequence[tuple[int, Any]], agreed: Agreed, reads: Slice, change: Callable[[torch.Tensor], torch.Tensor]
+    contents: Sequence[tuple[int, Any, list[int]]],
+    agreed: Agreed,
+    reads: Slice,
+    change: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[Batch]:
     """What this rank has of each micro-batch of an update that anybody has samples of."""
     start, batches, num_parts = 0, list[Batch](), sum(any(sizes) or agreed.is_simulated for sizes in agreed.sizes)
-    for (size, content), sizes in zip(contents, agreed.sizes, strict=True):
+    for (size, content, places), sizes in zip(contents, agreed.sizes, strict=True):
         if any(sizes) or agreed.is_simulated:
             value, target = pair_of(content)
             place = start + sum(sizes[: reads.index])
-            batches.append(
-                Batch(map_tensors(value, change), map_tensors(target, change), size, place, agreed.total, num_parts)
-            )
+            changed = map_tensors(value, change), map_tensors(target, change)
+            batches.append(Batch(*changed, size, place, agreed.total, num_parts, places))
         start += sum(sizes)
     return batches

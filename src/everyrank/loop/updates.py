@@ -86,7 +86,12 @@ def _run(prepared: Prepared, updates: Iterable[Update], batches: Iterator[list[B
 
 
 def _seed_update(prepared: Prepared, update: Update) -> None:
-    """Make dropout a function of (seed, step, rank); ranks that compute on the same activations draw the same."""
+    """Make what a forward pass draws a function of (seed, step, rank): alike on ranks with the same activations.
+
+    Exact dropout draws nothing: it is told the update.
+    """
+    if prepared.parallel.dropout is not None:
+        prepared.parallel.dropout.step = update.step
     seed = mix(prepared.workload.seed, update.step, prepared.mesh.rng_stream)
     torch.default_generator.manual_seed(seed)
     if prepared.world.device.type == "cuda":

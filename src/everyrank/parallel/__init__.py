@@ -12,6 +12,7 @@ gradients.py      gradients over groups of ranks, and their norm
 trainable.py      a model with its optimizer: what an update changes
 batch_norm.py     statistics over all ranks, on CPU too
 init_model.py     build the model: seeded, or on the meta device
+dropout/          masks that are a function of where an element stands
 tensor/           split matrices
 context/          split sequences
 parallelize.py    the model of one rank, all of the above in order

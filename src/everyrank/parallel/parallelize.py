@@ -23,6 +23,8 @@ from everyrank.layout.options import BatchNormOptions, FSDPOptions
 from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
 from everyrank.parallel.context.parts import SequenceParts
+from everyrank.parallel.dropout.apply import FunctionalDropout, apply_exact_dropout
+from everyrank.parallel.dropout.exact import ExactDropout
 from everyrank.parallel.expert import apply_expert_parallel
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.mesh import Mesh, full_tensor
@@ -31,7 +33,7 @@ from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_paralle
 from everyrank.workload import Workload
 from everyrank.world import World, single_process_world
 
-__all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "find_blocks", "parallelize"]
+__all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "exact_dropout", "find_blocks", "parallelize"]
 
 
 @dataclass
@@ -43,6 +45,7 @@ class ParallelModel:
     tensor              what is split over the tensor axis; None where that is one rank long
     context             what is split over the context axis; None where that is one rank long
     experts             the modules of which each rank of the expert axis holds a part; none where that is one rank long
+    dropout             the forward pass as masks of dropout know it; None where torch draws them, or nothing is dropped
     is_checked          the check before the first update has been done, or is not wanted
     """
 
@@ -55,12 +58,15 @@ class ParallelModel:
     tensor: TensorParallel | None
     context: ContextParallel | SequenceParts | None
     experts: Sequence[nn.Module] = ()
+    dropout: ExactDropout | None = None
     is_checked: bool = False
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Batch) -> Generator[Batch]:
         """While a batch goes through the model, forward and backward; gives the part of it that goes in here."""
         part = self.context.take(batch) if self.context is not None else batch
+        if self.dropout is not None:
+            self.dropout.begin(part, self.context.pieces if self.context is not None else ())
         with self.micro_batch_state.enter(is_padding=not batch.size):
             yield part
         if self.context is not None:
@@ -115,21 +121,32 @@ def parallelize(
     if broadcast and not layout.read(FSDPOptions).meta:
         broadcast_from_rank_0(model, mesh.world)
     tensor = apply_tensor_parallel(model, workload, layout, mesh)
+    dropout, functions = exact_dropout(workload, layout, mesh, model)
     experts = apply_expert_parallel(model, workload, layout, mesh)
-    context = apply_context_parallel(model, workload, layout, mesh)
+    context = apply_context_parallel(model, workload, layout, mesh, dropout)
     state = MicroBatchState(
-        contexts=[*(part.context for part in (tensor, context) if part is not None), *contexts],
-        recompute_contexts=[*([context.context] if context is not None else []), *contexts],
+        contexts=[*functions, *(part.context for part in (tensor, context) if part is not None), *contexts],
+        recompute_contexts=[*functions, *([context.context] if context is not None else []), *contexts],
     )
     # recomputing must not move running statistics twice, and a simulated rank may have no sample
     if mesh.world.group is not None or layout.recompute or layout.simulated:
         is_local = local_statistics or layout.read(BatchNormOptions).batch_norm == "local"
         apply_batch_norm(model, state, single_process_world(mesh.world) if is_local else _batch_norm_world(mesh))
     if layout.recompute:
-        _apply_recompute(model, workload, layout, state)
+        _apply_recompute(model, workload, layout, state, dropout)
     if layout.compile:
         _apply_compile(model, workload)
-    return ParallelModel(workload, layout, mesh, model.train(), rank_0_model, state, tensor, context, experts)
+    return ParallelModel(workload, layout, mesh, model.train(), rank_0_model, state, tensor, context, experts, dropout)
+
+
+def exact_dropout(
+    workload: Workload, layout: Layout, mesh: Mesh, model: nn.Module
+) -> tuple[ExactDropout | None, list[ContextFactory]]:
+    """(the forward pass as masks of dropout know it, contexts to be entered around it); (None, []) without dropout."""
+    dropout = apply_exact_dropout(model, workload, layout, mesh, functools.partial(find_blocks, workload, model))
+    if dropout is None or not dropout.is_watching:
+        return dropout, []
+    return dropout, [functools.partial(FunctionalDropout, dropout)]
 
 
 def _batch_norm_world(mesh: Mesh) -> World:
@@ -161,7 +178,9 @@ def find_blocks(workload: Workload, model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _apply_recompute(model: nn.Module, workload: Workload, layout: Layout, state: MicroBatchState) -> None:
+def _apply_recompute(
+    model: nn.Module, workload: Workload, layout: Layout, state: MicroBatchState, dropout: ExactDropout | None
+) -> None:
     """Keep only the input of each block; its forward runs again during backward (Chen et al. 2016).
 
     Raises `WorkloadError` for a workload without blocks.
@@ -173,11 +192,23 @@ def _apply_recompute(model: nn.Module, workload: Workload, layout: Layout, state
         )
 
     def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return contextlib.nullcontext(), state.recomputing()
+        return contextlib.nullcontext(), state.recomputing() if dropout is None else _as_before(state, dropout)
 
     for block in blocks:
         original = block.forward
         block.forward = functools.partial(checkpoint, original, use_reentrant=False, context_fn=contexts)
+
+
+def _as_before(state: MicroBatchState, dropout: ExactDropout) -> contextlib.AbstractContextManager[Any]:
+    """While a block that begins now runs once more, later: it drops what it dropped."""
+    moment = dropout.moment()
+
+    @contextlib.contextmanager
+    def entered() -> Generator[None]:
+        with dropout.back_at(moment), state.recomputing():
+            yield
+
+    return entered()
 
 
 def _apply_compile(model: nn.Module, workload: Workload) -> None:

@@ -63,7 +63,15 @@ def name_of(case: ParityCase, single: Layout, world: World) -> str | None:
         _own_code(), _packages(), torch.__version__, platform.python_version(), platform.processor(), platform.machine()
     )
     add(torch.__config__.show(), torch.get_num_threads(), str(world.device), _device_name(world.device))
-    add(workload.source, str(single), workload.seed, workload.global_batch, workload.clip_norm, workload.order)
+    add(
+        workload.source,
+        str(single),
+        workload.seed,
+        workload.global_batch,
+        workload.clip_norm,
+        workload.order,
+        workload.dropout,
+    )
     for path in sorted(_files_of_the_person()):
         content.update(path.encode() + hashlib.sha256(Path(path).read_bytes()).digest())
     with wrap_user_errors():
@@ -71,6 +79,7 @@ def name_of(case: ParityCase, single: Layout, world: World) -> str | None:
         model = on_cpu(workload)
         optimizer = workload.optimizer(model)
         schedule = workload.schedule(optimizer) if workload.schedule else None
+    add([getattr(module, "p", None) for module in model.modules()])  # of dropout
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
             add(name, tensor.dtype, tuple(tensor.shape))

@@ -15,6 +15,7 @@ from everyrank.data import Epoch, Streamed, Update, all_updates, epoch_of
 from everyrank.layout import Layout
 from everyrank.loop import planned_updates, wrap_user_errors
 from everyrank.parallel.batch_norm import has_batch_norm
+from everyrank.parallel.dropout.apply import count_dropouts
 from everyrank.parallel.init_model import on_cpu
 from everyrank.workload import Workload
 
@@ -89,13 +90,19 @@ def parity_case(
     is_quick: bool = False,
     is_cached: bool = False,
 ) -> ParityCase:
-    """The workload as it is checked: dropout set to 0, and few updates that still cross an epoch and a ragged batch."""
+    """The workload as it is checked: few updates that still cross an epoch and a ragged batch.
+
+    Exact dropout stays on; where torch draws the masks it is set to 0.
+    """
+    is_exact, quiet = workload.dropout == "exact", workload
     with wrap_user_errors():
         model = on_cpu(workload)
-        num_dropouts = _without_dropout(model)
-    quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
+        num_dropouts = count_dropouts(model) if is_exact else _without_dropout(model)
+    if not is_exact:
+        quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
     steps = min(steps, planned_updates(workload, train_data))
-    notes = [f"dropout set to 0 in {num_dropouts} modules"] if num_dropouts else []
+    is_on = "compared with dropout on" if is_exact else "dropout set to 0"
+    notes = [f"{is_on} in {num_dropouts} modules"] if num_dropouts else []
     if is_quick:
         notes.append(f"quick: left out are the layout's own precision, and updates after {min(steps, QUICK_STEPS)}")
         steps = min(steps, QUICK_STEPS)

@@ -155,7 +155,7 @@ def _expected_of_streams(workload: Workload, data: UnevenStreams, epoch: int) ->
     reader = UnevenReader(data, workload, Slice(0, 1), 1)
     with wrap_user_errors():
         found = [reader.__getitems__(UnevenKeys(epoch, index, 0)) for index in range(data.epoch(workload).updates)]
-    return [number for size, numbers in found for number in numbers[:size]]
+    return [number for size, numbers, _ in found for number in numbers[:size]]
 
 
 def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str, left_out: int = 0) -> list[str]:

@@ -3,7 +3,8 @@
 Holds     parameters, gradients and optimizer state in full on the first device; copies of the parameters on the others
 Travels   inside the process, per micro-batch: parameters and inputs to every device, outputs and gradients back
 Use when  hardly ever: torch itself advises ddp, which copies nothing and does not share one interpreter
-Exact     yes; models with batch norm are refused, because each device would normalise its own part
+Exact     yes; models with batch norm are refused, because each device would normalise its own part, and exact dropout,
+          because its copies do not know which samples they have
 Source    torch.nn.DataParallel
 """
 
@@ -35,7 +36,7 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Copy the model to as many devices as there are ranks, or to all where this is the only one.
 
-    Raises `CannotRunError` without two CUDA devices, and for a model with batch norm.
+    Raises `CannotRunError` without two CUDA devices, and for a model with batch norm or exact dropout.
     """
     devices = _devices(world)
     world = single_process_world(world)
@@ -44,6 +45,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     if has_batch_norm(model):
         raise CannotRunError("each device would normalise its own part of a batch; ddp has batch norm over all ranks")
+    if parallel.dropout is not None and parallel.dropout.is_used:
+        raise CannotRunError(
+            "the copies of the model do not know which samples they have, on which exact dropout depends; use ddp, or "
+            "set Workload.dropout='torch'"
+        )
     copied = nn.DataParallel(_Copied(model, layout, world), device_ids=devices, output_device=devices[0])
     trainable = make_trainable(workload, layout, model)
 

@@ -13,6 +13,7 @@ cannot be told from the model it returns is in its `ParallelContract` (layout/co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ from everyrank.parallel.own import (
     whole_state,
     without_frames,
 )
-from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model
+from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model, exact_dropout
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
 from everyrank.workload import Workload
@@ -57,6 +58,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     built, _ = init_model(workload, layout, world)
     broadcast_from_rank_0(built, world)
     shapes, kind = {name: tensor.shape for name, tensor in built.state_dict().items()}, type(built)
+    dropout, functions = exact_dropout(dataclasses.replace(workload, tensor_plan=None), layout, mesh, built)
     wrapped = apply_own_code(code, built, device_mesh, world)
     model = unwrapped(wrapped)
     known = lying(model, shapes)
@@ -64,7 +66,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     if workload.clip_norm is not None and contract.clip_grad_norm is None:
         require_known(unknown, code)
     parts = sequence_parts(workload, mesh)
-    parallel = ParallelModel(workload, layout, mesh, model, None, MicroBatchState(), None, parts)
+    state = MicroBatchState(functions, functions)
+    parallel = ParallelModel(workload, layout, mesh, model, None, state, None, parts, dropout=dropout)
     trainable = make_trainable(workload, layout, model)
     clip = contract.clip_grad_norm
     if clip is not None:

@@ -41,16 +41,17 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable.zero_grad()
         shares: list[Tensor] = []
         for _, batch in trainable.iter_micro_batches(batches):
-            with autocast(layout, world):
-                loss, share = compute_loss(workload, call_model(model, batch.input), batch, mesh)
-            trainable.backward(loss)
+            with parallel.micro_batch(batch):
+                with autocast(layout, world):
+                    loss, share = compute_loss(workload, call_model(model, batch.input), batch, mesh)
+                trainable.backward(loss)
             shares.append(share)
         total = sum(shares[1:], shares[0])
         trainable.optimizer_step(total)
         return total
 
     def predict(batch: Batch) -> Any:
-        with autocast(layout, world):
+        with parallel.micro_batch(batch), autocast(layout, world):
             return call_model(model, batch.input)
 
     return Prepared(

@@ -71,6 +71,8 @@ class Workload:
                         replacement, each as often as its weight says (torch's WeightedRandomSampler), the same on all
                         ranks
         seed            of initial weights, sample order, augmentation and dropout
+        dropout         exact: the masks of nn.Dropout and of torch's functions for dropout are a function of (seed,
+                        update, sample, position), the same under every layout; torch: torch draws them, by rank
         ema_decay       keep a moving average of the weights: after each update decay * average + (1 - decay) * weight;
                         evaluation, `everyrank predict` and exported weights take the average
         clip_norm       largest global norm of the gradients
@@ -108,6 +110,7 @@ class Workload:
     order: str = "global"
     weights: Callable[[], Sequence[float]] | None = None
     seed: int = 0
+    dropout: str = "exact"
     ema_decay: float | None = None
     clip_norm: float | None = None
     blocks: str | None = None
@@ -149,6 +152,8 @@ class Workload:
             raise WorkloadError(f"workload {self.name}: drop_last={self.drop_last!r}: give True or False")
         if self.order not in ("global", "shard"):
             raise WorkloadError(f"workload {self.name}: order={self.order!r}: give global or shard")
+        if self.dropout not in ("exact", "torch"):
+            raise WorkloadError(f"workload {self.name}: dropout={self.dropout!r}: give exact or torch")
         if self.order == "shard" and self.weights is not None:
             raise WorkloadError(f"workload {self.name}: weights draw from all samples; use order='global'")
         if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:

@@ -21,7 +21,15 @@ from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.layout.options import ContextOptions
-from everyrank.parallel.context.attention import SequenceGroup, chunk_order, ring_attention, ulysses_attention
+from everyrank.parallel.context.attention import (
+    SequenceGroup,
+    chunk_order,
+    chunk_positions,
+    ring_attention,
+    ulysses_attention,
+)
+from everyrank.parallel.dropout.attention import KeptWeights, kept_weights
+from everyrank.parallel.dropout.exact import ExactDropout
 from everyrank.parallel.mesh import Mesh
 from everyrank.workload import Workload
 
@@ -36,8 +44,10 @@ class ContextParallel:
     context   entered around forward, loss and backward: attention reaches over all ranks
     """
 
-    def __init__(self, model: nn.Module, ring: SequenceGroup, dim: int, method: str) -> None:
-        self.ring, self.dim, self.method = ring, dim, method
+    def __init__(
+        self, model: nn.Module, ring: SequenceGroup, dim: int, method: str, dropout: ExactDropout | None = None
+    ) -> None:
+        self.ring, self.dim, self.method, self.dropout = ring, dim, method, dropout
         self.of_model = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self.length = 0  # of this rank's part
         self.num_attentions = 0
@@ -46,6 +56,11 @@ class ContextParallel:
     def context(self) -> TorchFunctionMode:
         """What sees the calls of attention."""
         return _Attention(self)
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """Which positions of the whole sequence this rank has: those of its head, and of its tail."""
+        return chunk_positions(self.ring, self.ring.index, slice(0, self.length), self.length)
 
     def take(self, batch: Batch) -> Batch:
         """The rank's part of the sequences of a batch.
@@ -154,7 +169,17 @@ class _Attention(TorchFunctionMode):
         factor = scale if scale is not None else query.shape[-1] ** -0.5
         # autocast lets torch's own function see its low precision; ours gets what it would
         query, key, value = _autocast(query, key, value)
-        return _METHODS[self.split.method](query, key, value, is_causal, factor, self.split.ring)
+        kept = self._kept_weights(query, dropout_p) if dropout_p else None
+        return _METHODS[self.split.method](query, key, value, is_causal, factor, self.split.ring, kept)
+
+    def _kept_weights(self, query: Tensor, dropout_p: float) -> KeptWeights:
+        """The mask of this call: of the heads that are computed with here, and any positions of the sequence."""
+        exact, ring = self.split.dropout, self.split.ring
+        assert exact is not None
+        heads = exact.features_here(query.shape[1]) if query.dim() == 4 else None
+        if self.split.method == "ulysses":
+            heads = exact.features_here(query.shape[1] // ring.count, ring.index, ring.count)
+        return kept_weights(exact, query, heads, self.split.length * ring.count, dropout_p)
 
     def _check(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool) -> None:
         """Raise `UnsupportedLayoutError` for attention that is no attention of the sequence to itself."""
@@ -163,8 +188,15 @@ class _Attention(TorchFunctionMode):
                 "context: attention with a mask, which is made of this rank's positions alone; "
                 "use is_causal=True, or no mask"
             )
-        if dropout_p:
-            raise UnsupportedLayoutError(f"context: attention with dropout {dropout_p}; set it to 0")
+        if dropout_p and self.split.dropout is None:
+            raise UnsupportedLayoutError(
+                f"context: attention with dropout {dropout_p}; set it to 0, or Workload.dropout='exact'"
+            )
+        if dropout_p and self.split.dropout is not None and len(query) != len(self.split.dropout.keys):
+            raise UnsupportedLayoutError(
+                f"context: attention with dropout over {len(query)} rows, where there are "
+                f"{len(self.split.dropout.keys)} samples; give queries of shape (samples, heads, positions, width)"
+            )
         if key.shape[-2] != query.shape[-2] or query.shape[-2] != self.split.length:
             raise UnsupportedLayoutError(
                 f"context: attention of {query.shape[-2]} queries to {key.shape[-2]} keys, where this rank has "
@@ -196,8 +228,10 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.dtype is torch.float32 else tensor for tensor in tensors]
 
 
-def apply_context_parallel(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> ContextParallel | None:
-    """Split sequences over the context axis; None where that is one rank long.
+def apply_context_parallel(
+    model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh, dropout: ExactDropout | None = None
+) -> ContextParallel | None:
+    """Split sequences over the context axis; None where that is one rank long. `dropout` is that of the model.
 
     Raises `UnsupportedLayoutError` for a workload that does not say which dimension is the sequence.
     """
@@ -211,4 +245,4 @@ def apply_context_parallel(model: nn.Module, workload: Workload, layout: Layout,
         )
     ranks = tuple(mesh.rank_at(context=index) for index in range(count))
     ring = SequenceGroup(mesh.coordinate["context"], count, ranks, mesh.group("context"))
-    return ContextParallel(model, ring, workload.sequence_dim, layout.read(ContextOptions).method)
+    return ContextParallel(model, ring, workload.sequence_dim, layout.read(ContextOptions).method, dropout)

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from everyrank.parallel.context.chunk import attend, attend_backward
+from everyrank.parallel.dropout.attention import KeptWeights
 
-__all__ = ["SequenceGroup", "chunk_order", "ring_attention", "ulysses_attention"]
+__all__ = ["SequenceGroup", "chunk_order", "chunk_positions", "ring_attention", "ulysses_attention"]
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,33 @@ def chunk_order(count: int) -> list[int]:
     return [chunk for rank in range(count) for chunk in (rank, 2 * count - 1 - rank)]
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, ring: SequenceGroup) -> Tensor:
-    """Q (B, H, T/N, W), k and v (B, G, T/N, W) with G heads that divide H -> (B, H, T/N, W)."""
-    out: Tensor = _RingAttention.apply(q, k, v, causal, scale, ring)  # pyright: ignore
+def chunk_positions(ring: SequenceGroup, rank: int, part: slice, length: int) -> tuple[range, ...]:
+    """Where in the whole sequence this part of the `length` positions of a rank stands: of a head, and a tail.
+
+    >>> chunk_positions(SequenceGroup(0, 2, (0, 1), None), 0, slice(0, 4), 4)
+    (range(0, 2), range(6, 8))
+    """
+    half = length // 2
+    tail = (2 * ring.count - 1 - rank) * half
+    head_part = range(rank * half, (rank + 1) * half)[part]
+    tail_part = range(tail, tail + half)[max(part.start - half, 0) : max(part.stop - half, 0)]
+    return tuple(piece for piece in (head_part, tail_part) if piece)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    ring: SequenceGroup,
+    kept: KeptWeights | None = None,
+) -> Tensor:
+    """Q (B, H, T/N, W), k and v (B, G, T/N, W) with G heads that divide H -> (B, H, T/N, W).
+
+    `kept` says what dropout multiplies the weights of a chunk by.
+    """
+    out: Tensor = _RingAttention.apply(q, k, v, causal, scale, ring, kept)  # pyright: ignore
     return out
 
 
@@ -70,7 +95,16 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, ring: SequenceGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        ring: SequenceGroup,
+        kept: KeptWeights | None,
+    ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         q_wide = q.to(wide)
         out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)  # (B, H, T/N, W)
@@ -82,8 +116,9 @@ class _RingAttention(torch.autograd.Function):
             receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
             k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
             for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
+                mask = _kept_of_chunk(kept, ring, source, rows, columns, q.shape[-2])
                 out_part, lse_part = attend(
-                    q_wide[..., rows, :], k_step[..., columns, :], v_step[..., columns, :], scale, diagonal
+                    q_wide[..., rows, :], k_step[..., columns, :], v_step[..., columns, :], scale, diagonal, mask
                 )
                 lse_new = torch.logaddexp(lse[..., rows], lse_part)
                 out[..., rows, :] = (
@@ -95,7 +130,7 @@ class _RingAttention(torch.autograd.Function):
                 kv = receive()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = causal, scale, ring
+        ctx.settings = causal, scale, ring, kept
         return out
 
     @staticmethod
@@ -103,7 +138,7 @@ class _RingAttention(torch.autograd.Function):
     @_without_autocast
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         q, k, v, out, lse = ctx.saved_tensors
-        causal, scale, ring = ctx.settings
+        causal, scale, ring, kept = ctx.settings
         wide = lse.dtype
         q_wide, out_wide, dout = q.to(wide), out.to(wide), grads[0].to(wide)
         dq = torch.zeros_like(q_wide)
@@ -123,6 +158,7 @@ class _RingAttention(torch.autograd.Function):
                     lse[..., rows],
                     scale,
                     diagonal,
+                    _kept_of_chunk(kept, ring, source, rows, columns, q.shape[-2]),  # the same ones as in forward
                 )
                 dq[..., rows, :] += dq_part
                 dkv[..., columns, :] += dkv_part
@@ -131,7 +167,17 @@ class _RingAttention(torch.autograd.Function):
             if ring.count > 1:
                 dkv = ring_send_recv(dkv, ring)()  # at the last step they come home
         dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _kept_of_chunk(
+    kept: KeptWeights | None, ring: SequenceGroup, source: int, rows: slice, columns: slice, length: int
+) -> Tensor | None:
+    """What dropout multiplies the weights of these queries and keys by; None without dropout."""
+    if kept is None:
+        return None
+    queries = chunk_positions(ring, ring.index, rows, length)
+    return kept(queries, chunk_positions(ring, source, columns, length))
 
 
 def _chunk_pairs(ring: SequenceGroup, source: int, length: int, causal: bool) -> list[tuple[slice, slice, bool]]:
@@ -170,10 +216,25 @@ def ring_send_recv(tensor: Tensor, ring: SequenceGroup) -> Callable[[], Tensor]:
     return wait
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, ring: SequenceGroup) -> Tensor:
-    """Q (B, H, T/N, W), k and v (B, G, T/N, W) -> (B, H, T/N, W); the heads have to divide by N."""
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    ring: SequenceGroup,
+    kept: KeptWeights | None = None,
+) -> Tensor:
+    """Q (B, H, T/N, W), k and v (B, G, T/N, W) -> (B, H, T/N, W); the heads have to divide by N.
+
+    `kept` says what dropout multiplies the weights by.
+    """
     q, k, v = (_to_heads(tensor, ring) for tensor in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
+    if kept is not None:
+        everywhere, wide = (range(q.shape[-2]),), torch.promote_types(q.dtype, torch.float32)
+        out, _ = attend(q.to(wide), k.to(wide), v.to(wide), scale, causal, kept(everywhere, everywhere))
+        return _to_sequence(out.to(q.dtype), ring)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=is_grouped)
     return _to_sequence(out, ring)
 

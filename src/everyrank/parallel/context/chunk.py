@@ -20,14 +20,17 @@ _ATEN = torch.ops.aten
 _TOLERANCE = 1e-12  # of float64
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Q (B, H, Tq, W), k and v (B, G, Tk, W) -> out (B, H, Tq, W), lse (B, H, Tq): of these keys alone.
 
-    On the `diagonal`, queries and keys are those of the same positions, and later keys are masked.
+    On the `diagonal`, queries and keys are those of the same positions, and later keys are masked. `kept` (B, H, Tq,
+    Tk) is what dropout multiplies the weights by; the lse is that of all of them.
     """
-    if _suits_flash(q, k, v):
+    if kept is None and _suits_flash(q, k, v):
         return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, scale=scale)
-    return _plain(q, k, v, scale, diagonal)
+    return _plain(q, k, v, scale, diagonal, kept)
 
 
 def attend_backward(
@@ -39,10 +42,11 @@ def attend_backward(
     lse: Tensor,
     scale: float,
     diagonal: bool,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dq (B, H, Tq, W), and dk and dv side by side (B, G, Tk, 2W); out and lse are those of all keys."""
-    if not _suits_flash(q, k, v):
-        return _plain_backward(q, k, v, out, dout, lse, scale, diagonal)
+    if kept is not None or not _suits_flash(q, k, v):
+        return _plain_backward(q, k, v, out, dout, lse, scale, diagonal, kept)
     dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, diagonal, scale=scale
     )
@@ -81,10 +85,13 @@ def _flash_is_right() -> bool:
     return True
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, scale, diagonal)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ _repeat_heads(v, q.shape[1]), lse
+    p = (scores - lse[..., None]).exp()
+    return (p if kept is None else p * kept) @ _repeat_heads(v, q.shape[1]), lse
 
 
 def _plain_backward(
@@ -96,12 +103,14 @@ def _plain_backward(
     lse: Tensor,
     scale: float,
     diagonal: bool,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, kv_heads = q.shape[1], k.shape[1]
     delta = (dout * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
     p = (_scores(q, k, scale, diagonal) - lse[..., None]).exp()  # the probabilities, (B, H, Tq, Tk)
-    dv = p.transpose(-1, -2) @ dout
-    ds = p * (dout @ _repeat_heads(v, heads).transpose(-1, -2) - delta) * scale
+    dp = dout @ _repeat_heads(v, heads).transpose(-1, -2)
+    dv = (p if kept is None else p * kept).transpose(-1, -2) @ dout
+    ds = p * ((dp if kept is None else dp * kept) - delta) * scale
     dk = ds.transpose(-1, -2) @ q
     dkv = torch.cat([dk, dv], dim=-1)
     if heads != kv_heads:

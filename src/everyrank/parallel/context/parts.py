@@ -31,6 +31,11 @@ class SequenceParts:
     group: dist.ProcessGroup | None
     length: int = 0
 
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """Which positions of the whole sequence this rank has."""
+        return (range(self.index * self.length, (self.index + 1) * self.length),)
+
     def take(self, batch: Batch) -> Batch:
         """The rank's part of the sequences of a batch: of every tensor as long as those of the input.
 

@@ -1,0 +1,244 @@
+"""Find the dropouts of a model and make them exact: modules by their place, functions by the block that calls them.
+
+A module (nn.Dropout and its kin) keeps its class, its p and its modes; its forward is another one. Functions
+(F.dropout, attention with dropout_p, nn.MultiheadAttention) are seen where they are called, which costs each call of
+torch a microsecond or two: only models that may call one pay that. A model without dropout is left as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from everyrank.errors import UnsupportedLayoutError, WorkloadError, is_own
+from everyrank.layout import Layout
+from everyrank.layout.options import TensorOptions
+from everyrank.parallel.dropout.attention import attention_with_dropout, multi_head_attention_with
+from everyrank.parallel.dropout.exact import DropoutSite, ExactDropout
+from everyrank.parallel.expert import expert_pattern
+from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.tensor.plan import resolve
+from everyrank.workload import Workload
+
+__all__ = ["FunctionalDropout", "apply_exact_dropout", "count_dropouts"]
+
+_MODULES: dict[Any, tuple[bool, bool]] = {  # forward -> (whole channels, alpha dropout)
+    nn.Dropout.forward: (False, False),
+    nn.Dropout1d.forward: (True, False),
+    nn.Dropout2d.forward: (True, False),
+    nn.Dropout3d.forward: (True, False),
+    nn.AlphaDropout.forward: (False, True),
+    nn.FeatureAlphaDropout.forward: (True, True),
+}
+_FUNCTIONS: dict[Any, tuple[bool, bool]] = {
+    F.dropout: (False, False),
+    F.dropout1d: (True, False),
+    F.dropout2d: (True, False),
+    F.dropout3d: (True, False),
+    F.alpha_dropout: (False, True),
+    F.feature_alpha_dropout: (True, True),
+    torch.dropout: (False, False),
+    torch.dropout_: (False, False),
+}
+_NAMES = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"}
+
+
+def count_dropouts(model: nn.Module) -> int:
+    """How many modules drop, or may drop by a function."""
+    return sum((type(one).forward in _MODULES and one.p > 0) or _calls_functions(one) for one in model.modules())  # type: ignore[operator]
+
+
+def apply_exact_dropout(
+    model: nn.Module,
+    workload: Workload,
+    layout: Layout,
+    mesh: Mesh,
+    blocks: Callable[[], Sequence[nn.Module]],
+) -> ExactDropout | None:
+    """Make the dropouts of `model` exact, in place: the forward pass as masks know it; None without dropout.
+
+    `blocks` finds the repeated blocks, where functions have to be watched.
+
+    Raises `WorkloadError` for dropout inside an operator of torch, `UnsupportedLayoutError` for one inside experts.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    if workload.dropout != "exact" or not any(
+        type(one).forward in _MODULES or _calls_functions(one) or isinstance(one, nn.RNNBase) for _, one in modules
+    ):
+        return None
+    _refuse(model, workload)
+    exact = ExactDropout(workload.seed, mesh, workload.sequence_dim, layout.recompute)
+    _replace_modules(model, modules, exact)
+    exact.is_watching = any(_calls_functions(one) for _, one in modules)
+    if exact.is_watching:
+        names = {module: name for name, module in model.named_modules()}
+        for block in blocks():
+            site = DropoutSite(f"functions of {names[block]}", exact.device)
+            exact.sites.append(site)
+            block.forward = functools.partial(_in_scope, exact, site, block.forward)
+    if mesh.size("tensor") > 1 and workload.tensor_plan:
+        _follow_plan(model, exact, resolve(model, workload.tensor_plan), layout.read(TensorOptions).sequence)
+    return exact
+
+
+def _refuse(model: nn.Module, workload: Workload) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
+            raise WorkloadError(
+                f"{name or 'the model'}: {type(module).__name__}(dropout={module.dropout:g}) draws inside an operator, "
+                "by rank; put nn.Dropout between layers of their own, or set Workload.dropout='torch'"
+            )
+    if workload.experts is None:
+        return
+    pattern = expert_pattern(workload.experts)
+    for name, module in model.named_modules():
+        if pattern.fullmatch(name) and count_dropouts(module):
+            raise UnsupportedLayoutError(
+                f"{name} has dropout inside: which sample a token is of is not known among experts; drop what goes in "
+                "or comes out, or set Workload.dropout='torch'"
+            )
+
+
+def _replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]], exact: ExactDropout) -> None:
+    """Each place gets a module of its own: one that is used in several would count its calls over all of them."""
+    seen: set[int] = set()
+    for name, module in modules:
+        kind = _MODULES.get(type(module).forward)
+        if kind is None:
+            continue
+        if id(module) in seen:
+            parent, _, last = name.rpartition(".")
+            module = copy.copy(module)
+            setattr(model.get_submodule(parent), last, module)
+        seen.add(id(module))
+        site = DropoutSite(name, exact.device)
+        exact.sites.append(site)
+        exact.modules.append(module)
+        module.forward = functools.partial(_drop_module, exact, site, module, *kind)
+
+
+def _drop_module(
+    exact: ExactDropout, site: DropoutSite, module: Any, is_channels: bool, is_alpha: bool, values: Tensor
+) -> Tensor:
+    if not module.training or not module.p:
+        return values
+    dropped = exact.drop(values, module.p, exact.module_key(site), is_channels, is_alpha)
+    return values.copy_(dropped) if module.inplace else dropped
+
+
+def _in_scope(exact: ExactDropout, site: DropoutSite, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A block's forward, in which calls of functions are counted anew."""
+    outside = exact.scope, exact.function_calls
+    site.num_calls += 1
+    exact.scope, exact.function_calls = site, 0
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        exact.scope, exact.function_calls = outside
+
+
+class FunctionalDropout(TorchFunctionMode):
+    """Exact dropout in place of torch's functions that draw a mask."""
+
+    def __init__(self, exact: ExactDropout) -> None:
+        super().__init__()
+        self.exact = exact
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FUNCTIONS:
+            return self._dropout(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward and _drops(*args, **kwargs):
+            return multi_head_attention_with(functools.partial(self._dropout, F.dropout), self._attention)(
+                *args, **kwargs
+            )
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self,
+        func: Any,
+        input: Tensor,  # noqa: A002
+        p: float = 0.5,
+        training: bool | None = None,
+        inplace: bool = False,
+        train: bool | None = None,  # so does torch.dropout call it
+    ) -> Tensor:
+        default = func not in (F.alpha_dropout, F.feature_alpha_dropout)
+        is_training = next((given for given in (training, train) if given is not None), default)
+        if not is_training or not p:
+            return input
+        if not 0 < p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        dropped = self.exact.drop(input, p, self.exact.function_key(), *_FUNCTIONS[func])
+        return input.copy_(dropped) if inplace or func is torch.dropout_ else dropped
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if not p:
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        return attention_with_dropout(self.exact, *args, **kwargs)
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+def _drops(*args: Any, **kwargs: Any) -> bool:
+    given = _MULTI_HEAD.bind(*args, **kwargs).arguments
+    return given["dropout_p"] > 0 and given.get("training", True)
+
+
+def _calls_functions(module: nn.Module) -> bool:
+    """Whether a module may drop by a function: it or its config has a probability of that name, or its code a call.
+
+    Of packages only the first is looked at: theirs is code for dropout of 0, too.
+    """
+    if type(module).forward in _MODULES or isinstance(module, nn.RNNBase):
+        return False
+    config = getattr(module, "config", None)  # so do transformers keep it
+    fields = {**vars(module), **(vars(config) if hasattr(config, "__dict__") else {})}
+    if any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items()):
+        return True
+    functions = [value for kind in type(module).__mro__ for value in vars(kind).values() if inspect.isfunction(value)]
+    seen: set[Any] = set()
+    called = {name for function in functions for name in _names_in(function, seen)}
+    return any(not hasattr(module, name) for name in _NAMES & called)  # `self.dropout` is a module
+
+
+def _names_in(function: Any, seen: set[Any]) -> set[str]:
+    """What a function of the person's own names: itself, functions inside it, and those of its file that it calls."""
+    if function in seen or not is_own(function.__code__.co_filename):
+        return set()
+    seen.add(function)
+    codes, found = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names)
+        codes += [one for one in code.co_consts if inspect.iscode(one)]
+    others = [function.__globals__.get(name) for name in found]
+    return found.union(*(_names_in(other, seen) for other in others if inspect.isfunction(other)))
+
+
+def _follow_plan(model: nn.Module, exact: ExactDropout, plan: Mapping[str, str], by_sequence: bool) -> None:
+    """Know, behind each layer of a tensor plan, how what it gives lies on the tensor ranks."""
+    between = "sequence" if by_sequence else ""
+    behind = {"colwise": "features", "rowwise": between, "vocabulary": between, "sequence": between}
+
+    def set_split(split: str, *_: Any) -> None:
+        exact.split = split
+
+    for name, word in plan.items():
+        module = model.get_submodule(name)
+        if word == "gather":
+            module.register_forward_pre_hook(functools.partial(set_split, ""))
+        else:
+            module.register_forward_hook(functools.partial(set_split, behind.get(word, "")))
