@@ -126,6 +126,7 @@ INSIDE = {
         "gradients",
         "trainable",
         "batch_norm",
+        "file_backed",
         "init_model",
         "tensor.plan",
         "tensor.view_check",

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import zoo
 from everyrank import parse_layout
+from everyrank.builtin import Decoder, DecoderShape
 from everyrank.errors import CannotRunError
 from everyrank.loop import open_data
-from everyrank.parallel import init_model
+from everyrank.parallel import file_backed, init_model
 from everyrank.parity import check_layout, parity_case
 from everyrank.strategies import prepare
 from everyrank.world import World
@@ -33,40 +34,88 @@ class Furnished(zoo.TiedModel):
         return super().forward(tokens, shift * self.scale) * self.table.mean() + self.offset.mean()
 
 
-def initial_states(world: World, layouts: list[str]) -> list[dict[str, Tensor]]:
-    workload = zoo.workload("tied", model=Furnished)
+class FurnishedDecoder(Decoder):
+    """The same of a decoder, whose blocks can be cut into stages and whose matrices can be split."""
+
+    def __init__(self) -> None:
+        super().__init__(DecoderShape(4, 4, width=16, hidden=24, vocabulary=12, tied=True))
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 8), persistent=False)
+        self.register_buffer("offset", torch.randn(8))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        stream = self.embedding(tokens) * self.scale * self.table.mean() + self.offset.mean()
+        for block in self.blocks:
+            stream = block(stream, positions)
+        return self.head(self.norm(stream))
+
+
+def initial_states(world: World, workload: Any, texts: list[str]) -> list[dict[str, Tensor]]:
     found = []
-    for text in layouts:
-        prepared = prepare(workload, parse_layout(text), world)
+    for text in texts:
+        with mock.patch.object(file_backed, "_SMALLEST", 1):  # so that even these are put into files
+            prepared = prepare(workload(), parse_layout(text), world)
         buffers = {f"buffer {name}": buffer.clone() for name, buffer in prepared.model.named_buffers()}
         found.append({**prepared.full_state(), **buffers})
+        assert not any(tensor.is_meta for tensor in (*prepared.model.parameters(), *prepared.model.buffers()))
     return found
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_meta_is_bit_equal_to_building_in_full(ranks: Any, count: int) -> None:
+def furnished() -> Any:
+    return zoo.workload("tied", model=Furnished)
+
+
+def furnished_decoder() -> Any:
+    return zoo.workload("decoder", model=FurnishedDecoder)
+
+
+def furnished_experts() -> Any:
+    return zoo.workload("experts")
+
+
+META = [
+    (2, furnished, ["fsdp"]),
+    (3, furnished, ["fsdp"]),
+    (2, furnished_decoder, ["tensor", "pipeline", "pipeline:schedule=interleaved", "fsdp:context=2"]),
+    (2, furnished_experts, ["fsdp:expert=2"]),
+    (4, furnished_decoder, ["fsdp:tensor=2", "ddp:tensor=2", "fsdp:replicate=2", "pipeline:shard=2"]),
+    (4, furnished_decoder, ["pipeline:tensor=2", "pipeline:replicate=2"]),
+]
+
+
+@pytest.mark.parametrize(("count", "workload", "texts"), META, ids=lambda value: str(getattr(value, "__name__", value)))
+def test_meta_is_bit_equal_to_building_in_full(ranks: Any, count: int, workload: Any, texts: list[str]) -> None:
     """Every tensor of every rank before the first update: parameters, buffers, also those in no state."""
-    for full, meta in ranks(count, initial_states, ["fsdp", "fsdp:meta=true"]):
-        assert full.keys() == meta.keys()
-        assert full
-        for name, tensor in full.items():
-            assert torch.equal(tensor, meta[name]), name
+    both = ["single", *texts, *(f"{text}{',' if ':' in text else ':'}meta=true" for text in texts)]
+    for rank, (single, *states) in enumerate(ranks(count, initial_states, workload, both)):
+        assert len(states) == 2 * len(texts)
+        for full, meta in zip(states[: len(texts)], states[len(texts) :], strict=True):
+            assert full.keys() == meta.keys()
+            for name, tensor in full.items():
+                assert torch.equal(tensor, meta[name]), (rank, name)
+                if rank == 0 and name in single:
+                    assert torch.equal(tensor, single[name]), name
+            assert rank or single.keys() == meta.keys()
 
 
-def check_meta(world: World, forgets: str) -> str:
-    workload = zoo.workload("tied", model=Furnished)
-    subject = parity_case(workload, *open_data(workload, world), steps=4)
-    patch: Any = contextlib.nullcontext()
-    if forgets == "buffers":
-        patch = mock.patch.object(init_model, "dist")
-    with patch:
-        return check_layout(subject, parse_layout("fsdp:meta=true"), world, f"meta/{forgets}")[0].status
+def check_meta(world: World, layout: str, forgets: str) -> str:
+    subject = parity_case(furnished_decoder(), *open_data(furnished_decoder(), world), steps=4)
+    tensors = init_model._tensors
+
+    def forgetful(model: nn.Module) -> dict[str, Tensor]:
+        found = tensors(model)
+        found.pop(forgets).fill_(0.25)  # whatever was there
+        return found
+
+    with mock.patch.object(init_model, "_tensors", forgetful) if forgets else contextlib.nullcontext():
+        return check_layout(subject, parse_layout(layout), world, f"meta/{layout}/{forgets}")[0].status
 
 
-def test_meta_trains_alike(ranks: Any) -> None:
+@pytest.mark.parametrize("layout", ["fsdp:meta=true", "tensor:meta=true", "pipeline:meta=true"])
+def test_meta_trains_alike(ranks: Any, layout: str) -> None:
     """And a buffer that nobody fills is found."""
-    assert ranks(2, check_meta, "")[0] == "equal"
-    assert ranks(2, check_meta, "buffers")[0] == "different"
+    assert ranks(2, check_meta, layout, "")[0] == "equal"
+    assert ranks(2, check_meta, layout, "table")[0] != "equal"
 
 
 class Halves(nn.Module):

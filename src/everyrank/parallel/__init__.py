@@ -11,7 +11,8 @@ ema.py            a moving average of the weights
 gradients.py      gradients over groups of ranks, and their norm
 trainable.py      a model with its optimizer: what an update changes
 batch_norm.py     statistics over all ranks, on CPU too
-init_model.py     build the model: seeded, or on the meta device
+file_backed.py    tensors whose numbers lie in a file instead of memory
+init_model.py     build the model: seeded, or on the meta device and filled part by part
 tensor/           split matrices
 context/          split sequences
 parallelize.py    the model of one rank, all of the above in order

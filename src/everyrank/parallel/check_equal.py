@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
-from everyrank.layout.options import FSDPOptions
+from everyrank.layout.options import BuildOptions
 from everyrank.parallel.fsdp import reshard
 from everyrank.parallel.full_state import without_advice
 from everyrank.parallel.init_model import init_model
@@ -40,7 +40,7 @@ def check_equal(parallel: ParallelModel, batch: Batch) -> None:
     Where matrices are split each rank builds the full model for it, and drops it again; with meta=true, which says
     that it does not fit, nothing is compared. Raises `UnsupportedLayoutError` on every rank alike.
     """
-    if parallel.layout.read(FSDPOptions).meta or not (parallel.tensor or parallel.context or parallel.experts):
+    if parallel.layout.read(BuildOptions).meta or not (parallel.tensor or parallel.context or parallel.experts):
         return
     was_training = parallel.model.training
     parallel.model.eval()

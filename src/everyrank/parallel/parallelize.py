@@ -19,12 +19,12 @@ from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
 from everyrank.layout import DATA_AXES, Layout
-from everyrank.layout.options import BatchNormOptions, FSDPOptions
+from everyrank.layout.options import BatchNormOptions, BuildOptions
 from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
 from everyrank.parallel.context.parts import SequenceParts
 from everyrank.parallel.expert import apply_expert_parallel
-from everyrank.parallel.init_model import init_model
+from everyrank.parallel.init_model import init_model, materialise
 from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.parallel.micro_batch import ContextFactory, MicroBatchState
 from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_parallel
@@ -38,7 +38,7 @@ __all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "find_blocks"
 class ParallelModel:
     """A model as it is laid out on this rank, and what its forward passes need to know of the batch in progress.
 
-    rank_0_model        rank 0's model in full, where the model itself is on the meta device still
+    rank_0_model        rank 0's model in full, as long as the model itself is on the meta device
     micro_batch_state   what forward passes know of the micro-batch in progress
     tensor              what is split over the tensor axis; None where that is one rank long
     context             what is split over the context axis; None where that is one rank long
@@ -56,6 +56,12 @@ class ParallelModel:
     context: ContextParallel | SequenceParts | None
     experts: Sequence[nn.Module] = ()
     is_checked: bool = False
+
+    def materialise(self) -> None:
+        """Give the model its numbers, where it was built without (meta=true): behind all that splits it."""
+        if self.layout.read(BuildOptions).meta:
+            materialise(self.model, self.rank_0_model, self.mesh.world)
+            self.rank_0_model = None
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Batch) -> Generator[Batch]:
@@ -105,14 +111,14 @@ def parallelize(
     """The model of this rank, in training mode. This is the one place that owns the order of mechanisms.
 
     What a strategy shards (`apply_ddp`, `apply_fsdp`) or cuts into stages (`apply_pipeline`), it does afterwards:
-    recomputation has to be inside what is compiled, and both inside what is sharded.
+    recomputation has to be inside what is compiled, and both inside what is sharded. Then it calls `materialise`.
 
     broadcast   start every rank from rank 0's weights
     contexts    further ones, entered around each micro-batch and around what runs again in backward
     local_statistics   batch norm takes its statistics over this rank's samples alone, also without batch_norm=local
     """
     model, rank_0_model = init_model(workload, layout, mesh.world)
-    if broadcast and not layout.read(FSDPOptions).meta:
+    if broadcast and not layout.read(BuildOptions).meta:
         broadcast_from_rank_0(model, mesh.world)
     tensor = apply_tensor_parallel(model, workload, layout, mesh)
     experts = apply_expert_parallel(model, workload, layout, mesh)
