@@ -150,6 +150,7 @@ INSIDE = {
         "pipeline.run",
         "full_state",
         "own",
+        "gather_on_use",
         "check_equal",
     ],
     "simulations": ["ranks", "replicas", "horovod", "local_sgd", "parameter_server"],

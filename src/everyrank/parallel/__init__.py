@@ -21,5 +21,6 @@ zero1.py          every rank owns a part of the optimizer
 fsdp.py           every rank holds a part of everything (fully_shard)
 pipeline/         every rank holds some of the blocks
 full_state.py     the full state dict of a model that lies in parts
+gather_on_use.py  compute with parts as if they were whole, one parameter at a time
 check_equal.py    before the first update: the same in parts as it is as a whole?
 """

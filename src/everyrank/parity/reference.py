@@ -240,11 +240,7 @@ def _nulls(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
 
 def tensor_distance(one: Tensor, other: Tensor, nulls: Tensor | None) -> float:
     """The largest difference between elements, those left out that rounding alone moves; inf for another shape."""
-    if one.shape != other.shape:
-        return float("inf")
-    if nulls is not None:
-        one, other = one[~nulls], other[~nulls]
-    return distance(one, other)
+    return distance(one, other, nulls) if one.shape == other.shape else float("inf")
 
 
 def relative(reference: float, value: float) -> float:
