@@ -52,7 +52,7 @@ ORDER = [
 INSIDE = {
     "api": ["calls", "scaling"],
     "workload": ["workload", "batch", "find"],
-    "layout": ["options", "table", "layout", "contract"],
+    "layout": ["options", "table", "layout", "reference", "contract"],
     "runs": ["about", "folder", "lock"],
     "launch": [
         "hosts",
@@ -128,6 +128,7 @@ INSIDE = {
         "batch_norm",
         "file_backed",
         "init_model",
+        "room",
         "tensor.plan",
         "tensor.view_check",
         "tensor.apply",

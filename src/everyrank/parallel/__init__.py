@@ -13,6 +13,7 @@ trainable.py      a model with its optimizer: what an update changes
 batch_norm.py     statistics over all ranks, on CPU too
 file_backed.py    tensors whose numbers lie in a file instead of memory
 init_model.py     build the model: seeded, or on the meta device and filled part by part
+room.py           where memory does not suffice: one line
 tensor/           split matrices
 context/          split sequences
 parallelize.py    the model of one rank, all of the above in order

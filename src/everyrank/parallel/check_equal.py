@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
-from everyrank.layout.options import BuildOptions
 from everyrank.parallel.fsdp import reshard
 from everyrank.parallel.full_state import without_advice
 from everyrank.parallel.gather_on_use import GatherOnUse
@@ -109,16 +108,17 @@ def _unsplit_model(parallel: ParallelModel) -> tuple[nn.Module, contextlib.Abstr
     if parallel.tensor is None and not parallel.experts:
         return parallel.model, contextlib.nullcontext()
     world = parallel.mesh.world
-    is_meta = parallel.layout.read(BuildOptions).meta
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):  # building seeds them
         dtype = next(parallel.model.parameters()).dtype
         model = (
-            on_meta(parallel.workload) if is_meta else init_model(parallel.workload, parallel.layout, world, dtype)[0]
+            on_meta(parallel.workload)
+            if parallel.is_meta
+            else init_model(parallel.workload, parallel.layout, world, dtype)[0]
         )
     random.setstate(before[0])
     np.random.set_state(before[1])
-    if is_meta:
+    if parallel.is_meta:
         return model, GatherOnUse(model, parallel.model)
     parts = parallel.model.state_dict()
     for name, tensor in model.state_dict().items():

@@ -57,9 +57,14 @@ class ParallelModel:
     experts: Sequence[nn.Module] = ()
     is_checked: bool = False
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether no rank is to hold all of the model in memory."""
+        return self.layout.read(BuildOptions).meta
+
     def materialise(self) -> None:
         """Give the model its numbers, where it was built without (meta=true): behind all that splits it."""
-        if self.layout.read(BuildOptions).meta:
+        if self.is_meta:
             materialise(self.model, self.rank_0_model, self.mesh.world)
             self.rank_0_model = None
 

@@ -94,7 +94,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: full_state_dict(model, mesh),
+        full_state=lambda: full_state_dict(parallel),
         replicated_tensors=replicated,
         num_micro_batches=layout.accumulate,
     )

@@ -127,7 +127,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: full_state_dict(model, mesh, stages),
+        full_state=lambda: full_state_dict(parallel, stages),
         replicated_tensors=[tensor for tensor in [*outside, *stages.outside_buffers()] if not is_split(tensor)],
         num_micro_batches=layout.accumulate * pipeline.num_micro_batches,
         idle=pipeline.idle,

@@ -85,7 +85,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: full_state_dict(model, mesh),
+        full_state=lambda: full_state_dict(parallel),
         replicated_tensors=[tensor for tensor in [*trainable.parameters, *model.buffers()] if not is_split(tensor)],
         num_micro_batches=layout.accumulate,
     )
