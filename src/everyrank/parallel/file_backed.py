@@ -25,11 +25,11 @@ from everyrank.errors import CannotRunError
 
 __all__ = ["built_in_files", "file_backed", "put_into_file"]
 
-_SMALLEST = 1 << 20  # bytes: a process may have some 65,000 mappings, and what is smaller is hardly felt
+_SMALLEST = 1 << 16  # bytes: a process may have some 65,000 mappings, and what is smaller is hardly felt
 
 
 def file_backed(tensor: Tensor) -> Tensor:
-    """A copy on CPU, in a file of its own where it takes a MiB or more. Raises `CannotRunError` for a full disk."""
+    """A copy on CPU, in a file of its own where it takes 64 KiB or more. Raises `CannotRunError` for a full disk."""
     source = tensor.detach()
     if source.nbytes < _SMALLEST:
         return source.cpu().clone()

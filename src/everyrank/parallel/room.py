@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 from collections.abc import Generator
 
 import torch
@@ -66,6 +67,7 @@ def _is_for_memory(error: BaseException) -> bool:
 
 def _about(error: BaseException, workload: Workload, layout: Layout) -> str:
     """` (asked for 2097152 bytes): its parameters alone take 304 MiB in float64`, as far as that is known."""
+    traceback.clear_frames(error.__traceback__)  # which hold what was built so far
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
     text = f" (asked for {asked[1]})" if asked is not None else ""
     with contextlib.suppress(Exception):  # a person's model may not be built without numbers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, run_updates, wrap_user_errors
-from everyrank.parallel.file_backed import put_into_file
+from everyrank.parallel.file_backed import file_backed, put_into_file
 from everyrank.parallel.mesh import local_tensor, local_tensors
 from everyrank.parallel.precision import DTYPES
 from everyrank.parity.case import ParityCase, Segments
@@ -92,7 +92,7 @@ def trace(
             if keep:
                 found.states.append(prepared.full_state())
             if measure:
-                _largest_gradients(prepared.model, largest)
+                _largest_gradients(prepared, largest)
         found.finals.append(prepared.full_state())
         # before the next segment puts the replicas back
         if prepared.are_replicas_equal:
@@ -146,12 +146,15 @@ def _moved(model: nn.Module, step: float, seed: int) -> nn.Module:
     return model
 
 
-def _largest_gradients(model: nn.Module, largest: dict[str, Tensor]) -> None:
+def _largest_gradients(prepared: Prepared, largest: dict[str, Tensor]) -> None:
     """Of the parts of gradients that this rank has."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
             size = local_tensor(parameter.grad.detach()).abs().cpu()
-            largest[name] = torch.maximum(largest[name], size) if name in largest else size
+            if name in largest:
+                torch.maximum(largest[name], size, out=largest[name])
+            else:
+                largest[name] = file_backed(size) if prepared.parallel.is_meta else size
 
 
 @torch.no_grad()
