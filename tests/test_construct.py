@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zoo
 from everyrank import parse_layout
 from everyrank.builtin import Decoder, DecoderShape
+from everyrank.checkpoint import with_pretrained
 from everyrank.errors import CannotRunError
 from everyrank.loop import open_data
 from everyrank.parallel import file_backed, init_model
@@ -96,6 +99,25 @@ def test_meta_is_bit_equal_to_building_in_full(ranks: Any, count: int, workload:
                 if rank == 0 and name in single:
                     assert torch.equal(tensor, single[name]), name
             assert rank or single.keys() == meta.keys()
+
+
+def pretrained_states(world: World, texts: list[str], path: Path) -> list[dict[str, Tensor]]:
+    workload = with_pretrained(furnished_decoder(), path)
+    return [prepare(workload, parse_layout(text), world).full_state() for text in texts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_meta_begins_with_the_weights_of_a_file(ranks: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Under names that DistributedDataParallel gives them; tied ones twice."""
+    path = tmp_path / "weights.safetensors"
+    torch.manual_seed(7)
+    state = {name: torch.randn_like(tensor).to(dtype) for name, tensor in FurnishedDecoder().state_dict().items()}
+    state["head.weight"] = state["embedding.weight"].clone()
+    save_file({f"module.{name}": tensor for name, tensor in state.items()}, path)
+    for found in ranks(2, pretrained_states, ["fsdp:meta=true", "tensor:meta=true", "pipeline:meta=true"], path)[0]:
+        assert found.keys() == state.keys()
+        for name, tensor in state.items():
+            assert torch.equal(found[name], tensor.float()), name
 
 
 def check_meta(world: World, layout: str, forgets: str) -> str:
