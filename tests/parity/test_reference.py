@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ def check(world: World, reference: str, texts: list[str], mutation: str = "") ->
     # under a mutation without what hides a gradient of the wrong scale
     workload = zoo.workload("decoder", "sgd", clip_norm=None) if mutation else zoo.workload("decoder", "adamw")
     stands_in = parse_layout(reference)
-    case = parity_case(workload, *open_data(workload, world), steps=6, reference=stands_in)
+    case = parity_case(workload, *open_data(workload, world), steps=6, is_quick=True, reference=stands_in)
     found: list[Parity] = []
     for text in texts:
         layout = parse_layout(text)
@@ -75,6 +76,31 @@ def test_mutation_is_red(ranks: Any, text: str, mutation: str, words: str) -> No
     assert parity.first_divergence
     assert words in (parity.cause or ""), parity
     assert parity.reference == "tensor:meta=true"
+
+
+OWN = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+def parallelize(model, mesh):
+    return fully_shard(model, mesh=mesh["data"])
+
+def without_mean(model, mesh):
+    return fully_shard(model, mesh=mesh["data"]).set_gradient_divide_factor(1.0) or model
+"""
+
+
+def test_own_parallel_code(ranks: Any, tmp_path: Path) -> None:
+    """Its gradients first; what is wrong with them is told from how many ranks there are, without one device to ask."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    right, wrong = ranks(2, check, "tensor:meta=true", [f"{path}:data=2", f"{path}:without_mean:data=2"])[0]
+    assert right.status == "equal", right
+    assert right.reference == wrong.reference == "tensor:meta=true"
+    assert any(check.startswith("gradients, float64") for check in right.checks)
+    assert wrong.status == "different"
+    assert "2 times that of one device" in (wrong.cause or ""), wrong
 
 
 def same_nulls(world: World) -> list[Any]:
