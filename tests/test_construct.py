@@ -101,6 +101,47 @@ def test_meta_is_bit_equal_to_building_in_full(ranks: Any, count: int, workload:
             assert rank or single.keys() == meta.keys()
 
 
+class Aliased(nn.Module):
+    """Large enough for a file; one weight is drawn after it is registered, by another name of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.empty(256, 128)
+        self.weight = nn.Parameter(weight)
+        nn.init.normal_(weight)
+        self.layer = nn.Linear(256, 128)
+        self.tied = nn.Linear(256, 128)
+        self.tied.weight = self.layer.weight
+        self.small = nn.Parameter(torch.randn(3))
+        self.register_buffer("table", torch.randn(128, 256))
+
+
+def test_a_model_in_files_has_the_numbers_of_one_in_memory() -> None:
+    """Ties stay, and what another variable may still write to stays where that writes."""
+    torch.manual_seed(5)
+    expected = Aliased()
+    torch.manual_seed(5)
+    with file_backed.built_in_files():
+        found = Aliased()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    in_files = {name for name, tensor in found.state_dict().items() if tensor.untyped_storage().filename is not None}
+    assert in_files == {"layer.weight", "tied.weight", "table"}
+    assert found.tied.weight is found.layer.weight
+    file_backed.put_into_file(found.layer.weight, torch.float64)
+    assert found.layer.weight.dtype is torch.float64
+    path = found.layer.weight.untyped_storage().filename
+    assert path is not None
+    assert not Path(path).exists()  # mapped, and gone with the tensor
+
+
+def test_a_full_disk_is_one_line() -> None:
+    """And no signal in the middle of initialisation."""
+    full = mock.patch.object(file_backed, "_make_room", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(CannotRunError, match=r"no room for 8 MiB .*No space left on device.*; let TMPDIR name"):
+        file_backed.file_backed(torch.zeros(1 << 21))
+
+
 def pretrained_states(world: World, texts: list[str], path: Path) -> list[dict[str, Tensor]]:
     workload = with_pretrained(furnished_decoder(), path)
     return [prepare(workload, parse_layout(text), world).full_state() for text in texts]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from everyrank import parse_layout
+from everyrank import Launch, parse_layout, verify
 from everyrank.errors import LayoutError, NoRoomError
 from everyrank.loop import open_data
 from everyrank.parallel import file_backed
@@ -21,6 +21,7 @@ from everyrank.parity import check_layout, parity_case
 from everyrank.parity.case import single_like
 from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
+from everyrank.workload import Source
 from everyrank.world import World
 from parity.test_mutations import same_slice, sum_for_mean
 
@@ -143,6 +144,16 @@ def test_refused(ranks: Any, layout: str, reference: str, words: str) -> None:
     for found in ranks(2, refusal, layout, reference):
         assert words in found
         assert "\n" not in found
+
+
+def test_refused_before_ranks_start() -> None:
+    """`everyrank verify --reference`, and `verify(..., reference=...)` with a layout as text or as one."""
+    source, launch = Source("digits"), Launch(processes=2)
+    for reference in ("fsdp:meta=true", parse_layout("fsdp")):
+        with pytest.raises(LayoutError, match="compared with itself, which shows nothing; give another reference"):
+            verify(source, [parse_layout("fsdp")], launch, reference=reference)
+    with pytest.raises(LayoutError, match="give one of single"):
+        verify(source, [parse_layout("fsdp")], launch, reference="nothing")
 
 
 def refusal(world: World, layout: str, reference: str) -> str:
