@@ -52,7 +52,7 @@ ORDER = [
 INSIDE = {
     "api": ["calls", "scaling"],
     "workload": ["workload", "batch", "find"],
-    "layout": ["options", "table", "layout", "contract"],
+    "layout": ["options", "table", "layout", "reference", "contract"],
     "runs": ["about", "folder", "lock"],
     "launch": [
         "hosts",
@@ -126,7 +126,9 @@ INSIDE = {
         "gradients",
         "trainable",
         "batch_norm",
+        "file_backed",
         "init_model",
+        "room",
         "tensor.plan",
         "tensor.view_check",
         "tensor.apply",
@@ -150,6 +152,7 @@ INSIDE = {
         "pipeline.run",
         "full_state",
         "own",
+        "gather_on_use",
         "check_equal",
     ],
     "simulations": ["ranks", "replicas", "horovod", "local_sgd", "parameter_server"],

@@ -27,7 +27,14 @@ from everyrank.world import (
     single_process_world,
     store_barrier,
 )
-from everyrank.world.collectives import all_equal, all_gather, all_gather_json, broadcast_value, sum_over_ranks
+from everyrank.world.collectives import (
+    all_equal,
+    all_gather,
+    all_gather_json,
+    broadcast_value,
+    fingerprint,
+    sum_over_ranks,
+)
 from processes import free_port
 
 TORCHRUN = {
@@ -369,3 +376,17 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "top\n{0: 0, 1: 10}\n"
+
+
+@pytest.mark.parametrize("length", [0, 1, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 3 << 18])
+def test_fingerprint_is_one_sum_however_long_the_tensor(length: int) -> None:
+    """Over the pieces in which it is taken; any bit changes it, and any exchange of two elements."""
+    values = torch.randn(length)
+    octets = values.view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, len(octets) + 1) * 2654435761 % 4294967291
+    own = fingerprint(values)
+    assert own == (octets * weights).sum()
+    if length > 1:
+        assert fingerprint(values.roll(1)) != own
+        values[-1] += 1
+        assert fingerprint(values) != own

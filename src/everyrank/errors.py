@@ -6,6 +6,7 @@
     │   └── WorkloadError          2  the workload is wrong, or its own code raised before the first update
     │       └── UnfitError         2  this workload cannot be laid out like that; another may
     ├── CannotRunError             3  asked for by name, and this machine cannot do it
+    │   └── NoRoomError            3  an update takes more memory than there is
     ├── RankFailedError            4  a rank raised, died or never came
     ├── NotFiniteError             4  the loss became NaN or infinite
     └── StoppedError             143  stopped after an update because a signal asked for it (138 for SIGUSR1)
@@ -27,6 +28,7 @@ __all__ = [
     "CannotRunError",
     "EveryrankError",
     "LayoutError",
+    "NoRoomError",
     "NotFiniteError",
     "RankFailedError",
     "StoppedError",
@@ -84,6 +86,10 @@ class CannotRunError(EveryrankError):
     exit_status = 3
 
 
+class NoRoomError(CannotRunError):
+    """The model could be built, and an update takes more memory than there is: fewer samples at once may fit."""
+
+
 class RankFailedError(EveryrankError):
     """A rank raised, died, or never came."""
 
@@ -107,6 +113,7 @@ _KINDS: dict[str, type[EveryrankError]] = {
         WorkloadError,
         UnsupportedLayoutError,
         CannotRunError,
+        NoRoomError,
         RankFailedError,
         NotFiniteError,
         StoppedError,

@@ -161,6 +161,9 @@ class VerifyOptions(_Call):
     quick: Annotated[bool, Argument("float64 alone, six updates; says what it leaves out")] = False
     fresh: Annotated[bool, Argument("run single anew, not as an earlier call has kept it")] = False
     samples: Annotated[bool, Argument("check that each sample is read once and evaluated once")] = False
+    reference: Annotated[
+        str | None, Argument("compare with this layout, where one device cannot hold the model", "L")
+    ] = None
     by_name: bool = True
 
 

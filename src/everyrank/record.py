@@ -58,6 +58,7 @@ class Parity:
     cause                     the likely cause of a difference
     reason                    why it was not verified
     checks                    what was compared, and how each comparison ended
+    reference                 the layout that stood in for one device; None: none had to
     """
 
     status: str
@@ -69,6 +70,7 @@ class Parity:
     cause: str | None = None
     reason: str | None = None
     checks: list[str] = field(default_factory=list[str])
+    reference: str | None = None
 
     @property
     def outcome(self) -> str:

@@ -43,6 +43,7 @@ def assert_same_training(
     *,
     steps: int = 6,
     quick: bool = True,
+    reference: Layout | str | None = None,
     device: str | None = "cpu",
     timeout_seconds: float = 120.0,
 ) -> None:
@@ -53,6 +54,7 @@ def assert_same_training(
     processes   ranks of each layout
     steps       updates that are compared; the last of the first epoch and the first of the second are among them
     quick       compare in float64 alone; False: in the layout's own precision, too
+    reference   the layout to compare with, where one device cannot hold the model
 
     Raises `AssertionError` for a layout that is another training, that this workload cannot have or that cannot run
     here: a line for each, with what differs first, by how much, and the likely cause. `EveryrankError` for a wrong
@@ -62,7 +64,7 @@ def assert_same_training(
     named = [layouts] if isinstance(layouts, Layout | str) else layouts
     parsed = [parse_layout(layout) if isinstance(layout, str) else layout for layout in named]
     launch = Launch(processes=processes, device=device, timeout_seconds=timeout_seconds)
-    options = VerifyOptions(steps=steps, quick=quick, show=False)
+    options = VerifyOptions(steps=steps, quick=quick, show=False, reference=str(reference) if reference else None)
     try:
         with _sent_by_value(*_callables(workload)):
             records = api.verify(workload, parsed, launch, options=options)

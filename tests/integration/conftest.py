@@ -30,7 +30,7 @@ PARTS = {
     "recipes": r"test_recipe_commands|test_audit_recipes",
     "benches": r"test_benches|test_benchmarks",
     "package": r"test_wheel|test_notebook",
-    "models": r"test_odd_models|test_causal_lm",
+    "models": r"test_odd_models|test_causal_lm|test_larger_models",
     "layouts": r"test_more_ranks|_model_parallel|_experts",
     "launchers": r"test_conformance|test_failures",  # spawn and torchrun, and what all of them share
     "suite": r"",  # what is marked beside the other tests of a room

@@ -12,10 +12,11 @@ from torch import nn
 from everyrank.data import Update
 from everyrank.errors import LayoutError, NotFiniteError
 from everyrank.layout import parse_layout
+from everyrank.parallel.check_equal import _differences
 from everyrank.parallel.zero1 import keep_owned_parameters
-from everyrank.parity.compare import compare
+from everyrank.parity.compare import compare, largest
 from everyrank.parity.reference import Reference, make_reference, shorten_segments
-from everyrank.parity.trace import Trace
+from everyrank.parity.trace import _PIECE, Trace, distance
 
 GOOD = Trace([2.0, 1.0], [4.0, 4.0], {}, [{"weight": torch.ones(2)}], replicas_equal=True, moved=[{"weight": 0.5}])
 UPDATES = [[Update(0, 0, 0), Update(1, 0, 1)]]
@@ -118,3 +119,29 @@ def test_dataparallel_refuses_recompute() -> None:
     """Its copies of a model would all run the first one's blocks."""
     with pytest.raises(LayoutError, match="recompute"):
         parse_layout("dataparallel:recompute")
+
+
+def test_distances_are_taken_in_pieces() -> None:
+    """The largest difference wherever it lies, what is left out, and what is no number."""
+    one = torch.randn(_PIECE + 5, dtype=torch.float64).view(1, -1)
+    for place in (0, _PIECE - 1, _PIECE, _PIECE + 4):
+        other = one.clone()
+        other[0, place] += 0.5
+        assert distance(one, other) == pytest.approx(0.5, rel=1e-12)
+        left_out = torch.zeros_like(one, dtype=torch.bool)
+        left_out[0, place] = True
+        assert distance(one, other, left_out) == 0.0
+        other[0, place] = math.nan
+        assert distance(one, other) == math.inf
+        assert math.isnan(largest(other))
+        assert largest(-one * 2) == 2 * float(one.abs().max())
+
+
+def test_the_rehearsal_compares_in_pieces() -> None:
+    """Relative to the largest number; in the median, as for experts, the few are no matter."""
+    expected = torch.linspace(-4.0, 2.0, 2 * _PIECE + 3)
+    found = expected.clone()
+    found[-1] += 1.0
+    assert _differences([found], [expected]) == [0.25]
+    assert _differences([found], [expected], torch.median) == [0.0]
+    assert _differences([found[:-1]], [expected]) == [math.inf]

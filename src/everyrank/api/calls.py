@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
 from everyrank.launch import Launch, catch_signals, run_ranks
-from everyrank.layout import Layout
+from everyrank.layout import Layout, check_reference, parse_layout
 from everyrank.options import BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
 from everyrank.record import Record
 from everyrank.runs import find_checkpoint, require_whole
@@ -116,11 +116,15 @@ def verify(
 
     `options` are those of `everyrank verify`; fields of `VerifyOptions` can be given by name, too. A layout that the
     workload cannot have is refused in its row, or not verified, with the reason; where none of the layouts can be had,
-    that is raised. A difference is no error: it is in `Record.parity`. Raises what `run` raises.
+    that is raised. A difference is no error: it is in `Record.parity`. `reference="fsdp:meta=true"` compares with that
+    layout, where one device cannot hold the model. Raises what `run` raises.
     """
     options = _completed(options or VerifyOptions(), changes)
+    options = dataclasses.replace(options, reference=str(options.reference) if options.reference else None)
     for layout in layouts if options.by_name else ():
         layout.mesh(launch.processes)
+        if options.reference is not None:
+            check_reference(layout, parse_layout(options.reference), launch.processes)
     results = run_ranks(launch, "everyrank.tasks.verify:verify_rank", _sent(workload), list(layouts), launch, options)
     return _some_were_possible(results.get(0) or [])
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from everyrank.checkpoint.storage import contents_of, read
@@ -68,8 +69,93 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     return state
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The state dict in a file; nothing in it is run.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""What safetensors calls them."""
+
+
+class _Safetensors(Mapping[str, Tensor]):
+    """The tensors of a file, each of them read when it is asked for: no more of the file is in memory.
+
+    Raises `SafetensorError` or `OSError` for a file that is none. The format is a header's length (8 bytes, little
+    endian), the header as JSON, and the numbers: https://huggingface.co/docs/safetensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with safe_open(path, framework="np"):  # which checks that all of the header is as it has to be
+            self.path = path
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+        self.begin = 8 + length
+        self.about = {name: about for name, about in header.items() if name != "__metadata__"}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.about)
+
+    def __len__(self) -> int:
+        return len(self.about)
+
+    def shape(self, name: str) -> Tensor:
+        """A tensor of its shape and dtype, on the meta device."""
+        kind = self.about[name]["dtype"]
+        if kind not in _DTYPES:
+            raise SafetensorError(f"{name} is {kind}, which torch has not")
+        return torch.empty(self.about[name]["shape"], dtype=_DTYPES[kind], device="meta")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = torch.empty_like(self.shape(name), device="cpu")
+        if tensor.numel():
+            with self.path.open("rb") as file:
+                file.seek(self.begin + self.about[name]["data_offsets"][0])
+                octets: Any = tensor.view(-1).view(torch.uint8).numpy()
+                if file.readinto(octets) != tensor.nbytes:
+                    raise UsageError(f"--pretrained {self.path}: it ends within {name}; was it written to meanwhile?")
+        return tensor
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """The same without the `module.` that DistributedDataParallel puts in front of names."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = weights
+        self.names = {str(name).removeprefix("module."): name for name in weights}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[self.names[name]]
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Of each a tensor without numbers."""
+        whole = self.weights
+        if isinstance(whole, _Safetensors):
+            return {name: whole.shape(there) for name, there in self.names.items()}
+        return dict(self)
+
+
+def read_weights(path: Path) -> _Renamed:
+    """The state dict in a file; nothing in it is run. Of safetensors each tensor is read when it is asked for.
 
     One level of wrapping is taken off where others put one: {"state_dict": ...}, {"model": ...}, and the `module.` of
     DistributedDataParallel. Raises `UsageError` for a file that is none.
@@ -79,7 +165,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"--pretrained {path}: there is no such file")
     try:
         if path.suffix == ".safetensors":
-            found: Any = load_file(path)
+            found: Any = _Safetensors(path)
+            _Renamed(found).shapes()
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a pickle that is not torch's: what follows says it
@@ -95,11 +182,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(f"--pretrained {path}: no file of weights alone ({line})") from error
     for key in ("state_dict", "model", "model_state_dict"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+        if not isinstance(found, _Safetensors) and isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
+    if isinstance(found, _Safetensors):
+        return _Renamed(found)
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise UsageError(f"--pretrained {path}: no state dict of tensors, but {type(found).__name__}")
-    return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+    return _Renamed(found)
 
 
 def with_pretrained(workload: Workload, path: Path) -> Workload:
@@ -108,19 +197,20 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
     Raises `UsageError` for a file that is none; building the model raises it for weights that are not the model's.
     """
     weights = read_weights(path)
+    shapes = weights.shapes()
 
     def model(*devices: Any) -> nn.Module:
         built = workload.model(*devices)
         own = built.state_dict()
-        missing = sorted(own.keys() - weights.keys())
-        foreign = sorted(weights.keys() - own.keys())
+        missing = sorted(own.keys() - shapes.keys())
+        foreign = sorted(shapes.keys() - own.keys())
         if missing or foreign:
             what = f"the file lacks {missing[0]}" if missing else f"the model has no {foreign[0]}"
             raise UsageError(
                 f"--pretrained {path}: not this model's weights: {what} "
                 f"({len(missing)} missing, {len(foreign)} foreign)"
             )
-        for name, tensor in weights.items():
+        for name, tensor in shapes.items():
             if tensor.shape != own[name].shape:
                 raise UsageError(
                     f"--pretrained {path}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
@@ -129,13 +219,33 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
                 raise UsageError(
                     f"--pretrained {path}: {name} is {tensor.dtype}, the model's {own[name].dtype}: other numbers"
                 )
-        for name, _ in built.named_parameters():
-            if not bool(weights[name].isfinite().all()):
-                raise UsageError(f"--pretrained {path}: {name} has numbers that are NaN or infinite")
-        built.load_state_dict(weights)
+        if not any(tensor.is_meta for tensor in own.values()):  # else another rank's model has the numbers
+            _load(built, weights, path)
         return built
 
     return dataclasses.replace(workload, model=model)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Put the weights into a model that has tensors of these names and shapes, one after the other where it can be."""
+    for name, _ in model.named_parameters():
+        if not all(bool(piece.isfinite().all()) for piece in weights[name].reshape(-1).split(1 << 20)):
+            raise UsageError(f"--pretrained {path}: {name} has numbers that are NaN or infinite")
+    if any(_loads_by_itself(module) for module in model.modules()):
+        model.load_state_dict(dict(weights))
+        return
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(weights[name])
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Whether a module does more than copy what it is given."""
+    kind: Any = type(module)
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
+    own = [base for base in kind.mro()[:-1] if not base.__module__.startswith("torch.nn.")]
+    is_own = any("_load_from_state_dict" in vars(base) for base in own)
+    return is_own or kind.load_state_dict is not nn.Module.load_state_dict or any(hooks)
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -174,7 +174,8 @@ def status_of(records: list[Record], args: argparse.Namespace) -> int:
     """1 when a layout differs; of those asked for by name, 2 when one was refused, 3 when one cannot run; else 0."""
     for record in records:
         if record.parity.status == "different":
-            print(f"everyrank: {printable(record.layout)} is not the same training as single", file=sys.stderr)
+            like = record.parity.reference or "single"
+            print(f"everyrank: {printable(f'{record.layout} is not the same training as {like}')}", file=sys.stderr)
             return CHECK_FAILED
     for record in records:
         if record.parity.status == "refused":

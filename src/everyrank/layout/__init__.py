@@ -2,6 +2,7 @@
 
     table.py      the strategies and their options: one row each
     layout.py     Layout, and how one is written: `ddp:accumulate=4,precision=bf16`
+    reference.py  which layout may stand in for one device
     contract.py   own parallel code: a person's function in a file, and what it says of itself
 
 Imports no torch: a mistyped layout costs no seconds.
@@ -9,6 +10,7 @@ Imports no torch: a mistyped layout costs no seconds.
 
 from everyrank.layout.contract import OwnCode, ParallelContract, find_own_code, give_own_code
 from everyrank.layout.layout import PRECISIONS, Layout, parse_layout
+from everyrank.layout.reference import check_reference
 from everyrank.layout.table import AXES, DATA_AXES, SAMPLE_AXES, STRATEGIES, Strategy, find_strategy
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "OwnCode",
     "ParallelContract",
     "Strategy",
+    "check_reference",
     "find_own_code",
     "find_strategy",
     "give_own_code",

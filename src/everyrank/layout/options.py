@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchNormOptions",
+    "BuildOptions",
     "CompressOptions",
     "ContextOptions",
     "DDPOptions",
@@ -151,11 +152,25 @@ class FSDPOptions(StrategyOptions):
     """`fully_shard`.
 
     reshard_after_forward   gathered blocks are let go of after forward, and gathered again in backward
-    meta                    build the model in full on rank 0's CPU alone
     """
 
     reshard_after_forward: bool = True
+
+
+@dataclass(frozen=True)
+class BuildOptions(StrategyOptions):
+    """How a model that is split comes to its ranks.
+
+    meta   no rank ever holds all of it: each builds shapes alone, and gets its parts from a file of rank 0's
+    """
+
     meta: bool = False
+
+    def conflict(self, layout: Layout) -> str:
+        """Replicas hold the whole model, whatever it is built on."""
+        if self.meta and layout.strategy == "ddp" and layout.degrees.get("tensor", 1) == 1:
+            return "every rank of ddp holds the whole model; leave out meta, or give tensor=2, or fsdp:meta=true"
+        return ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from everyrank.layout.options import (
     BatchNormOptions,
+    BuildOptions,
     CompressOptions,
     ContextOptions,
     DataParallelOptions,
@@ -98,7 +99,7 @@ STRATEGIES: dict[str, Strategy] = {
     "ddp": Strategy(
         "everyrank.strategies.ddp",
         "replicate",
-        (DDPOptions, BatchNormOptions, CompressOptions, ContextOptions, TensorOptions, DeviceOptions),
+        (DDPOptions, BatchNormOptions, CompressOptions, ContextOptions, TensorOptions, DeviceOptions, BuildOptions),
         ("context", "expert", "tensor"),
         simulation="replicas",
     ),
@@ -109,15 +110,15 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp": Strategy(
         "everyrank.strategies.fsdp",
         "shard",
-        (FSDPOptions, BatchNormOptions, ContextOptions, TensorOptions),
+        (FSDPOptions, BuildOptions, BatchNormOptions, ContextOptions, TensorOptions),
         ("replicate", "context", "expert", "tensor"),
         simulation="replicas",
     ),
-    "tensor": Strategy("everyrank.strategies.tensor", "tensor", (TensorOptions,)),
+    "tensor": Strategy("everyrank.strategies.tensor", "tensor", (TensorOptions, BuildOptions)),
     "context": Strategy("everyrank.strategies.context", "context", (ContextOptions, DDPOptions)),
     "expert": Strategy("everyrank.strategies.expert", "expert", (DDPOptions,)),
     "pipeline": Strategy(
-        "everyrank.strategies.pipeline", "pipeline", (PipelineOptions,), ("replicate", "shard", "tensor")
+        "everyrank.strategies.pipeline", "pipeline", (PipelineOptions, BuildOptions), ("replicate", "shard", "tensor")
     ),
     "local_sgd": Strategy("everyrank.strategies.local_sgd", "replicate", (LocalSGDOptions,), simulation="local_sgd"),
     "parameter_server": Strategy(

@@ -11,7 +11,9 @@ ema.py            a moving average of the weights
 gradients.py      gradients over groups of ranks, and their norm
 trainable.py      a model with its optimizer: what an update changes
 batch_norm.py     statistics over all ranks, on CPU too
-init_model.py     build the model: seeded, or on the meta device
+file_backed.py    tensors whose numbers lie in a file instead of memory
+init_model.py     build the model: seeded, or on the meta device and filled part by part
+room.py           where memory does not suffice: one line
 dropout/          masks that are a function of where an element stands
 tensor/           split matrices
 context/          split sequences
@@ -21,5 +23,6 @@ zero1.py          every rank owns a part of the optimizer
 fsdp.py           every rank holds a part of everything (fully_shard)
 pipeline/         every rank holds some of the blocks
 full_state.py     the full state dict of a model that lies in parts
+gather_on_use.py  compute with parts as if they were whole, one parameter at a time
 check_equal.py    before the first update: the same in parts as it is as a whole?
 """

@@ -7,6 +7,7 @@ would never be complete. So one sample goes through both, and outputs and loss a
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
-from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.fsdp import reshard
 from everyrank.parallel.full_state import without_advice
-from everyrank.parallel.init_model import init_model
+from everyrank.parallel.gather_on_use import GatherOnUse
+from everyrank.parallel.init_model import init_model, on_meta
 from everyrank.parallel.mesh import full_tensor
 from everyrank.parallel.parallelize import ParallelModel, call_model
 from everyrank.workload import Workload
@@ -31,6 +32,7 @@ __all__ = ["check_equal"]
 
 # of the largest output; what splitting changes by rounding is far below, what it breaks far above
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
+_PIECE = 1 << 20  # elements that are compared together
 
 
 @torch.no_grad()
@@ -38,9 +40,9 @@ def check_equal(parallel: ParallelModel, batch: Batch) -> None:
     """Compare one sample of the batch in parts and as a whole. A collective of all ranks, before the first update.
 
     Where matrices are split each rank builds the full model for it, and drops it again; with meta=true, which says
-    that it does not fit, nothing is compared. Raises `UnsupportedLayoutError` on every rank alike.
+    that it does not fit, it puts together one parameter at a time. Raises `UnsupportedLayoutError` on every rank alike.
     """
-    if parallel.layout.read(FSDPOptions).meta or not (parallel.tensor or parallel.context or parallel.experts):
+    if not (parallel.tensor or parallel.context or parallel.experts):
         return
     was_training = parallel.model.training
     parallel.model.eval()
@@ -66,8 +68,9 @@ def _difference(parallel: ParallelModel, batch: Batch) -> float:
     worst = torch.median if workload.experts is not None else torch.max
     if parallel.context is not None:
         dist.all_reduce(pair, group=parallel.mesh.group("context"))
-    whole = _unsplit_model(parallel) if parallel.tensor is not None or parallel.experts else model
-    output = call_model(whole.eval(), batch.input)
+    whole, reading = _unsplit_model(parallel)
+    with reading:
+        output = call_model(whole.eval(), batch.input)
     reshard(model)
     difference = max(_differences(found, _tensors(output), worst), default=0.0)
     if parallel.context is None:
@@ -100,21 +103,28 @@ def _one_sample(batch: Batch) -> Batch:
     return Batch(inputs, target, min(batch.size, 1), batch.start, batch.total)
 
 
-def _unsplit_model(parallel: ParallelModel) -> nn.Module:
-    """The model in one piece, with the weights that it has now."""
+def _unsplit_model(parallel: ParallelModel) -> tuple[nn.Module, contextlib.AbstractContextManager[object]]:
+    """The model in one piece, with the weights that it has now, and what is to be entered while it computes."""
+    if parallel.tensor is None and not parallel.experts:
+        return parallel.model, contextlib.nullcontext()
     world = parallel.mesh.world
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):  # building seeds them
         dtype = next(parallel.model.parameters()).dtype
-        model, _ = init_model(parallel.workload, parallel.layout, world, dtype)
+        model = (
+            on_meta(parallel.workload)
+            if parallel.is_meta
+            else init_model(parallel.workload, parallel.layout, world, dtype)[0]
+        )
     random.setstate(before[0])
     np.random.set_state(before[1])
-    state: dict[str, Tensor] = {}
-    for name, tensor in parallel.model.state_dict().items():
+    if parallel.is_meta:
+        return model, GatherOnUse(model, parallel.model)
+    parts = parallel.model.state_dict()
+    for name, tensor in model.state_dict().items():
         with without_advice():
-            state[name] = full_tensor(tensor)
-    model.load_state_dict(state)
-    return model
+            tensor.copy_(full_tensor(parts[name]))  # one after the other: no second copy of all of them
+    return model, contextlib.nullcontext()
 
 
 def _sum_and_count(workload: Workload, output: Any, target: Any) -> Tensor:
@@ -137,7 +147,18 @@ def _differences(
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
         return [float("inf")]
     return [
-        float(worst((a.double() - b.double()).abs()) / b.double().abs().max().clamp(min=1e-30))
+        float(worst(_distances(a, b, worst))) / max(*map(abs, map(float, b.aminmax())), 1e-30)
         for a, b in zip(found, expected, strict=True)
-        if b.is_floating_point() and b.numel() and bool(b.isfinite().all())  # a model that says NaN is no matter here
+        if b.is_floating_point() and b.numel() and _is_finite(b)  # a model that says NaN is no matter here
     ]
+
+
+def _distances(one: Tensor, other: Tensor, worst: Callable[[Tensor], Tensor]) -> Tensor:
+    """|one - other| in float64; of a maximum that of each piece alone: logits are large, and copies of them larger."""
+    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
+    distances = ((a.double() - b.double()).abs() for a, b in pieces)
+    return torch.cat([piece.max()[None] if worst is torch.max else piece for piece in distances])
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(_PIECE))

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from everyrank.parallel.mesh import Mesh, full_tensor
+from everyrank.parallel.file_backed import file_backed
+from everyrank.parallel.mesh import full_tensor
+from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.blocks import RemoteBlock
 from everyrank.parallel.pipeline.stage import Stages
 
@@ -24,19 +26,22 @@ def replicated_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
-def full_state_dict(model: nn.Module, mesh: Mesh, stages: Stages | None = None) -> dict[str, Tensor]:
+def full_state_dict(parallel: ParallelModel, stages: Stages | None = None) -> dict[str, Tensor]:
     """Full parameters and persistent buffers: on rank 0's CPU, {} elsewhere. A collective.
 
-    Parts of tensors are put together one tensor after the other; blocks of other `stages` are sent to rank 0.
+    Parts of tensors are put together one tensor after the other; blocks of other `stages` are sent to rank 0. Of a
+    model with meta=true, which no rank has the memory for, they are kept in files.
     """
+    model, mesh = parallel.model, parallel.mesh
     rank, group = mesh.world.rank, mesh.world.group
+    keep = file_backed if parallel.is_meta else _on_cpu
     found: dict[str, Tensor] = {}
     sends = stages is not None and rank != 0 and mesh.is_first("replicate", "shard", "context", "tensor")
     for name, tensor in model.state_dict().items():
         with without_advice():
             whole = full_tensor(tensor)
         if rank == 0:
-            found[name] = whole.detach().cpu().clone()
+            found[name] = keep(whole)
         elif sends and stages is not None and name.startswith(f"{stages.path}."):
             dist.send(whole.detach().contiguous(), dst=0, group=group)
     if rank == 0:
@@ -45,8 +50,12 @@ def full_state_dict(model: nn.Module, mesh: Mesh, stages: Stages | None = None) 
                 for name, (shape, dtype) in absent.held_elsewhere.items():
                     received = torch.empty(shape, dtype=dtype, device=mesh.world.device)
                     dist.recv(received, src=mesh.rank_at(pipeline=absent.coordinate), group=group)
-                    found[f"{block}.{name}"] = received.cpu()
+                    found[f"{block}.{name}"] = keep(received)
     return found
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()
 
 
 @contextlib.contextmanager

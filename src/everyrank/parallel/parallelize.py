@@ -19,14 +19,14 @@ from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
 from everyrank.layout import DATA_AXES, Layout
-from everyrank.layout.options import BatchNormOptions, FSDPOptions
+from everyrank.layout.options import BatchNormOptions, BuildOptions
 from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
 from everyrank.parallel.context.parts import SequenceParts
 from everyrank.parallel.dropout.apply import FunctionalDropout, apply_exact_dropout
 from everyrank.parallel.dropout.exact import ExactDropout
 from everyrank.parallel.expert import apply_expert_parallel
-from everyrank.parallel.init_model import init_model
+from everyrank.parallel.init_model import init_model, materialise
 from everyrank.parallel.mesh import Mesh, full_tensor
 from everyrank.parallel.micro_batch import ContextFactory, MicroBatchState
 from everyrank.parallel.tensor.apply import TensorParallel, apply_tensor_parallel
@@ -40,7 +40,7 @@ __all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "exact_dropou
 class ParallelModel:
     """A model as it is laid out on this rank, and what its forward passes need to know of the batch in progress.
 
-    rank_0_model        rank 0's model in full, where the model itself is on the meta device still
+    rank_0_model        rank 0's model in full, as long as the model itself is on the meta device
     micro_batch_state   what forward passes know of the micro-batch in progress
     tensor              what is split over the tensor axis; None where that is one rank long
     context             what is split over the context axis; None where that is one rank long
@@ -60,6 +60,17 @@ class ParallelModel:
     experts: Sequence[nn.Module] = ()
     dropout: ExactDropout | None = None
     is_checked: bool = False
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether no rank is to hold all of the model in memory."""
+        return self.layout.read(BuildOptions).meta
+
+    def materialise(self) -> None:
+        """Give the model its numbers, where it was built without (meta=true): behind all that splits it."""
+        if self.is_meta:
+            materialise(self.model, self.rank_0_model, self.mesh.world)
+            self.rank_0_model = None
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Batch) -> Generator[Batch]:
@@ -111,14 +122,14 @@ def parallelize(
     """The model of this rank, in training mode. This is the one place that owns the order of mechanisms.
 
     What a strategy shards (`apply_ddp`, `apply_fsdp`) or cuts into stages (`apply_pipeline`), it does afterwards:
-    recomputation has to be inside what is compiled, and both inside what is sharded.
+    recomputation has to be inside what is compiled, and both inside what is sharded. Then it calls `materialise`.
 
     broadcast   start every rank from rank 0's weights
     contexts    further ones, entered around each micro-batch and around what runs again in backward
     local_statistics   batch norm takes its statistics over this rank's samples alone, also without batch_norm=local
     """
     model, rank_0_model = init_model(workload, layout, mesh.world)
-    if broadcast and not layout.read(FSDPOptions).meta:
+    if broadcast and not layout.read(BuildOptions).meta:
         broadcast_from_rank_0(model, mesh.world)
     tensor = apply_tensor_parallel(model, workload, layout, mesh)
     dropout, functions = exact_dropout(workload, layout, mesh, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from everyrank.data import Epoch, Streamed, Update, all_updates, epoch_of
-from everyrank.layout import Layout
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.layout import SAMPLE_AXES, Layout, check_reference
+from everyrank.layout.options import BuildOptions
 from everyrank.loop import planned_updates, wrap_user_errors
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.dropout.apply import count_dropouts
-from everyrank.parallel.init_model import on_cpu
+from everyrank.parallel.init_model import on_cpu, on_meta
 from everyrank.workload import Workload
 
 __all__ = ["QUICK_STEPS", "ParityCase", "Segments", "by_gradient", "chosen_updates", "parity_case", "single_like"]
@@ -42,6 +45,8 @@ class ParityCase:
     precisions   beside float64, those of the layouts themselves are compared
     by_gradient  nothing moved (a learning rate of 0): the optimizer is replaced by one whose update is the gradient
     of_gradients the same with such an optimizer, for own parallel code; made when it is first asked for
+    reference    the layout that stands in for `single`, where one device cannot hold the model
+    accumulate   micro-batches of `single`, where the whole batch did not fit
     """
 
     workload: Workload
@@ -59,6 +64,12 @@ class ParityCase:
     names: dict[str, str | None] = field(default_factory=dict[str, Any])
     references: dict[str, Any] = field(default_factory=dict[str, Any])
     of_gradients: ParityCase | None = None
+    reference: Layout | None = None
+    accumulate: int = 1
+
+    def look(self) -> nn.Module:
+        """The model for a look at it; without memory where no rank is to hold all of it."""
+        return _look(self.workload, self.reference)
 
     def precisions(self, layout: Layout) -> list[str]:
         """In which precisions a layout is compared: float64, and its own."""
@@ -89,6 +100,7 @@ def parity_case(
     *,
     is_quick: bool = False,
     is_cached: bool = False,
+    reference: Layout | None = None,
 ) -> ParityCase:
     """The workload as it is checked: few updates that still cross an epoch and a ragged batch.
 
@@ -96,7 +108,7 @@ def parity_case(
     """
     is_exact, quiet = workload.dropout == "exact", workload
     with wrap_user_errors():
-        model = on_cpu(workload)
+        model = _look(workload, reference)
         num_dropouts = count_dropouts(model) if is_exact else _without_dropout(model)
     if not is_exact:
         quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
@@ -110,8 +122,21 @@ def parity_case(
     if isinstance(ends, _Ends):
         notes.append(f"evaluated: {len(ends)} of {len(eval_data)} samples, the first and the last")
     return ParityCase(
-        quiet, train_data, eval_data, ends, steps, notes, has_batch_norm(model), is_quick=is_quick, is_cached=is_cached
+        quiet,
+        train_data,
+        eval_data,
+        ends,
+        steps,
+        notes,
+        has_batch_norm(model),
+        is_quick=is_quick,
+        is_cached=is_cached and reference is None,
+        reference=reference,
     )
+
+
+def _look(workload: Workload, reference: Layout | None) -> nn.Module:
+    return on_meta(workload) if reference is not None and reference.read(BuildOptions).meta else on_cpu(workload)
 
 
 def chosen_updates(epoch: Epoch, steps: int) -> list[Update]:
@@ -131,13 +156,31 @@ def chosen_updates(epoch: Epoch, steps: int) -> list[Update]:
 def single_like(case: ParityCase, layout: Layout, precision: str, world_size: int) -> Layout:
     """The layout of one process with the mathematics of `layout` on so many ranks, in this precision.
 
-    That is `single`, unless the layout changes the mathematics: then its own simulation. With batch norm, cutting a
-    batch into micro-batches is another mathematics, too: then `single` does it.
+    That is `single`, or the layout that stands in for it, unless `layout` changes the mathematics: then its own
+    simulation. With batch norm, cutting a batch into micro-batches is another mathematics, too: then `single` does it.
+    Where the whole batch does not fit it is cut as well, but not as the layout does: a loss that is a mean over what
+    it gets would be the same in equal parts.
+
+    Raises `LayoutError` for a reference that is none for this layout.
     """
+    if case.reference is not None:
+        check_reference(layout, case.reference, world_size)
+    if not layout.is_exact and case.reference is not None:
+        raise UnsupportedLayoutError(
+            f"layout {layout} changes the mathematics: it is compared with its simulation in one process; leave out "
+            "--reference"
+        )
     if not layout.is_exact:
         return dataclasses.replace(layout.simulation(world_size), precision=precision)
-    accumulate = layout.accumulate if case.has_batch_norm else 1
-    return Layout("single", accumulate=accumulate, precision=precision)
+    single = case.reference or Layout("single")
+    accumulate = max(single.accumulate, case.accumulate)
+    if case.has_batch_norm:
+        accumulate = layout.accumulate
+    elif case.accumulate > 1:
+        sizes = layout.mesh(world_size)
+        parts = layout.accumulate * math.prod(size for axis, size in sizes.items() if axis in SAMPLE_AXES)
+        accumulate += parts == accumulate
+    return dataclasses.replace(single, accumulate=accumulate, precision=precision)
 
 
 def _ends(data: Any, batch: int) -> Any:

@@ -23,12 +23,23 @@ __all__ = ["check_layout"]
 def check_layout(
     case: ParityCase, layout: Layout, world: World, key: str, by_name: bool = True
 ) -> tuple[Parity, list[float]]:
-    """Compare `layout` with `single`: the outcome on every rank, and the losses in the layout's own precision.
+    """Compare `layout` with `single`, or what stands in for it.
 
+    Gives the outcome on every rank, and the losses in the layout's own precision.
     `key` is a name used once; the losses of a layout of one process are on rank 0 alone. A layout that cannot run
     here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
     `by_name`, else `not_verified`. A collective.
     """
+    parity, losses = _check_layout(case, layout, world, key, by_name)
+    if case.reference is not None and parity.reference is None and parity.scope is not None:
+        scope = f"{parity.scope}, beside {case.reference}"
+        parity = dataclasses.replace(parity, scope=scope, reference=str(case.reference))
+    return parity, losses
+
+
+def _check_layout(
+    case: ParityCase, layout: Layout, world: World, key: str, by_name: bool
+) -> tuple[Parity, list[float]]:
     checks: list[str] = []
     looks_at_gradients = layout.row.any_axes and not case.by_gradient
     if looks_at_gradients:
@@ -38,7 +49,7 @@ def check_layout(
         checks = [f"gradients, {text}" for text in of_gradients.checks]
     try:
         ensure_references(case, layout, world, key)
-    except (CannotRunError, UnsupportedLayoutError) as error:
+    except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
         # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
     checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else []), *checks]

@@ -113,10 +113,10 @@ def _first_count(reference: Reference, run: Trace) -> _Place | None:
             cause = None
             if set(single.counts) == {1.0}:  # one term, whatever the batch
                 cause = (
-                    f"the loss counted {there:g} terms over all ranks and {here:g} in one process: it returns a mean "
-                    "over its own slice (a local mean); return (sum over terms, number of terms)"
+                    f"the loss counted {there:g} terms over all ranks and {here:g} {reference.where}: it returns a "
+                    "mean over its own slice (a local mean); return (sum over terms, number of terms)"
                 )
-            what = f"{_update(reference, index)}, count of loss terms ({there:g}, and {here:g} in one process)"
+            what = f"{_update(reference, index)}, count of loss terms ({there:g}, and {here:g} {reference.where})"
             return _Place("count", what, difference, 1e-6, index, cause)
     return None
 
@@ -129,10 +129,13 @@ def _unsteady(reference: Reference, precision: str) -> _Place | None:
     for segment, floor in zip(reference.segments, reference.reversed, strict=True):
         if floor > UNSTEADY:
             cause = (
-                f"with the samples of the batch in reverse, single's own loss differs by {floor:.1e} from equal "
-                "weights: the model draws random numbers (dropout as a function?), or the loss is no sum over samples"
+                f"with the samples of the batch in reverse, {reference.name}'s own loss differs by {floor:.1e} from "
+                "equal weights: the model draws random numbers (dropout as a function?), or the loss is no sum over "
+                "samples"
             )
-            return _Place("single", f"{_update(reference, index)}, single itself", floor, UNSTEADY, index, cause)
+            return _Place(
+                "single", f"{_update(reference, index)}, {reference.name} itself", floor, UNSTEADY, index, cause
+            )
         index += len(segment)
     return None
 
@@ -182,7 +185,8 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
 
 def largest(tensor: Tensor) -> float:
     """The magnitude of its largest element, above 0."""
-    return max(float(tensor.double().abs().max()) if tensor.numel() else 0.0, 1e-300)
+    # without a copy in float64, and none of magnitudes
+    return max(*map(abs, map(float, tensor.aminmax())), 1e-300) if tensor.numel() else 1e-300
 
 
 def _about_tensors(reference: Reference, run: Trace, precision: str) -> str:
@@ -210,7 +214,7 @@ def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | No
     for name, (total, count) in reference.trace.evaluation.items():
         run_total, run_count = run.evaluation[name]
         if relative(count, run_count) > 1e-12:
-            what = f"evaluation, count of {name} ({run_count:g}, and {count:g} in one process)"
+            what = f"evaluation, count of {name} ({run_count:g}, and {count:g} {reference.where})"
             return _Place("evaluation", what, relative(count, run_count), 1e-12)
         if math.isnan(total) and math.isnan(run_total):
             continue

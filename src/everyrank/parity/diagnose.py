@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from everyrank.data import Update
 from everyrank.layout import Layout, find_own_code
 from everyrank.parallel.expert import expert_pattern
-from everyrank.parallel.init_model import on_cpu
 from everyrank.parity.backward import gradients_by_rank
 from everyrank.parity.case import ParityCase, Segments, single_like
 from everyrank.parity.compare import Comparison, largest
@@ -64,15 +64,17 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Co
     # of a layout of one process, rank 0 has all there is
     rows = [row.tolist() for row in _rows_of_all(run, world)] if layout.axis is not None else []
 
-    is_loss_of_own_code = layout.row.any_axes and finding.kind == "loss"
+    stand_in = _stand_in(case, single, world, f"{key}/reference", segments)
+    is_whole = case.reference is None  # one device can be asked
+    is_loss_of_own_code = is_whole and layout.row.any_axes and finding.kind == "loss"
     output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_own_code else ""
 
-    is_of_gradients = layout.row.any_axes and case.by_gradient and finding.kind in ("replicas", "tensor")
+    is_of_gradients = is_whole and layout.row.any_axes and case.by_gradient and finding.kind in ("replicas", "tensor")
     gradients = gradients_by_rank(case, layout, world, segments[0][0]) if is_of_gradients else ""
 
     def look() -> tuple[str, str | None]:
         assert run is not None
-        reference = trace(case, single, single_process_world(world), segments, keep=True)
+        reference = stand_in or trace(case, single, single_process_world(world), segments, keep=True)
         evidence = _Evidence(
             case, layout, world, segments[0], reference, run, rows or [_counted(run.rows)], output, gradients
         )
@@ -98,6 +100,18 @@ _EVALUATION = (
 )
 
 
+def _stand_in(case: ParityCase, single: Layout, world: World, key: str, segments: Segments) -> Trace | None:
+    """The run of what stands in for `single`, with the rows of all its ranks; None where nothing does. A collective."""
+    if case.reference is None:
+        return None
+    run = trace_in_place(case, single, world, key, segments, keep=True)
+    if run is None or single.axis is None:
+        return run
+    of_ranks = [_rows_at(row.tolist()) for row in _rows_of_all(run, world)]
+    rows = [torch.cat([torch.tensor(own, dtype=torch.float64) for own in each]) for each in zip(*of_ranks, strict=True)]
+    return dataclasses.replace(run, rows=rows)
+
+
 def _up_to(case: ParityCase, segments: Segments, index: int) -> tuple[int, Segments, int]:
     """Number, updates and length of the segment, up to update `index` (counted over all of them; -1: the last one)."""
     number = 0
@@ -106,7 +120,7 @@ def _up_to(case: ParityCase, segments: Segments, index: int) -> tuple[int, Segme
         number += 1
     number = number if index >= 0 else len(segments) - 1
     segment = segments[number]
-    size = sum(parameter.numel() * parameter.element_size() for parameter in on_cpu(case.workload).parameters())
+    size = sum(parameter.numel() * parameter.element_size() for parameter in case.look().parameters())
     count = min((index if index >= 0 else len(segment) - 1) + 1, max(1, _KEEP_BYTES // (3 * size)))
     return number, [segment[:count]], count
 
@@ -114,6 +128,16 @@ def _up_to(case: ParityCase, segments: Segments, index: int) -> tuple[int, Segme
 def _counted(rows: Sequence[Tensor]) -> list[float]:
     """The rows in one list, each update's after how many they are."""
     return [value for row in rows for value in (float(len(row)), *row.tolist())]
+
+
+def _rows_at(numbers: list[float]) -> list[list[float]]:
+    """What `_counted` made one list of."""
+    found: list[list[float]] = []
+    while numbers:
+        count = int(numbers[0])
+        found.append(numbers[1 : 1 + count])
+        numbers = numbers[1 + count :]
+    return found
 
 
 def _rows_of_all(run: Trace | None, world: World) -> list[Tensor]:
@@ -177,7 +201,7 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
         return "only batch norm differs: its statistics are not those of all ranks"
     if evidence.layout.row.any_axes and evidence.case.by_gradient:
         before, after = ((reference.states[place], run.states[place]) for place in (index, done))
-        code, model = find_own_code(evidence.layout, size), on_cpu(evidence.case.workload)
+        code, model = find_own_code(evidence.layout, size), evidence.case.look()
         return cause_in_gradients(before, after, code, model, evidence.gradients)
     of_experts = _about_experts(evidence, reference.states[index : done + 1], run.states[index : done + 1])
     if of_experts is not None:

@@ -27,7 +27,12 @@ _Read = Callable[[Slice], Batch]
 
 
 def probe_update(case: ParityCase, world: World, update: Update) -> str | None:
-    """What about the workload is no sum over the samples of this update; None where everything is."""
+    """What about the workload is no sum over the samples of this update; None where everything is.
+
+    None, too, where one device cannot hold the model: nothing is asked of it then.
+    """
+    if case.reference is not None:
+        return None
 
     def read(part: Slice) -> Batch:
         data = (case.workload, case.train_data, [update], part, 1, world, torch.float64)
@@ -38,6 +43,8 @@ def probe_update(case: ParityCase, world: World, update: Update) -> str | None:
 
 def probe_evaluation(case: ParityCase, world: World) -> str | None:
     """The same of the evaluation: of its first batch, and its last."""
+    if case.reference is not None:
+        return None
 
     def reader(index: int) -> _Read:
         def read(part: Slice) -> Batch:

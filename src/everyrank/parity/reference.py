@@ -9,6 +9,7 @@ batch and the next epoch are compared, too.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everyrank.errors import NotFiniteError
+from everyrank.errors import NoRoomError, NotFiniteError, UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.parity import cache
 from everyrank.parity.case import ParityCase, Segments, by_gradient, single_like
@@ -41,6 +42,7 @@ _LIMITS = {"float64": 1e-12, "float32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 UNSTEADY = 1e-8  # in float64 and from equal weights, reversed: more is no rounding
 # a gradient that is smaller than this part of the largest one is what rounding leaves of a sum that is zero
 _NULL = {"float64": 1e-11, "float32": 1e-6}
+_IN_PARTS = "single took its batch in several micro-batches: the whole did not fit"
 BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
 _KEPT = (
     "segments",
@@ -69,6 +71,7 @@ class Reference:
     is_cut        whether rounding has grown too much for all of the updates
     evaluation_floors   of the loss and each metric: the largest distance of a perturbed run's sum, relative
     reversed      of each segment: how far the first loss is from that of the same samples in reverse, relative
+    name          the layout that was run: `single`, or what stood in for it
     """
 
     trace: Trace
@@ -79,6 +82,12 @@ class Reference:
     is_cut: bool = False
     reversed: tuple[float, ...] = ()
     evaluation_floors: dict[str, float] = field(default_factory=dict[str, float])
+    name: str = "single"
+
+    @property
+    def where(self) -> str:
+        """Where it ran, for messages."""
+        return "in one process" if self.name == "single" else f"under {self.name}"
 
     def is_noise(self, number: int, name: str) -> bool:
         """Whether rounding alone moves this tensor so far in a segment that nothing can be told from where it ends."""
@@ -89,8 +98,25 @@ class Reference:
 def ensure_references(case: ParityCase, layout: Layout, world: World, key: str) -> None:
     """Run `single` as `layout` needs it, where that has not been done yet, and see how far it can be compared.
 
-    `key` is a name used once. A collective. Raises `NotFiniteError` where `single` has no number to compare with.
+    `key` is a name used once. A collective. Raises `NotFiniteError` where `single` has no number to compare with, and
+    `CannotRunError` where it does not fit: its batch is cut into ever more parts first, where that changes nothing.
     """
+    try:
+        _ensure_references(case, layout, world, key)
+    except NoRoomError as error:
+        parts = case.accumulate * 2 if case.accumulate > 2 else case.accumulate + 1
+        if case.has_batch_norm or case.reference is not None or parts > case.workload.global_batch:
+            raise
+        case.accumulate = parts
+        case.notes += [] if _IN_PARTS in case.notes else [_IN_PARTS]
+        gc.collect()
+        try:
+            ensure_references(case, layout, world, f"{key}/{parts} parts")
+        except UnsupportedLayoutError:  # a loss over the whole batch
+            raise error from None
+
+
+def _ensure_references(case: ParityCase, layout: Layout, world: World, key: str) -> None:
     for attempt in itertools.count():
         wanted = {
             str(single): single
@@ -157,7 +183,8 @@ def _run(case: ParityCase, singles: dict[str, Layout], world: World, key: str) -
             shorter = plan if lengths[text] is None else shorten_segments(planned[text], lengths[text])
             if shorter == plan:
                 is_cut = plan != planned[text]
-                done[text] = replace(found[text], is_cut=is_cut) if world.rank == 0 else None
+                name = "single" if singles[text].axis is None else str(replace(singles[text], precision="float32"))
+                done[text] = replace(found[text], is_cut=is_cut, name=name) if world.rank == 0 else None
             plans[text] = shorter
     return done
 
@@ -240,11 +267,7 @@ def _nulls(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
 
 def tensor_distance(one: Tensor, other: Tensor, nulls: Tensor | None) -> float:
     """The largest difference between elements, those left out that rounding alone moves; inf for another shape."""
-    if one.shape != other.shape:
-        return float("inf")
-    if nulls is not None:
-        one, other = one[~nulls], other[~nulls]
-    return distance(one, other)
+    return distance(one, other, nulls) if one.shape == other.shape else float("inf")
 
 
 def relative(reference: float, value: float) -> float:

@@ -1,4 +1,7 @@
-"""Runs of `single` that do not need each other, shared out among the ranks; what they left, on rank 0."""
+"""Runs of `single` that do not need each other, shared out among the ranks; what they left, on rank 0.
+
+Those of a layout that stands in for `single` take all ranks, one run after the other.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ def run_on_all_ranks(
     case: ParityCase, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
 ) -> list[Trace]:
     """The runs, each done by one rank on its own device; all of them on rank 0, [] elsewhere."""
+    if any(single.axis is not None for single, _, _ in jobs):
+        runs = [trace(case, single, world, segments, **options) for single, segments, options in jobs]
+        return runs if world.rank == 0 else []
     here = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
     holders = _shared_out(
         jobs, world.size, world.device.type == "cuda" and world.local_size > torch.cuda.device_count()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, run_updates, wrap_user_errors
-from everyrank.parallel.mesh import local_tensors
+from everyrank.parallel.file_backed import file_backed, put_into_file
+from everyrank.parallel.mesh import local_tensor, local_tensors
 from everyrank.parallel.precision import DTYPES
 from everyrank.parity.case import ParityCase, Segments
 from everyrank.parity.rows import row_values
@@ -27,6 +28,7 @@ __all__ = ["Trace", "trace", "trace_in_place"]
 # A sum over a whole batch overflows fp16 a little earlier than its parts do, and a skipped update is no rounding:
 # the comparison starts at a loss scale where nothing overflows.
 _QUIET_SCALE = 256.0
+_PIECE = 1 << 20  # elements that are compared together
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def trace(
     states = [initial] if keep else []
     found = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
     shares: list[Tensor] = []
+    largest: dict[str, Tensor] = {}
     replicas_equal = True
     for number, updates in enumerate(segments):
         if number:
@@ -89,7 +92,7 @@ def trace(
             if keep:
                 found.states.append(prepared.full_state())
             if measure:
-                _largest_gradients(prepared.model, found.gradients)
+                _largest_gradients(prepared, largest)
         found.finals.append(prepared.full_state())
         # before the next segment puts the replicas back
         if prepared.are_replicas_equal:
@@ -99,6 +102,7 @@ def trace(
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
     has_evaluation = case.eval_ends is not None and evaluates
     evaluation = evaluate(watched, case.eval_ends) if has_evaluation else {}
+    gradients = _put_together(prepared, largest) if layout.axis is not None and measure else largest
     del prepared, watched, saved
     gc.collect()
     return dataclasses.replace(
@@ -107,6 +111,7 @@ def trace(
         counts=totals[:, 1].tolist(),
         evaluation=evaluation,
         replicas_equal=replicas_equal,
+        gradients=gradients,
     )
 
 
@@ -129,25 +134,59 @@ def _moved(model: nn.Module, step: float, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            signs = torch.randint(-1, 2, parameter.shape, generator=generator)
             # float64, whatever the model is built in: its last place may be finer than that of the weights as built
-            parameter.data = parameter.data.double() * (1 + step * signs.to(parameter.device))
+            moved = parameter.data.double().contiguous()
+            for piece in moved.view(-1).split(_PIECE) if not parameter.is_meta else ():
+                signs = torch.randint(-1, 2, piece.shape, generator=generator)
+                piece *= 1 + step * signs.to(parameter.device)
+            is_in_file = parameter.data.untyped_storage().filename is not None
+            parameter.data = moved
+            if is_in_file:
+                put_into_file(parameter)
     return model
 
 
-def _largest_gradients(model: nn.Module, largest: dict[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+def _largest_gradients(prepared: Prepared, largest: dict[str, Tensor]) -> None:
+    """Of the parts of gradients that this rank has."""
+    for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
-            size = parameter.grad.detach().abs().cpu()
-            largest[name] = torch.maximum(largest[name], size) if name in largest else size
+            size = local_tensor(parameter.grad.detach()).abs().cpu()
+            if name in largest:
+                torch.maximum(largest[name], size, out=largest[name])
+            else:
+                largest[name] = file_backed(size) if prepared.parallel.is_meta else size
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference between elements of two tensors of a shape; inf for NaN."""
-    if one.numel() == 0 or torch.equal(one, other):
-        return 0.0
-    found = float((one.double() - other.double()).abs().max())
-    return found if found == found else float("inf")
+@torch.no_grad()
+def _put_together(prepared: Prepared, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the ranks have parts of, laid out as the parameters are, whole on rank 0; those of zeros alone left out.
+
+    The model is given them for its own numbers, and is of no other use any more: `full_state` knows how they lie.
+    """
+    for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
+        own = local_tensor(parameter)
+        own.copy_(parts[name]) if name in parts else own.zero_()
+    for buffer in prepared.model.buffers():
+        local_tensor(buffer).zero_()
+    return {name: tensor for name, tensor in prepared.full_state().items() if bool(tensor.any())}
+
+
+def distance(one: Tensor, other: Tensor, left_out: Tensor | None = None) -> float:
+    """The largest difference between elements of two tensors of a shape, those `left_out` aside; inf for NaN.
+
+    Taken in pieces: in float64 the two and their difference would be three times what is compared.
+    """
+    flat = [tensor.reshape(-1) for tensor in (one, other)]
+    found = 0.0
+    for start in range(0, one.numel(), _PIECE):
+        here, there = (tensor[start : start + _PIECE] for tensor in flat)
+        if left_out is not None:
+            kept = ~left_out.reshape(-1)[start : start + _PIECE]
+            here, there = here[kept], there[kept]
+        if here.numel() and not torch.equal(here, there):
+            largest = float((here.double() - there.double()).abs().max())
+            found = max(found, largest if largest == largest else float("inf"))
+    return found
 
 
 def _watched(prepared: Prepared, rows: list[Tensor]) -> Prepared:

@@ -10,6 +10,7 @@ travels, when to use it, and whether it is exact. Which strategies there are is 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parallel.precision import param_dtype
+from everyrank.parallel.room import building, updating
 from everyrank.parallel.trainable import Trainable
 from everyrank.workload import Workload
 from everyrank.world import World, single_process_world
@@ -126,10 +128,24 @@ class Prepared:
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises."""
+    """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises.
+
+    Where memory does not suffice: `CannotRunError` here, and `NoRoomError` from the steps of what is prepared.
+    """
     layout.mesh(world.size)  # refuses degrees that do not fit
-    if layout.simulated:
-        simulation = importlib.import_module(f"everyrank.simulations.{layout.row.simulation}")
-        return simulation.simulate(workload, layout, single_process_world(world))
-    module = importlib.import_module(layout.row.module)
-    return module.prepare(workload, layout, world)
+    with building(workload, layout, world):
+        if layout.simulated:
+            simulation = importlib.import_module(f"everyrank.simulations.{layout.row.simulation}")
+            prepared = simulation.simulate(workload, layout, single_process_world(world))
+        else:
+            prepared = importlib.import_module(layout.row.module).prepare(workload, layout, world)
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        with updating(workload, layout, world):
+            return prepared.step(batches)
+
+    def predict(batch: Batch) -> Any:
+        with updating(workload, layout, world):
+            return prepared.predict(batch)
+
+    return dataclasses.replace(prepared, step=step, predict=predict)

@@ -91,7 +91,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: full_state_dict(model, mesh),
+        full_state=lambda: full_state_dict(parallel),
         replicated_tensors=[t for t in [*trainable.parameters, *model.buffers()] if not isinstance(t, DTensor)],
         num_micro_batches=layout.accumulate,
     )

@@ -11,7 +11,7 @@ Exact     yes; with batch_norm=local no: compared with a simulation of the same 
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
 
 Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less; meta=true
-builds the model in full on rank 0's CPU alone, for what does not fit on every rank. With replicate=N (HSDP) shards
+fills the shards from a file, for a model that no rank has the memory for. With replicate=N (HSDP) shards
 have N copies: gathers stay among the shards, gradients are then all-reduced over the copies. With tensor=N the
 matrices are split before they are sharded (strategies/tensor.py), with context=N the sequences
 (strategies/context.py), and ranks along the context axis shard parameters, too. With expert=N each mixture's experts
@@ -31,12 +31,10 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import DATA_AXES, Layout
-from everyrank.layout.options import FSDPOptions
 from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.fsdp import apply_fsdp, reshard, scalar_parameters, set_requires_all_reduce
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import average_replicated_grads, norm_params, sum_squares
-from everyrank.parallel.init_model import materialise
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import call_model, find_blocks, parallelize
@@ -54,8 +52,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     parallel = parallelize(workload, layout, mesh)
     model = parallel.model
     apply_fsdp(model, find_blocks(workload, model), layout, mesh, parallel.experts)
-    if layout.read(FSDPOptions).meta:
-        materialise(model, parallel.rank_0_model, world)
+    parallel.materialise()
     # Sharding replaced the parameters, so the optimizer is built after it.
     trainable = make_trainable(workload, layout, model)
     replicated = scalar_parameters(model)
@@ -97,7 +94,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: full_state_dict(model, mesh),
+        full_state=lambda: full_state_dict(parallel),
         replicated_tensors=replicated,
         num_micro_batches=layout.accumulate,
     )

@@ -17,7 +17,8 @@ Source    Huang et al. 2019 (gpipe); Narayanan et al. 2019 and 2021 (1f1b, inter
 
 Keys: schedule=1f1b, gpipe, interleaved or zero-bubble; microbatches, how many go through together (twice the ranks);
 chunks, the stages on each rank under interleaved (2). `accumulate` is how often that is done in an update. The stages
-are as equal as can be by multiplications for each position, the head counted on the last one.
+are as equal as can be by multiplications for each position, the head counted on the last one. meta=true fills the
+blocks from a file, for a model that no rank has the memory for.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     stages = apply_pipeline(model, workload, layout, mesh)
     apply_fsdp_to_blocks(stages.own_blocks(), layout, mesh)
+    parallel.materialise()
     # Cutting and sharding replaced parameters, so the optimizer is built after them.
     trainable = make_trainable(workload, layout, model)
     own = stages.own_parameters()
@@ -125,7 +127,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: full_state_dict(model, mesh, stages),
+        full_state=lambda: full_state_dict(parallel, stages),
         replicated_tensors=[tensor for tensor in [*outside, *stages.outside_buffers()] if not is_split(tensor)],
         num_micro_batches=layout.accumulate * pipeline.num_micro_batches,
         idle=pipeline.idle,

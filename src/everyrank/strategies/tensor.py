@@ -19,7 +19,8 @@ Source    Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
 
 Keys: sequence=true splits the activations between the matrices along the sequence: instead of their all-reduces, a
 reduce-scatter behind each split layer and an all-gather before the next, and the other way round in backward; per
-update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence.
+update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence. meta=true
+fills the parts from a file, for a model that no rank has the memory for.
 What is split how is `Workload.tensor_plan`, in the words of parallel/tensor/apply.py.
 """
 
@@ -53,6 +54,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Split the matrices of the model over every rank of the world."""
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh)
+    parallel.materialise()
     model = parallel.model
     # Splitting replaced parameters, so the optimizer is built after it.
     trainable = make_trainable(workload, layout, model)
@@ -83,7 +85,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: full_state_dict(model, mesh),
+        full_state=lambda: full_state_dict(parallel),
         replicated_tensors=[tensor for tensor in [*trainable.parameters, *model.buffers()] if not is_split(tensor)],
         num_micro_batches=layout.accumulate,
     )

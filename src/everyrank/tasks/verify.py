@@ -8,7 +8,7 @@ from typing import Any
 
 from everyrank.data import UnevenStreams
 from everyrank.launch import Launch, RankInfo
-from everyrank.layout import Layout, ParallelContract, give_own_code
+from everyrank.layout import Layout, ParallelContract, check_reference, give_own_code, parse_layout
 from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
@@ -34,13 +34,22 @@ def verify_rank(
     options: VerifyOptions,
 ) -> list[Record] | None:
     """Compare each layout with `single`; one Record for each on rank 0, None elsewhere."""
+    reference = parse_layout(options.reference) if options.reference else None
     for layout in layouts if options.by_name else ():  # what nobody asked for is left out, and says why
         layout.mesh(info.size)
+        if reference is not None:
+            check_reference(layout, reference, info.size)
     with open_world(info, launch) as world:
         workload = load(what)
         train_data, eval_data = open_data(workload, world)
         case = parity_case(
-            workload, train_data, eval_data, options.steps, is_quick=options.quick, is_cached=not options.fresh
+            workload,
+            train_data,
+            eval_data,
+            options.steps,
+            is_quick=options.quick,
+            is_cached=not options.fresh,
+            reference=reference,
         )
         records: list[Record] = []
         is_shown = options.show and world.rank == 0

@@ -14,6 +14,8 @@ from everyrank.world.world import World
 
 __all__ = ["all_equal", "all_gather", "all_gather_json", "broadcast_value", "fingerprint", "sum_over_ranks"]
 
+_PIECE = 1 << 20  # bytes of a tensor that are looked at together
+
 
 def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
     """The sum of every rank's `shares`, float64 on CPU, the same on all ranks. A collective."""
@@ -104,7 +106,14 @@ def all_equal(tensors: list[Tensor], world: World) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that changes with any bit and with any exchange of two elements: a weighted sum of the bytes."""
-    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    weights = torch.arange(1, len(octets) + 1, device=octets.device) * 2654435761 % 4294967291
-    return (octets * weights).sum().cpu()
+    """A number that changes with any bit and with any exchange of two elements: a weighted sum of the bytes.
+
+    int64, shape (), on CPU. A weight and a product for each byte would be 24 times the tensor: it is taken in pieces.
+    """
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
+    for start in range(0, len(octets), _PIECE):
+        piece = octets[start : start + _PIECE].to(torch.int64)
+        weights = torch.arange(start + 1, start + len(piece) + 1, device=octets.device) * 2654435761 % 4294967291
+        total += (piece * weights).sum()
+    return total.cpu()

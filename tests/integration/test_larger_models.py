@@ -1,0 +1,129 @@
+"""A decoder that is larger than the memory that each rank may have: trained and checked in parts, refused in one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import re
+import resource
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from everyrank import Workload, parse_layout
+from everyrank.builtin import Decoder, DecoderShape
+from everyrank.data import all_updates
+from everyrank.errors import CannotRunError
+from everyrank.loop import open_data, run_updates
+from everyrank.parity import check_layout, parity_case
+from everyrank.strategies import prepare
+from everyrank.world import World
+from everyrank.world.collectives import sum_over_ranks
+
+SHAPE = DecoderShape(num_blocks=32, num_heads=4, width=256, hidden=1024, vocabulary=12)
+LAYOUTS = ["fsdp:meta=true", "tensor:meta=true", "pipeline:meta=true"]
+MIB = 2**20
+_M_MMAP_THRESHOLD = -3
+
+
+def parameters() -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(SHAPE).parameters())
+
+
+def large() -> Workload:
+    """It steps with plain SGD: an optimizer that keeps more takes more."""
+    changes: dict[str, Any] = {"model": lambda: Decoder(SHAPE), "global_batch": 4, "clip_norm": None, "metrics": {}}
+    made = zoo.workload("decoder", eval_data=None, **changes)
+    return dataclasses.replace(made, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+@contextlib.contextmanager
+def private_memory(num_bytes: int) -> Generator[None]:
+    """While this process may take so much private memory more than it has (RLIMIT_DATA)."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)  # what was freed would be had without asking
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 18)  # what is larger goes back when it is freed: else glibc keeps it
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.fixture
+def new_ranks(ranks: Any, _pools: dict[int, Any]) -> Iterator[Any]:
+    """Ranks that no other test has used, or will: what a process has freed it may take again, whatever its limit."""
+
+    def end() -> None:
+        if 4 in _pools:
+            _pools.pop(4).close()
+
+    end()
+    yield ranks
+    end()
+
+
+def train(world: World, texts: list[str], limit: int) -> list[Any]:
+    """The losses of two updates under each layout, or what is said instead."""
+    workload = large()
+    train_data, _ = open_data(workload, world)
+    found: list[Any] = []
+    for text in texts:
+        prepare(zoo.workload("decoder"), parse_layout(text), world)  # groups and their threads are there
+        with private_memory(limit) if limit else contextlib.nullcontext():
+            try:
+                prepared = prepare(workload, parse_layout(text), world)
+                shares = torch.stack(list(run_updates(prepared, train_data, all_updates(2, 5))))
+            except CannotRunError as error:
+                found.append(str(error))
+                continue
+            totals = sum_over_ranks(shares, prepared.world)
+            del prepared
+        found.append((totals[:, 0] / totals[:, 1]).tolist())
+    return found
+
+
+def test_trains_in_parts_and_not_in_one(new_ranks: Any) -> None:
+    """Parameters of 128 MiB in float32, where each rank may take 120 MiB in all, gradients and activations with it."""
+    limit = 120 * MIB
+    assert 4 * parameters() > limit
+    refused, *losses = new_ranks(4, train, ["single", *LAYOUTS], limit)[0]
+    [single] = new_ranks(4, train, ["single"], 0)[0]
+    for text, found in zip(LAYOUTS, losses, strict=True):
+        assert found == pytest.approx(single, rel=1e-5), text
+    assert re.match(
+        r"layout single: no memory here to build the model \(asked for \d+ bytes\): its parameters", refused
+    )
+    assert "\n" not in refused
+
+
+def verify(world: World, reference: str, texts: list[str], limit: int) -> list[Any]:
+    small, workload = zoo.workload("decoder"), large()
+    for text in (reference, *texts):
+        prepare(small, parse_layout(text), world)
+    with private_memory(limit):
+        stands_in = parse_layout(reference)
+        case = parity_case(workload, *open_data(workload, world), 2, is_quick=True, reference=stands_in)
+        return [check_layout(case, parse_layout(text), world, f"larger/{text}")[0] for text in texts]
+
+
+def test_is_checked_in_parts_and_not_in_one(new_ranks: Any) -> None:
+    """256 MiB of float64, where each rank may take 240 MiB in all: three runs of the reference, one of each layout."""
+    limit = 240 * MIB
+    assert 8 * parameters() > limit
+    refused, *found = new_ranks(4, verify, "fsdp:meta=true", ["single", *LAYOUTS[1:]], limit)[0]
+    for parity in found:
+        assert parity.status == "equal", parity
+        assert parity.scope == "2 updates, beside fsdp:meta=true"
+    assert refused.status == "not_verified"
+    assert "layout single:precision=float64: no memory here to build the model" in refused.reason
