@@ -19,6 +19,7 @@ __all__ = [
     "GUARDS",
     "Argument",
     "BenchOptions",
+    "ChaosOptions",
     "PredictOptions",
     "TrainOptions",
     "VerifyOptions",
@@ -200,3 +201,19 @@ class BenchOptions(_Call):
     batch_factor: int = 1
     verify_steps: int = 20
     load_before: float | None = None
+
+
+@_with_helps
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(_Call):
+    """For `everyrank chaos`: a training of `steps` updates, and where in it faults strike."""
+
+    faults: Annotated[tuple[str, ...], Argument("some of them; default: all", "NAME", flag="--fault")] = ()
+    seed: Annotated[
+        int, Argument("which update and which rank each fault strikes follows from it (default %(default)s)", "S", 0)
+    ] = 0
+    steps: Annotated[int, Argument("updates of each training (default %(default)s)", "K", minimum=12)] = 30
+    save_every: Annotated[int, Argument("updates between two checkpoints (default %(default)s)", "K", minimum=1)] = 5
+    guard_every: Annotated[
+        int, Argument("updates between two comparisons of replicas (default %(default)s)", "K", minimum=1)
+    ] = 5
