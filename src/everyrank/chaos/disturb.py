@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 import shlex
@@ -30,7 +31,7 @@ from everyrank.runs import Checkpoint, checkpoints_of, damage, find_checkpoint
 from everyrank.runs.folder import last_good
 from everyrank.workload import Source
 
-__all__ = ["disturb", "strike", "undisturbed"]
+__all__ = ["disturb", "strike", "train_undisturbed"]
 
 _START_SECONDS = 120.0  # for one attempt beyond what its waits take, on a machine however busy
 _NOTICE_SECONDS = 15.0  # beyond --timeout: for the ranks to say what they saw, and for the others to end
@@ -66,7 +67,7 @@ def disturb(
     place = Path(tempfile.mkdtemp(prefix="everyrank-chaos-"))
     try:
         for number, layout in enumerate(layouts):
-            quiet = undisturbed(source, layout, launch, options, place / str(number))
+            quiet = train_undisturbed(source, layout, launch, options, place / str(number))
             for name in names:
                 found = strike(quiet, name, options, place / str(number) / name)
                 records.append(found)
@@ -77,7 +78,9 @@ def disturb(
     return records
 
 
-def undisturbed(source: Source, layout: Layout, launch: Launch, options: ChaosOptions, place: Path) -> Undisturbed:
+def train_undisturbed(
+    source: Source, layout: Layout, launch: Launch, options: ChaosOptions, place: Path
+) -> Undisturbed:
     """Train once in float64 with nothing in the way. Raises `EveryrankError` where that fails already."""
     if layout.precision == "float32":  # where the last bit says most
         layout = dataclasses.replace(layout, precision="float64")
@@ -228,7 +231,7 @@ def _compared(quiet: Undisturbed, run: Path) -> Parity:
     if ours.keys() != theirs.keys() or len(_rows(run)) != steps or not (run / "record.json").exists():
         return Parity("different", first_divergence=f"{len(ours)} of {steps} updates are logged")
     apart = {step: abs(ours[step] - loss) / max(abs(loss), 1e-300) for step, loss in theirs.items()}
-    far = max(apart.values())
+    far = max(apart.values(), key=lambda distance: (math.isnan(distance), distance))
     first = next((f"update {step}" for step, distance in apart.items() if distance != 0.0), None)
     metrics = read_records(run / "record.json")[0].metrics
     exact = first is None
