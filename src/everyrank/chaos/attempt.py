@@ -32,7 +32,7 @@ class TrainCall:
     source, launch   the fields of `Source` and of `Launch`
     run              the folder of the run
     resume           what to go on from: "", the run, or a checkpoint
-    injection        the fields of an `Injection`
+    injections       the fields of an `Injection` each
     kept             where a run on a disk of its own is copied to when it ends
     """
 
@@ -44,7 +44,7 @@ class TrainCall:
     save_every: int
     guard_every: int
     resume: str = ""
-    injection: dict[str, Any] | None = None
+    injections: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     kept: str = ""
 
 
@@ -55,7 +55,7 @@ class Attempt:
     status          the exit status; -N after signal N; None where it had to be ended here, after `limit_seconds`
     message         the last line that a person would have read
     lines           (seconds since 1970, text) of what was printed
-    struck          when the fault struck first, in seconds since 1970; None where it did not
+    struck          when the last fault struck (the first rank), in seconds since 1970; None where none did
     begun           when the process was started, in seconds since 1970
     ended, cleared  when the process was gone, and when all that it had started was, in seconds since 1970
     left            how many processes were still there a while later (and were then ended)
@@ -71,17 +71,14 @@ class Attempt:
     left: int = 0
 
 
-def attempt(
-    call: TrainCall, folder: Path, limit_seconds: float, continues: bool = False, disk_bytes: int = 0
-) -> Attempt:
+def attempt(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int = 0) -> Attempt:
     """Train as `call` says; `folder` is for what is left beside the run.
 
-    continues    a rank that stops itself is sent SIGCONT after two seconds
-    disk_bytes   the run lies on a disk of this size, made for it
+    With `disk_bytes` the run lies on a disk of this size, made for it.
     """
     folder.mkdir(parents=True)
-    if call.injection is not None:
-        call = dataclasses.replace(call, injection={**call.injection, "journal": str(folder / "journal")})
+    injections = [{**injection, "journal": str(folder / "journal")} for injection in call.injections]
+    call = dataclasses.replace(call, injections=injections)
     command = [*PYTHON, "-m", "everyrank.chaos.person", str(folder / "call.json")]
     if disk_bytes:
         disk = folder / "disk"
@@ -102,7 +99,7 @@ def attempt(
     reader = threading.Thread(target=_read, args=(process.stdout, found.lines), daemon=True)
     reader.start()
     try:
-        _watch(process, folder / "journal", found, limit_seconds, continues)
+        _watch(process, folder / "journal", found, limit_seconds)
     finally:
         _clear(mark, found, process)
     reader.join(5.0)
@@ -113,18 +110,18 @@ def _read(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
     lines.extend((time.time(), line.decode(errors="replace").rstrip()) for line in stream)
 
 
-def _watch(
-    process: subprocess.Popen[bytes], journal: Path, found: Attempt, limit_seconds: float, continues: bool
-) -> None:
-    """Until the process has ended, or has taken far too long."""
+def _watch(process: subprocess.Popen[bytes], journal: Path, found: Attempt, limit_seconds: float) -> None:
+    """Until the process has ended, or has taken far too long; a rank that pauses is sent SIGCONT after a while."""
     deadline = time.monotonic() + limit_seconds
+    continued: set[int] = set()
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-        rows = _rows(journal)
-        if continues and rows and time.time() > rows[0]["time"] + _PAUSE_SECONDS:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rows[0]["process"], signal.SIGCONT)
-            continues = False
+        for row in _rows(journal):
+            is_over = row["fault"] == "pause-rank" and time.time() > row["time"] + _PAUSE_SECONDS
+            if is_over and row["update"] not in continued:
+                continued.add(row["update"])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(row["process"], signal.SIGCONT)
     found.status, found.ended = process.poll(), time.time()
 
 
@@ -160,7 +157,7 @@ def _marked(mark: str) -> list[int]:
 
 def _how(folder: Path, found: Attempt) -> Attempt:
     rows = _rows(folder / "journal")
-    found.struck = rows[0]["time"] if rows else None
+    found.struck = next((row["time"] for row in rows if row["update"] == rows[-1]["update"]), None)
     if (folder / "ended.json").exists():
         found.message = json.loads((folder / "ended.json").read_text(encoding="utf-8"))["message"]
     elif found.lines and found.status != -signal.SIGKILL:

@@ -114,8 +114,7 @@ def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) ->
     rank = draw.randrange(quiet.size)
     told: dict[str, Any] = {"fault": name, "what": FAULTS[name].what, "update": update, "rank": rank}
     fault = FAULTS[name]
-    why_not = why_no_disk(quiet.run.parent) if fault.needs else ""
-    why_not = why_not or ("one rank waits for nobody" if quiet.size == 1 and name in _OF_SEVERAL else "")
+    why_not = _why_not(quiet, name)
     if why_not:
         return _record(quiet, options, told | {"status": "not run here", "reason": why_not}, None)
     if name == "full-disk":
@@ -123,11 +122,10 @@ def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) ->
     run = place / "run"
     call = dataclasses.replace(quiet.call, run=str(run))
     until = (update // options.save_every + 1) * options.save_every
-    struck = dataclasses.replace(
-        call, injection={"fault": name, "update": update, "rank": rank, "journal": "", "until": until}
-    )
+    injection = {"fault": name, "update": update, "rank": rank, "journal": "", "until": until}
+    struck = dataclasses.replace(call, injections=[injection])
     limit = 2 * quiet.timeout_seconds + _START_SECONDS
-    first = attempt(struck, place / "first", limit, name == "pause-rank", _disk_bytes(quiet, name))
+    first = attempt(struck, place / "first", limit, _disk_bytes(quiet, name))
     told |= _noticed(fault, first, quiet)
     told["left"] = first.left
     if first.status != 0:
@@ -140,6 +138,15 @@ def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) ->
     if parity.status != "equal" or not told["is_noticed"]:
         told["reason"] = why_unseen(name, quiet.layout, quiet.size)
     return _record(quiet, options, told | {"status": _status(fault, told, parity, options)}, parity)
+
+
+def _why_not(quiet: Undisturbed, name: str) -> str:
+    """Why this fault cannot be tried here; "" where it can."""
+    if FAULTS[name].needs == "two hosts":
+        return "it needs ranks on two hosts (or network namespaces), and all of these are started on this one"
+    if quiet.size == 1 and name in _OF_SEVERAL:
+        return "one rank waits for nobody, and nobody has what it has"
+    return why_no_disk(quiet.run.parent) if FAULTS[name].needs else ""
 
 
 _OF_SEVERAL = ("stop-rank", "mismatched-collective", "flipped-bit")
@@ -177,8 +184,8 @@ def _recover(
     run, told = Path(call.run), dict[str, Any]()
     reached = max(update, len(_rows(run)))  # the log is some updates behind
     resume, ended = str(run), first.cleared
-    if fault.spoils:
-        newest = checkpoints_of(run)[-1]
+    if fault.spoils and (there := checkpoints_of(run)):
+        newest = there[-1]
         _spoil(newest, fault.spoils, draw)
         refused = attempt(dataclasses.replace(call, resume=resume), place / "refused", limit)
         is_noticed = refused.status == 2 and re.search(fault.says, refused.message) is not None

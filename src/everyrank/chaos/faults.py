@@ -20,7 +20,7 @@ class Fault:
     ends       whether the training ends by it; else it goes on by itself, and nobody has to do anything
     all_ranks  whether it strikes every rank, not one
     spoils     what is done to the newest checkpoint after the training has ended: "", "cut" or "flip"
-    needs      what this machine has to allow: "", or "a disk of its own" (mount namespaces, tmpfs)
+    needs      what this machine has to allow: "", "a disk of its own" (mount namespaces, tmpfs), or "two hosts"
     """
 
     what: str
@@ -64,6 +64,8 @@ FAULTS: dict[str, Fault] = {
     "flipped-bit": Fault("a bit of one rank's parameters flips", r"holds? another|differs between", "--guard stop"),
     "mismatched-collective": Fault("one rank calls a collective that no other calls", r"rank", "the backend"),
     "out-of-memory": Fault("one rank allocates more than it may (rlimit)", r"(?i)memory", "the rank itself"),
+    "link-dropped": Fault("the link between two hosts is gone", "", "the ranks", needs="two hosts"),
+    "link-delayed": Fault("the link between two hosts is slow", "", "nobody has to", ends=False, needs="two hosts"),
 }
 """By the names that `everyrank chaos --fault` takes, in the order of its table."""
 

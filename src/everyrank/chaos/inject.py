@@ -21,11 +21,11 @@ from everyrank.chaos.faults import FAULTS
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["LEFT_BYTES", "Injection"]
+__all__ = ["Injection", "Injections"]
 
-LEFT_BYTES = 60_000  # on a full disk, for the lines of a log
+_LEFT_BYTES = 60_000  # on a full disk, for the lines of a log
 _SLOW_UPDATES, _SLOW_SECONDS = 5, 0.2
-_MEMORY_LEFT_BYTES = 1 << 28
+_MEMORY__LEFT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,29 @@ class Injection:
             self._ballast.unlink(missing_ok=True)
         if number == self.update:
             with Path(self.journal).open("a") as journal:
-                row = {"time": time.time(), "rank": prepared.world.rank, "process": os.getpid()}
+                own = {"fault": self.fault, "update": number, "rank": prepared.world.rank}
+                row = own | {"time": time.time(), "process": os.getpid()}
                 journal.write(json.dumps(row) + "\n")
-            _STRIKES[FAULTS_AS.get(self.fault, self.fault)](self, prepared)
+            _STRIKES[_STRIKE_AS.get(self.fault, self.fault)](self, prepared)
 
     @property
     def _ballast(self) -> Path:
         return Path(self.journal).with_name("disk") / "ballast"
 
 
-FAULTS_AS = {"cut-checkpoint": "kill-all", "flipped-checkpoint": "kill-all"}  # what is spoilt is spoilt afterwards
+@dataclass(frozen=True)
+class Injections:
+    """Several faults, each at its own update."""
+
+    each: tuple[Injection, ...]
+
+    def __call__(self, prepared: Any, number: int) -> None:
+        """Strike with each whose time it is."""
+        for injection in self.each:
+            injection(prepared, number)
+
+
+_STRIKE_AS = {"cut-checkpoint": "kill-all", "flipped-checkpoint": "kill-all"}  # what is spoilt is spoilt afterwards
 
 
 def _kill(_: Injection, __: Any) -> None:
@@ -86,7 +99,7 @@ def _fill_disk(own: Injection, _: Any) -> None:
     place = own._ballast  # pyright: ignore[reportPrivateUsage]
     free = os.statvfs(place.parent)
     with place.open("wb") as file:
-        file.write(bytes(max(0, free.f_bavail * free.f_frsize - LEFT_BYTES)))
+        file.write(bytes(max(0, free.f_bavail * free.f_frsize - _LEFT_BYTES)))
 
 
 def _nan_gradient(_: Injection, prepared: Any) -> None:
@@ -130,8 +143,8 @@ def _out_of_memory(_own: Injection, _prepared: Any) -> None:
     used = pages * os.sysconf("SC_PAGE_SIZE")
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError):  # a hard limit that is lower does as well
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_LEFT_BYTES, hard))
-    torch.ones(4 * _MEMORY_LEFT_BYTES, dtype=torch.uint8)
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY__LEFT_BYTES, hard))
+    torch.ones(4 * _MEMORY__LEFT_BYTES, dtype=torch.uint8)
 
 
 _STRIKES: dict[str, Callable[[Injection, Any], None]] = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from everyrank import api
 from everyrank.chaos.attempt import TrainCall
-from everyrank.chaos.inject import Injection
+from everyrank.chaos.inject import Injection, Injections
 from everyrank.errors import EveryrankError
 from everyrank.launch import Launch
 from everyrank.layout import parse_layout
@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 def train(call: TrainCall) -> int:
     """Do it; the exit status that the command line would have."""
-    injection = Injection(**call.injection) if call.injection is not None else None
+    injections = tuple(dataclasses.replace(Injection(**fields), launcher=os.getpid()) for fields in call.injections)
     out = Path(call.run)
     options = TrainOptions(
         out=out,
@@ -40,7 +40,7 @@ def train(call: TrainCall) -> int:
         guard="stop",
         guard_every=call.guard_every,
         resume=Path(call.resume) if call.resume else None,
-        before_update=dataclasses.replace(injection, launcher=os.getpid()) if injection is not None else None,
+        before_update=Injections(injections) if injections else None,
     )
     launch = dataclasses.replace(_launch(call.launch), logs=out / "ranks")
     records = api.run(Source(**call.source), parse_layout(call.layout), launch, options=options)
