@@ -168,7 +168,7 @@ def test_which_flips_nobody_can_see() -> None:
     [
         (("--layout", "ddp", "--fault", "fire"), "--fault fire: give some of kill-rank, kill-all, "),
         ((), "the following arguments are required: --layout"),
-        (("--layout", "ddp", "--steps", "12", "--save-every", "6"), "give more than 13 steps"),
+        (("--layout", "ddp", "--steps", "12", "--save-every", "6"), "give more than 19 steps"),
         (("--layout", "ddp", "--steps", "3"), "--steps 3: give at least 12"),
         (
             ("--layout", "ddp", "--processes", "2", "--nodes", "2", "--rendezvous", "h:1", "--node-rank", "0"),

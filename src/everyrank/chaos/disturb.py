@@ -85,10 +85,10 @@ def train_undisturbed(
     if layout.precision == "float32":  # where the last bit says most
         layout = dataclasses.replace(layout, precision="float64")
     layout.mesh(launch.processes)
-    if options.steps <= 2 * options.save_every + 1:
+    if options.steps <= 3 * options.save_every + 1:
         raise UsageError(
             f"--steps {options.steps} --save-every {options.save_every}: a fault strikes between two checkpoints; "
-            f"give more than {2 * options.save_every + 1} steps"
+            f"give more than {3 * options.save_every + 1} steps"
         )
     call = TrainCall(
         source=dataclasses.asdict(source),
@@ -110,10 +110,12 @@ def train_undisturbed(
 def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) -> Record:
     """One fault at an update that the seed gives, the recovery from it, and what came of both."""
     draw = random.Random(f"{options.seed} {quiet.layout} {name}")  # noqa: S311
-    update = draw.randrange(options.save_every + 1, options.steps - options.save_every)
-    rank = draw.randrange(quiet.size)
-    told: dict[str, Any] = {"fault": name, "what": FAULTS[name].what, "update": update, "rank": rank}
     fault = FAULTS[name]
+    # behind the first checkpoint, and where the newest is spoilt behind the second
+    first_possible = (2 if fault.spoils else 1) * options.save_every + 1
+    update = draw.randrange(first_possible, options.steps - options.save_every)
+    rank = draw.randrange(quiet.size)
+    told: dict[str, Any] = {"fault": name, "what": fault.what, "update": update, "rank": rank}
     why_not = _why_not(quiet, name)
     if why_not:
         return _record(quiet, options, told | {"status": "not run here", "reason": why_not}, None)
