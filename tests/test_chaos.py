@@ -15,8 +15,9 @@ import everyrank
 from everyrank.chaos import FAULTS
 from everyrank.chaos.disturb import Undisturbed, _compared, _status
 from everyrank.chaos.faults import why_unseen
+from everyrank.cli import main
 from everyrank.layout import parse_layout
-from everyrank.record import Parity, Record, read_records
+from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report.chaos import has_held, print_chaos
 from processes import one_line, refused
 from resuming import WORKLOAD
@@ -151,6 +152,21 @@ def test_a_fault_that_does_not_hold_is_shown(capsys: pytest.CaptureFixture[str])
     for text in ("NOBODY", "differs: update 9 (5e-01)", "not noticed", "kill-rank: something  [31melse"):
         assert text in out
     assert "\x1b" not in out
+
+
+def test_records_of_faults_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the same table; a Record whose fields are not of their kinds is shown as any other."""
+    row = {"fault": "kill-rank", "update": 7, "rank": 1, "seen_by": "its supervisor", "status": "held", "said": ""}
+    row |= {"is_noticed": True, "notice_seconds": 0.25, "recover_seconds": None, "updates_lost": 2}
+    not_run = {"fault": "link-dropped", "update": 7, "rank": 1, "status": "not run here", "reason": "one host"}
+    for broken in ({}, {"update": "7"}, {"notice_seconds": []}, {"is_noticed": None}):
+        records = [
+            Record("mine", "ddp", "spawn", "shm", "cpu", 2, parity=Parity("equal", True), provenance={"chaos": told})
+            for told in (row | broken, not_run)
+        ]
+        write_records(records, tmp_path / "chaos.json")
+        assert main(["report", str(tmp_path / "chaos.json")]) == 0
+        assert ("link-dropped: one host" in capsys.readouterr().out) == (not broken)
 
 
 def test_which_flips_nobody_can_see() -> None:

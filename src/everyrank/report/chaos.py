@@ -12,7 +12,7 @@ from rich.text import Text
 from everyrank.errors import printable
 from everyrank.record import Record
 
-__all__ = ["chaos_line", "has_held", "print_chaos"]
+__all__ = ["chaos_line", "has_held", "is_of_chaos", "print_chaos"]
 
 _COLUMNS = ("fault", "update", "rank", "noticed by", "after s", "back after s", "updates lost", "trajectory", "")
 _NOT_BITWISE = (
@@ -22,9 +22,34 @@ _NOT_BITWISE = (
 _NUMBERS = ("update", "rank", "after s", "back after s", "updates lost")
 
 
+_NUMBER = int | float | None
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("fault", "status"), str),
+    **dict.fromkeys(("update", "rank"), int),
+}
+_FIELDS_OF_A_TRIED_ONE: dict[str, Any] = {
+    **dict.fromkeys(("seen_by", "said"), str),
+    **dict.fromkeys(("notice_seconds", "recover_seconds"), _NUMBER),
+    "is_noticed": bool,
+    "updates_lost": int | None,
+}
+_NOT_RUN = "not run here"
+
+
+def is_of_chaos(record: Record) -> bool:
+    """Whether a Record, from wherever it comes, says what came of a fault."""
+    told = record.provenance.get("chaos")
+    if not isinstance(told, dict):
+        return False
+    fields = _FIELDS if told.get("status") == _NOT_RUN else _FIELDS | _FIELDS_OF_A_TRIED_ONE
+    return all(isinstance(told.get(name), kind) for name, kind in fields.items()) and isinstance(
+        told.get("reason", ""), str
+    )
+
+
 def has_held(record: Record) -> bool:
     """Whether all held that has to: noticed in time, recovered, the same training; or a reason is known why not."""
-    return record.provenance["chaos"]["status"] in ("held", "unseen", "not run here")
+    return record.provenance["chaos"]["status"] in ("held", "unseen", _NOT_RUN)
 
 
 def print_chaos(records: Sequence[Record]) -> None:
@@ -57,8 +82,8 @@ def chaos_line(record: Record) -> str:
 
 def _cells(record: Record) -> list[str]:
     told: dict[str, Any] = record.provenance["chaos"]
-    if told["status"] == "not run here":
-        return [told["fault"], "", "", "", "", "", "", "", "not run here"]
+    if told["status"] == _NOT_RUN:
+        return [told["fault"], "", "", "", "", "", "", "", _NOT_RUN]
     said_by = told["seen_by"] if told["is_noticed"] else "NOBODY"
     return [
         told["fault"],
