@@ -16,7 +16,6 @@ import argparse
 import collections
 import dataclasses
 import random
-import re
 import shutil
 import statistics
 import sys
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace, place: Path) -> Record:
     launch = Launch(processes=args.processes, device="cpu", timeout_seconds=args.timeout)
     quiet = train_undisturbed(Source("digits"), parse_layout(args.layout), launch, options, place)
     call = dataclasses.replace(quiet.call, run=str(place / "run"))
-    limit = 2 * args.timeout + 600.0
+    limit = 2 * args.timeout + 600.0 + steps
     told: list[dict[str, Any]] = []
     begun, waiting, resume = time.monotonic(), [], ""
     draw = random.Random(args.seed + 1)
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace, place: Path) -> Record:
             print(f"{number + 1} of {len(faults)}: {told[-1]}", flush=True)
         if args.minutes and time.monotonic() > begun + 60 * args.minutes:
             break
-    ended = attempt(dataclasses.replace(call, resume=resume), place / "end", limit + steps)
+    ended = attempt(dataclasses.replace(call, resume=resume), place / "end", limit)
     parity = _compared(quiet, Path(call.run))
     source = dict(quiet.record.provenance)
     source["command"] = " ".join(["python", *sys.argv])
@@ -109,8 +108,8 @@ def strike(one: dict[str, Any], done: Any, is_last: bool) -> dict[str, Any]:
         return row | {"wrong": f"it never struck: {done.message}"}
     if not fault.says:
         return row | {"seconds": done.cleared - done.struck, "wrong": "processes were left" if done.left else ""}
-    said = "ended by SIGKILL" if fault.spoils else fault.says
-    is_noticed = done.status not in (0, None) and re.search(said, done.message)
+    is_said = "ended by SIGKILL" in done.message if fault.spoils else fault.is_said_in(done.message, one["rank"])
+    is_noticed = done.status not in (0, None) and is_said
     return row | {"seconds": done.ended - done.struck, "wrong": "" if is_noticed else f"{done.status}: {done.message}"}
 
 
@@ -124,7 +123,7 @@ def recovered(
         _spoil(newest, FAULTS[name].spoils, draw)
         refused = attempt(dataclasses.replace(call, resume=resume), place, limit)
         shutil.rmtree(place)
-        if not re.search(FAULTS[name].says, refused.message):
+        if not FAULTS[name].is_said_in(refused.message, 0):
             row["wrong"] = f"a spoilt checkpoint was not refused: {refused.message}"
         good = last_good(newest.path)
         assert good is not None

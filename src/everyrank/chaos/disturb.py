@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import random
-import re
 import shlex
 import shutil
 import tempfile
@@ -34,6 +33,7 @@ from everyrank.workload import Source
 __all__ = ["disturb", "strike", "train_undisturbed"]
 
 _START_SECONDS = 120.0  # for one attempt beyond what its waits take, on a machine however busy
+_UPDATE_SECONDS = 5.0
 _NOTICE_SECONDS = 15.0  # beyond --timeout: for the ranks to say what they saw, and for the others to end
 _DISK_CHECKPOINTS = 12  # that fit on a disk of its own
 _DISK_BYTES = 4 << 20  # and for what else a run writes
@@ -99,7 +99,7 @@ def train_undisturbed(
         save_every=options.save_every,
         guard_every=options.guard_every,
     )
-    done = attempt(call, place / "quiet", launch.timeout_seconds + _START_SECONDS)
+    done = attempt(call, place / "quiet", _limit_seconds(launch.timeout_seconds, options))
     if done.status != 0:
         raise EveryrankError(f"layout {layout}: it fails without a fault already: {done.message}")
     run = Path(call.run)
@@ -126,9 +126,9 @@ def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) ->
     until = (update // options.save_every + 1) * options.save_every
     injection = {"fault": name, "update": update, "rank": rank, "journal": "", "until": until}
     struck = dataclasses.replace(call, injections=[injection])
-    limit = 2 * quiet.timeout_seconds + _START_SECONDS
+    limit = _limit_seconds(quiet.timeout_seconds, options)
     first = attempt(struck, place / "first", limit, _disk_bytes(quiet, name))
-    told |= _noticed(fault, first, quiet)
+    told |= _noticed(fault, first, quiet, rank)
     told["left"] = first.left
     if first.status != 0:
         told |= _recover(fault, call, first, place, limit, draw, update)
@@ -154,6 +154,11 @@ def _why_not(quiet: Undisturbed, name: str) -> str:
 _OF_SEVERAL = ("stop-rank", "mismatched-collective", "flipped-bit")
 
 
+def _limit_seconds(timeout_seconds: float, options: ChaosOptions) -> float:
+    """After which an attempt is ended from here, on a machine however busy."""
+    return _START_SECONDS + 2 * timeout_seconds + options.steps * _UPDATE_SECONDS
+
+
 def _disk_bytes(quiet: Undisturbed, name: str) -> int:
     """The size of a disk of its own; 0 where the fault needs none."""
     if not FAULTS[name].needs:
@@ -162,19 +167,19 @@ def _disk_bytes(quiet: Undisturbed, name: str) -> int:
     return _DISK_CHECKPOINTS * sum(size for size, _ in files) + _DISK_BYTES
 
 
-def _noticed(fault: Fault, first: Attempt, quiet: Undisturbed) -> dict[str, Any]:
+def _noticed(fault: Fault, first: Attempt, quiet: Undisturbed, rank: int) -> dict[str, Any]:
     """Whether the fault was noticed, by whom, what was said, and after how many seconds."""
     bound = quiet.timeout_seconds + _NOTICE_SECONDS
     told: dict[str, Any] = {"seen_by": fault.seen_by, "bound_seconds": bound, "said": "", "notice_seconds": None}
     begun = first.struck or first.begun
     if not fault.ends:
-        lines = [(at, line) for at, line in first.lines if fault.says and at > begun and re.search(fault.says, line)]
+        lines = [(at, line) for at, line in first.lines if at > begun and fault.is_said_in(line, rank)]
         if lines:
             told |= {"said": lines[0][1], "notice_seconds": lines[0][0] - begun}
         return told | {"is_noticed": bool(lines) or (not fault.says and first.status == 0)}
     if not fault.says:  # whoever was to say it is gone: the others have to see it by themselves
         return told | {"is_noticed": first.left == 0, "notice_seconds": first.cleared - begun}
-    is_noticed = first.status not in (None, 0) and re.search(fault.says, first.message) is not None
+    is_noticed = first.status not in (None, 0) and fault.is_said_in(first.message, rank)
     seconds = first.ended - begun if is_noticed else None
     return told | {"is_noticed": is_noticed, "said": first.message, "notice_seconds": seconds}
 
@@ -190,7 +195,7 @@ def _recover(
         newest = there[-1]
         _spoil(newest, fault.spoils, draw)
         refused = attempt(dataclasses.replace(call, resume=resume), place / "refused", limit)
-        is_noticed = refused.status == 2 and re.search(fault.says, refused.message) is not None
+        is_noticed = refused.status == 2 and fault.is_said_in(refused.message, 0)
         told |= {"is_noticed": is_noticed, "said": refused.message, "notice_seconds": refused.ended - refused.begun}
         good = last_good(newest.path)
         resume, ended = str(good.path) if good is not None else resume, refused.cleared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from everyrank.errors import UsageError
@@ -15,7 +16,7 @@ class Fault:
     """One kind of fault.
 
     what       what happens, in a few words
-    says       what whoever notices it says: a regular expression; "" where nobody has to
+    says       what whoever notices it says: a regular expression, {rank} is the one struck; "" where nobody has to
     seen_by    who notices
     ends       whether the training ends by it; else it goes on by itself, and nobody has to do anything
     all_ranks  whether it strikes every rank, not one
@@ -31,12 +32,16 @@ class Fault:
     spoils: str = ""
     needs: str = ""
 
+    def is_said_in(self, text: str, rank: int) -> bool:
+        """Whether a line says that this fault has struck this rank."""
+        return bool(self.says) and re.search(self.says.replace("{rank}", str(rank)), text) is not None
+
 
 FAULTS: dict[str, Fault] = {
-    "kill-rank": Fault("SIGKILL of one rank", r"ended by SIGKILL", "its supervisor"),
+    "kill-rank": Fault("SIGKILL of one rank", r"rank {rank}\b.*ended by SIGKILL", "its supervisor"),
     "kill-all": Fault("SIGKILL of all ranks", r"ended by SIGKILL", "their supervisors", all_ranks=True),
     "kill-launcher": Fault("SIGKILL of the command that was typed", "", "the ranks, which end by themselves"),
-    "stop-rank": Fault("SIGSTOP of one rank, for good", r"rank", "the others, which wait for it (--timeout)"),
+    "stop-rank": Fault("SIGSTOP of one rank, for good", r"rank {rank}\b", "the others, which wait for it (--timeout)"),
     "pause-rank": Fault("SIGSTOP of one rank, SIGCONT after 2 s", "", "nobody has to", ends=False),
     "slow-rank": Fault("one rank 0.2 s slower in five updates", "", "nobody has to", ends=False),
     "full-disk": Fault(
@@ -61,9 +66,15 @@ FAULTS: dict[str, Fault] = {
         spoils="flip",
     ),
     "nan-gradient": Fault("NaN in one rank's gradient", r"(?i)\bnan\b|infinite", "the check of the next loss"),
-    "flipped-bit": Fault("a bit of one rank's parameters flips", r"holds? another|differs between", "--guard stop"),
+    "flipped-bit": Fault(
+        "a bit of one rank's parameters flips",
+        r"rank {rank} holds another|differs between .*\brank {rank}\b",
+        "--guard stop",
+    ),
     "mismatched-collective": Fault("one rank calls a collective that no other calls", r"rank", "the backend"),
-    "out-of-memory": Fault("one rank allocates more than it may (rlimit)", r"(?i)memory", "the rank itself"),
+    "out-of-memory": Fault(
+        "one rank allocates more than it may (rlimit)", r"(?i)rank {rank}\b.*memory", "the rank itself"
+    ),
     "link-dropped": Fault("the link between two hosts is gone", "", "the ranks", needs="two hosts"),
     "link-delayed": Fault("the link between two hosts is slow", "", "nobody has to", ends=False, needs="two hosts"),
 }
