@@ -26,7 +26,8 @@ from typing import Any
 
 from everyrank import Launch, Record, parse_layout
 from everyrank.chaos.attempt import attempt
-from everyrank.chaos.disturb import _compared, _rows, _spoil, train_undisturbed
+from everyrank.chaos.compare import compare_runs, logged_updates
+from everyrank.chaos.disturb import spoil_checkpoint, train_undisturbed
 from everyrank.chaos.faults import FAULTS, why_unseen
 from everyrank.options import ChaosOptions
 from everyrank.record import write_records
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace, place: Path) -> Record:
         if args.minutes and time.monotonic() > begun + 60 * args.minutes:
             break
     ended = attempt(dataclasses.replace(call, resume=resume), place / "end", limit)
-    parity = _compared(quiet, Path(call.run))
+    parity = compare_runs(quiet.run, Path(call.run), steps)
     source = dict(quiet.record.provenance)
     source["command"] = " ".join(["python", *sys.argv])
     source["long_run"] = {
@@ -117,10 +118,10 @@ def recovered(
     run: Path, name: str, row: dict[str, Any], call: Any, place: Path, draw: random.Random, limit: float
 ) -> str:
     """What to go on from: the run, or the checkpoint that is offered where its newest is spoilt."""
-    resume, reached = str(run), max(row["update"], len(_rows(run)))
+    resume, reached = str(run), max(row["update"], len(logged_updates(run)))
     if FAULTS[name].spoils:
         newest = checkpoints_of(run)[-1]
-        _spoil(newest, FAULTS[name].spoils, draw)
+        spoil_checkpoint(newest, FAULTS[name].spoils, draw)
         refused = attempt(dataclasses.replace(call, resume=resume), place, limit)
         shutil.rmtree(place)
         if not FAULTS[name].is_said_in(refused.message, 0):

@@ -52,7 +52,7 @@ ORDER = [
 ]
 INSIDE = {
     "api": ["calls", "scaling"],
-    "chaos": ["faults", "inject", "attempt", "person", "disturb"],
+    "chaos": ["faults", "inject", "attempt", "person", "compare", "disturb"],
     "workload": ["workload", "batch", "find"],
     "layout": ["options", "table", "layout", "contract"],
     "runs": ["about", "folder", "lock"],

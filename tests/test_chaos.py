@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -13,7 +12,8 @@ import pytest
 
 import everyrank
 from everyrank.chaos import FAULTS
-from everyrank.chaos.disturb import Undisturbed, _compared, _status
+from everyrank.chaos.compare import compare_runs
+from everyrank.chaos.disturb import _status
 from everyrank.chaos.faults import why_unseen
 from everyrank.cli import main
 from everyrank.layout import parse_layout
@@ -82,20 +82,18 @@ def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str) -> Non
 
 
 @pytest.fixture
-def quiet(everyrank: Any, tmp_path: Path) -> Undisturbed:
+def quiet(everyrank: Any, tmp_path: Path) -> Path:
     """A training that nothing happened to."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     words = ("train", "mine.py", "--steps", "6", "--out", "run", "--save-every", "3")
     assert everyrank(tmp_path, *words).returncode == 0
-    call = dataclasses.make_dataclass("Call", ["steps"])(6)
-    [record] = read_records(tmp_path / "run" / "record.json")
-    return Undisturbed(call, parse_layout("single"), 1, 60.0, record, tmp_path / "run")
+    return tmp_path / "run"
 
 
-def test_another_training_is_seen(quiet: Undisturbed, tmp_path: Path) -> None:
+def test_another_training_is_seen(quiet: Path, tmp_path: Path) -> None:
     """One loss in its last bit, one update that is not there, one metric, one tensor of the last checkpoint."""
-    run = Path(shutil.copytree(quiet.run, tmp_path / "copy", symlinks=True))
-    assert _compared(quiet, run) == Parity(
+    run = Path(shutil.copytree(quiet, tmp_path / "copy", symlinks=True))
+    assert compare_runs(quiet, run, 6) == Parity(
         "equal", True, 0.0, 1e-12, "6 updates, and all tensors of the last checkpoint"
     )
     log, before = run / "log.jsonl", (run / "log.jsonl").read_text()
@@ -103,17 +101,17 @@ def test_another_training_is_seen(quiet: Undisturbed, tmp_path: Path) -> None:
     for change, status in ((1e-15, "equal"), (1e-6, "different"), (float("nan"), "different")):
         rows[2]["loss"] = json.loads(before.splitlines()[2])["loss"] * (1 + change)
         log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found = _compared(quiet, run)
+        found = compare_runs(quiet, run, 6)
         assert (found.status, found.bitwise, found.first_divergence) == (status, False, "update 2"), change
     log.write_text("".join(line + "\n" for line in before.splitlines()[:3] + before.splitlines()[4:]))
-    assert _compared(quiet, run).first_divergence == "5 of 6 updates are logged"
+    assert compare_runs(quiet, run, 6).first_divergence == "5 of 6 updates are logged"
     log.write_text(before)
     text = (run / "record.json").read_text()
     (run / "record.json").write_text(text.replace('"eval_loss": ', '"eval_loss": 1'))
-    assert _compared(quiet, run).first_divergence == "the metrics at the end"
+    assert compare_runs(quiet, run, 6).first_divergence == "the metrics at the end"
     (run / "record.json").write_text(text)
     shutil.rmtree(run / "checkpoints" / "step-00000006")
-    found = _compared(quiet, run)  # the one before is the last one now
+    found = compare_runs(quiet, run, 6)  # the one before is the last one now
     assert (found.status, found.bitwise) == ("different", False)
 
 

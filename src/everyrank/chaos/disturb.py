@@ -8,8 +8,6 @@ checkpoint (model, optimizer, random generators), to the last bit.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import random
 import shlex
 import shutil
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.chaos.attempt import Attempt, TrainCall, attempt, why_no_disk
+from everyrank.chaos.compare import compare_runs, logged_updates
 from everyrank.chaos.faults import FAULTS, Fault, faults_named, why_unseen
 from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import Launch
@@ -30,7 +29,7 @@ from everyrank.runs import Checkpoint, checkpoints_of, damage, find_checkpoint
 from everyrank.runs.folder import last_good
 from everyrank.workload import Source
 
-__all__ = ["disturb", "strike", "train_undisturbed"]
+__all__ = ["Undisturbed", "disturb", "spoil_checkpoint", "strike", "train_undisturbed"]
 
 _START_SECONDS = 120.0  # for one attempt beyond what its waits take, on a machine however busy
 _UPDATE_SECONDS = 5.0
@@ -136,7 +135,7 @@ def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) ->
         told |= {"recover_seconds": None, "resumed_at": None, "updates_lost": 0}
     if first.struck is None:
         told |= {"is_noticed": False, "said": f"it never struck: {first.message}"}
-    parity = _compared(quiet, run)
+    parity = compare_runs(quiet.run, run, options.steps)
     if parity.status != "equal" or not told["is_noticed"]:
         told["reason"] = why_unseen(name, quiet.layout, quiet.size)
     return _record(quiet, options, told | {"status": _status(fault, told, parity, options)}, parity)
@@ -189,11 +188,11 @@ def _recover(
 ) -> dict[str, Any]:
     """Go on as a person would, to the end; what that took."""
     run, told = Path(call.run), dict[str, Any]()
-    reached = max(update, len(_rows(run)))  # the log is some updates behind
+    reached = max(update, len(logged_updates(run)))  # the log is some updates behind
     resume, ended = str(run), first.cleared
     if fault.spoils and (there := checkpoints_of(run)):
         newest = there[-1]
-        _spoil(newest, fault.spoils, draw)
+        spoil_checkpoint(newest, fault.spoils, draw)
         refused = attempt(dataclasses.replace(call, resume=resume), place / "refused", limit)
         is_noticed = refused.status == 2 and fault.is_said_in(refused.message, 0)
         told |= {"is_noticed": is_noticed, "said": refused.message, "notice_seconds": refused.ended - refused.begun}
@@ -206,7 +205,7 @@ def _recover(
     told |= {"resumed_at": None, "updates_lost": None, "recover_seconds": None, "newest_whole": max(whole, default=0)}
     if again.status == 0:
         resumed_at = read_records(run / "record.json")[0].provenance["resumed_at_update"]
-        back = next((row["time"] for row in _rows(run) if row["step"] == max(resumed_at, reached - 1)), None)
+        back = next((row["time"] for row in logged_updates(run) if row["step"] == max(resumed_at, reached - 1)), None)
         seconds = back - ended if back is not None else None
         told |= {"resumed_at": resumed_at, "updates_lost": max(0, reached - resumed_at), "recover_seconds": seconds}
     else:
@@ -214,7 +213,7 @@ def _recover(
     return told
 
 
-def _spoil(newest: Checkpoint, how: str, draw: random.Random) -> None:
+def spoil_checkpoint(newest: Checkpoint, how: str, draw: random.Random) -> None:
     """Cut the largest file of a checkpoint to two thirds, or turn one of its bits round."""
     path = max((newest.path / name for name in newest.about.files), key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -223,71 +222,6 @@ def _spoil(newest: Checkpoint, how: str, draw: random.Random) -> None:
     else:
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
-
-
-def _rows(run: Path) -> list[dict[str, Any]]:
-    """The updates in the log of a run, in its order; a line that is cut off is none."""
-    path, rows = run / "log.jsonl", list[dict[str, Any]]()
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if "step" in row:
-            rows.append(row)
-    return rows
-
-
-def _compared(quiet: Undisturbed, run: Path) -> Parity:
-    """The run beside the one that nothing happened to: losses, metrics, and all tensors of the last checkpoint."""
-    ours, theirs = ({row["step"]: row["loss"] for row in _rows(place)} for place in (run, quiet.run))
-    steps = quiet.call.steps
-    if ours.keys() != theirs.keys() or len(_rows(run)) != steps or not (run / "record.json").exists():
-        return Parity("different", first_divergence=f"{len(ours)} of {steps} updates are logged")
-    apart = {step: abs(ours[step] - loss) / max(abs(loss), 1e-300) for step, loss in theirs.items()}
-    far = max(apart.values(), key=lambda distance: (math.isnan(distance), distance))
-    first = next((f"update {step}" for step, distance in apart.items() if distance != 0.0), None)
-    metrics = read_records(run / "record.json")[0].metrics
-    exact = first is None
-    if exact and metrics != quiet.record.metrics:
-        first = "the metrics at the end"
-    scope = f"{steps} updates, and all tensors of the last checkpoint"
-    if first is None or far <= _TOLERANCE:
-        other = _other_tensor(find_checkpoint(run), find_checkpoint(quiet.run), exact)
-        if other is None:
-            return Parity("equal", exact, far, _TOLERANCE, scope, first_divergence=first)
-        first = first or other
-    return Parity("different", False, far, _TOLERANCE, scope, first_divergence=first)
-
-
-_TOLERANCE = 1e-12  # of the losses, where a restart changes the order of additions
-_TENSOR_TOLERANCE = 1e-9  # of weights and optimizer state then: small ones are differences of large ones
-
-
-def _other_tensor(one: Checkpoint, other: Checkpoint, exact: bool) -> str | None:
-    """The first tensor that is not the same in both checkpoints: the same bits, or as near as that."""
-    import torch
-
-    from everyrank.checkpoint.storage import contents_of, read
-
-    both: list[dict[str, Any]] = []
-    for checkpoint in (one, other):
-        kept = contents_of(checkpoint)
-        tensors = {name: torch.zeros(about.size, dtype=about.properties.dtype) for name, about in kept.items()}
-        read(tensors, checkpoint)
-        both.append(tensors)
-    names = sorted(both[0].keys() | both[1].keys())
-    return next((name for name in names if not _same(both[0].get(name), both[1].get(name), exact)), None)
-
-
-def _same(one: Any, other: Any, exact: bool) -> bool:
-    import torch
-
-    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if exact or not one.is_floating_point():  # bits: a state of a generator may hold NaN
-        return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-    return torch.allclose(one, other, rtol=_TENSOR_TOLERANCE, atol=_TENSOR_TOLERANCE, equal_nan=True)
 
 
 def _status(fault: Fault, told: dict[str, Any], parity: Parity, options: ChaosOptions) -> str:
