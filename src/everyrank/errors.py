@@ -9,6 +9,7 @@
     │   └── NoRoomError            3  an update takes more memory than there is
     ├── RankFailedError            4  a rank raised, died or never came
     ├── NotFiniteError             4  the loss became NaN or infinite
+    ├── DivergedError              4  ranks that should hold the same no longer do (`--guard stop`)
     └── StoppedError             143  stopped after an update because a signal asked for it (138 for SIGUSR1)
 
 Status 1 is no exception: it says that a check ran and found a difference. 130 and 143 are Ctrl-C and SIGTERM.
@@ -26,6 +27,7 @@ from pathlib import Path
 
 __all__ = [
     "CannotRunError",
+    "DivergedError",
     "EveryrankError",
     "LayoutError",
     "NoRoomError",
@@ -98,6 +100,10 @@ class NotFiniteError(EveryrankError):
     """The loss became NaN or infinite; the message names the step and the first bad tensor."""
 
 
+class DivergedError(EveryrankError):
+    """Replicas are no longer equal; the message names the rank, the tensor and the updates in which it happened."""
+
+
 class StoppedError(EveryrankError):
     """The training stopped after an update, as a signal asked; the message says what was saved, and how to go on."""
 
@@ -116,6 +122,7 @@ _KINDS: dict[str, type[EveryrankError]] = {
         NoRoomError,
         RankFailedError,
         NotFiniteError,
+        DivergedError,
         StoppedError,
     )
 }

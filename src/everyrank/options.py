@@ -7,6 +7,7 @@ The command line makes its arguments from the fields that have an `Argument` (`c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -14,8 +15,11 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from everyrank.errors import UsageError
 
 __all__ = [
+    "AUTO",
+    "GUARDS",
     "Argument",
     "BenchOptions",
+    "ChaosOptions",
     "PredictOptions",
     "TrainOptions",
     "VerifyOptions",
@@ -58,7 +62,7 @@ def check_minimums(options: object) -> None:
     """Raises `UsageError` for a number that is smaller than its option takes."""
     for name, (_, about) in arguments_of(type(options)).items():
         value = getattr(options, name)
-        if value is not None and about.minimum is not None and value < about.minimum:
+        if isinstance(value, int | float) and about.minimum is not None and value < about.minimum:
             fix = f"at least {about.minimum}" if about.minimum else "a number of updates, or 0"
             raise UsageError(f"{about.flag} {value}: give {fix}")
 
@@ -86,8 +90,14 @@ class _Call:
     started: float = 0.0
 
 
+GUARDS = ("stop", "warn")
+AUTO = "auto"  # as --save-every
 _EVALUATE_EVERY = "updates between two evaluations; default: an epoch; 0: at the end alone"
-_SAVE_EVERY = "updates between two checkpoints; default: an epoch; 0: none"
+_SAVE_EVERY = (
+    "updates between two checkpoints; default: an epoch; 0: none; auto: from how long saving takes, and --mtbf"
+)
+_GUARD = "compare what ranks hold alike, to the last bit; a difference ends the training (stop), or is said (warn)"
+_GUARD_EVERY = "updates between two comparisons (default %(default)s); there is one before each checkpoint, too"
 
 
 @_with_helps
@@ -96,6 +106,9 @@ class TrainOptions(_Call):
     """For `everyrank train` and `run`.
 
     In Python, nothing is written where `out` is None, and `resume` is always a folder.
+
+    before_update    (prepared, number) -> None, called in every rank before each update; with it `everyrank chaos`
+                     puts a fault into a real run. It travels to the ranks by pickle
     """
 
     epochs: Annotated[int | None, Argument("instead of the workload's own length", "E", minimum=1)] = None
@@ -120,7 +133,11 @@ class TrainOptions(_Call):
     pretrained: Annotated[Path | None, Argument("begin from weights: safetensors or a state dict", "F")] = None
     evaluate: Annotated[bool, Argument("evaluate what --resume or --pretrained gives, and do not train")] = False
     evaluate_every: Annotated[int | None, Argument(_EVALUATE_EVERY, "K", minimum=0)] = None
-    save_every: Annotated[int | None, Argument(_SAVE_EVERY, "K", minimum=0)] = None
+    save_every: Annotated[int | str | None, Argument(_SAVE_EVERY, "K", minimum=0)] = None
+    mtbf: Annotated[
+        float,
+        Argument("hours between two failures of this job, for --save-every auto (default %(default)s)", "HOURS"),
+    ] = 24.0
     save_async: Annotated[bool, Argument("write checkpoints while the training goes on")] = False
     keep: Annotated[int, Argument("the last K checkpoints stay (default %(default)s)", "K", minimum=1)] = 3
     best_by: Annotated[
@@ -133,6 +150,9 @@ class TrainOptions(_Call):
     ] = None
     trackers: Annotated[tuple[str, ...], Argument("also log to tensorboard, wandb", "T", flag="--tracker")] = ()
     profile: Annotated[Path | None, Argument("write a trace of one step of all ranks (Perfetto)", "F")] = None
+    guard: Annotated[str | None, Argument(_GUARD)] = None
+    guard_every: Annotated[int, Argument(_GUARD_EVERY, "K", minimum=1)] = 50
+    before_update: Callable[[Any, int], None] | None = None
 
 
 @_with_helps
@@ -184,3 +204,19 @@ class BenchOptions(_Call):
     batch_factor: int = 1
     verify_steps: int = 20
     load_before: float | None = None
+
+
+@_with_helps
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(_Call):
+    """For `everyrank chaos`: a training of `steps` updates, and where in it faults strike."""
+
+    faults: Annotated[tuple[str, ...], Argument("some of them; default: all", "NAME", flag="--fault")] = ()
+    seed: Annotated[
+        int, Argument("which update and which rank each fault strikes follows from it (default %(default)s)", "S", 0)
+    ] = 0
+    steps: Annotated[int, Argument("updates of each training (default %(default)s)", "K", minimum=12)] = 30
+    save_every: Annotated[int, Argument("updates between two checkpoints (default %(default)s)", "K", minimum=1)] = 5
+    guard_every: Annotated[
+        int, Argument("updates between two comparisons of replicas (default %(default)s)", "K", minimum=1)
+    ] = 5

@@ -41,6 +41,28 @@ def test_the_hand_written_loop_does_the_same(repository: Path, tmp_path: Path, n
     assert own.provenance["overhead"]["ratio_to_hand_written"]["median"] > 0
 
 
+def test_what_comparing_replicas_costs(repository: Path, tmp_path: Path) -> None:
+    """Of every arm a share that is some part of the updates."""
+    out = tmp_path / "records.json"
+    command = [sys.executable, repository / "benchmarks" / "guard_cost.py", "--rounds", "2", "--every", "2"]
+    done = subprocess.run([*command, "--json", out], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(0 < row.provenance["guard"]["share"]["median"] < 5 for row in read_records(out))
+
+
+def test_a_short_long_run_with_faults(repository: Path, tmp_path: Path) -> None:
+    """Three faults one after the other, and the same training to the last bit."""
+    out = tmp_path / "records.json"
+    command = [sys.executable, repository / "benchmarks" / "chaos.py", "--injections", "3", "--processes", "2"]
+    words = ["--layout", "fsdp", "--json", out]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    [record] = read_records(out)
+    assert record.parity.bitwise
+    assert record.provenance["long_run"]["wrong"] == []
+    assert record.provenance["long_run"]["left"] == 0
+
+
 def test_committed_records_can_be_read(repository: Path) -> None:
     """The numbers in README and docs come from these files."""
     files = sorted((repository / "benchmarks" / "records").glob("*.json"))

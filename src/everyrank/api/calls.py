@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
 from everyrank.launch import Launch, catch_signals, run_ranks
 from everyrank.layout import Layout, check_reference, parse_layout
-from everyrank.options import BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
+from everyrank.options import AUTO, GUARDS, BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
 from everyrank.record import Record
 from everyrank.runs import find_checkpoint, require_whole
 from everyrank.tasks.predictions import check_predictions_suffix
@@ -45,6 +45,7 @@ def run(
     options = _completed(options or TrainOptions(), changes)
     if options.epochs is not None and options.steps is not None:
         raise UsageError(f"--epochs {options.epochs} --steps {options.steps}: give one of the two")
+    _check_choices(options)
     _check_one_process(layout, launch)
     options = dataclasses.replace(
         options,
@@ -65,6 +66,16 @@ def run(
             raise
     record = results.get(0)
     return [record] if record is not None else []
+
+
+def _check_choices(options: TrainOptions) -> None:
+    """Raise `UsageError` for what no word on the command line could have been."""
+    if isinstance(options.save_every, str) and options.save_every != AUTO:
+        raise UsageError(f"--save-every {options.save_every}: give a number of updates, 0, or {AUTO}")
+    if not options.mtbf > 0:
+        raise UsageError(f"--mtbf {options.mtbf:g}: give the hours between two failures, more than 0")
+    if options.guard not in (None, *GUARDS):
+        raise UsageError(f"--guard {options.guard}: give one of {', '.join(GUARDS)}")
 
 
 def predict(workload: Workload | Source, layout: Layout, launch: Launch, options: PredictOptions) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from everyrank.commands import audit, bench, checkpoint, comm, doctor, new, predict, report, train, verify
+from everyrank.commands import audit, bench, chaos, checkpoint, comm, doctor, new, predict, report, train, verify
 
 __all__ = ["COMMANDS"]
 
@@ -16,6 +16,7 @@ COMMANDS: dict[str, ModuleType] = {
     "verify": verify,
     "audit": audit,
     "bench": bench,
+    "chaos": chaos,
     "predict": predict,
     "checkpoint": checkpoint,
     "report": report,

@@ -32,6 +32,12 @@ def run(args: argparse.Namespace) -> int:
     for path, records in zip(args.records, sets.values(), strict=False):
         if not records:
             raise UsageError(f"{path}: it holds no Records")
+    from everyrank.report.chaos import is_of_chaos, print_chaos
+
+    everything = [record for records in sets.values() for record in records]
+    if all(map(is_of_chaos, everything)) and args.html is None and args.markdown is None:
+        print_chaos(everything)
+        return 0
     args.json = None
     show(sets, args)
     return 0

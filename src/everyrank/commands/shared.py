@@ -88,12 +88,15 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any], **special: 
 
 
 def _keywords(kind: Any, argument: Argument, default: Any) -> dict[str, Any]:
-    """What argparse is told of a field of this type: bool, tuple[str, ...], or int, str or Path, perhaps None."""
+    """What argparse is told of a field of this type: bool, tuple[str, ...], or int, str or Path, perhaps None.
+
+    Of a field that takes several types the command line has to say how it is read (`special`).
+    """
     if kind is bool:
         return {"action": "store_true"}
     if kind == tuple[str, ...]:
         return {"nargs": "+", "action": "extend", "default": [], "metavar": argument.metavar}
-    [kind] = [one for one in get_args(kind) or [kind] if one is not type(None)]
+    kind = next(one for one in get_args(kind) or [kind] if one is not type(None))
     if default is dataclasses.MISSING:
         return {"type": kind, "required": True, "metavar": argument.metavar}
     return {"type": kind, "default": default, "metavar": argument.metavar}

@@ -14,7 +14,7 @@ from everyrank.commands.shared import add_common, add_options, check_writable, o
 from everyrank.errors import StoppedError, UsageError
 from everyrank.launch import slurm
 from everyrank.layout import parse_layout
-from everyrank.options import TrainOptions
+from everyrank.options import AUTO, GUARDS, TrainOptions
 from everyrank.record import Record, write_records
 from everyrank.runs import checkpoints_of, find_checkpoint
 
@@ -29,7 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """WORKLOAD, how its ranks start, --layout, and `TrainOptions`."""
     add_common(parser, default_processes=1)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
-    add_options(parser, TrainOptions, resume={"type": _place, "nargs": "?", "const": _NEWEST})
+    add_options(
+        parser,
+        TrainOptions,
+        resume={"type": _place, "nargs": "?", "const": _NEWEST},
+        save_every={"type": _save_every, "metavar": "K|auto"},
+        guard={"choices": GUARDS},
+    )
+
+
+def _save_every(text: str) -> int | str:
+    """A number of updates, or "auto"."""
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of updates, 0, or auto") from None
 
 
 def _place(text: str) -> Path:

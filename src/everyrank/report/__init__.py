@@ -9,6 +9,7 @@ drawing.py    what they are drawn with
 terminal.py   rich
 markdown.py   for a pull request or a README
 page.py       HTML that needs no network
+chaos.py      what came of faults, on a terminal
 audit.py      what an audit found, on a terminal and as a page
 comm.py       what collectives cost, on a terminal and as JSON
 comm_page.py  the same as a page, with time over bytes

@@ -8,5 +8,7 @@ job.py          what is trained, and how good it is
 about.py        what a checkpoint says of it
 course.py       the updates before it, from the start or from a checkpoint
 on_epoch.py     a person's own function after each epoch
+guard.py        whether ranks still hold alike what they should, by checksums
+saving.py       when a checkpoint is due; a failure to save, said
 training.py     updates, and between them evaluations, checkpoints, an answer to a request to stop
 """

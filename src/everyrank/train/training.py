@@ -7,10 +7,10 @@ losses, which are added up over ranks every few updates anyway.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,25 +18,27 @@ from torch import Tensor
 
 from everyrank.checkpoint import SaveError, Saver
 from everyrank.data import KnownUpdates, OpenUpdates, Update
-from everyrank.errors import EveryrankError, NotFiniteError, StoppedError, WorkloadError
+from everyrank.errors import DivergedError, EveryrankError, NotFiniteError, WorkloadError
 from everyrank.launch import Stop
 from everyrank.loop import run_updates
 from everyrank.loop.finite import check_finite, nonfinite_loss_error
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
 from everyrank.runs import is_better
+from everyrank.strategies import Prepared
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.log import Log
 from everyrank.train.on_epoch import after_epoch
+from everyrank.train.saving import Saving, is_every
 from everyrank.train.throughput import ThroughputMeter
-from everyrank.world import from_rank_0
 from everyrank.world.collectives import sum_over_ranks
 
 __all__ = ["Training"]
 
 _PROFILED_UPDATE = 10  # by then every buffer is made and every bucket rebuilt
 _MOST_UPDATES = 10  # between two looks at the losses
+_APART = 100  # more than that: two numbers in one
 _LOOK_SECONDS = 0.25  # and so long at most: a request to stop is answered about as fast
 
 
@@ -74,25 +76,23 @@ class Training:
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.metrics: dict[str, float] = {}
         self.evaluated_at, self.best, self.warned = -1, best, False
-        self.owes_checkpoint = self.is_asked = False  # until all replicas are equal: see `Prepared.averaging`
+        self.is_asked = False  # until all replicas are equal: see `Prepared.averaging`
+        self.saving = Saving(saver, self.prepared, updates, options, display, log)
         now = [row for row in earlier if row["epoch"] == self.epoch]
         self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
 
     def run(self) -> dict[str, float]:
         """All updates that are left, evaluations and checkpoints between them; the metrics at the end.
 
-        Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none.
+        Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none, `DivergedError` for
+        replicas that are not equal.
         """
         if not self.updates.is_over:
             self._update(self.updates, self.meter.begin)
         return self._at_end(self.done)
 
     def _update(self, updates: KnownUpdates | OpenUpdates, begin: int) -> None:
-        shares = run_updates(self.prepared, self.job.train_data, updates)
-        if self.options.profile is not None:
-            # of a number that nobody knows the first one comes for certain
-            step = min(_PROFILED_UPDATE, updates.end - begin - 1) if updates.end is not None else 0
-            shares = with_one_profiled(shares, step, self.prepared.trainable, self.prepared.world, self.options.profile)
+        shares = self._shares(updates, begin)
         waiting: list[_Done] = []
         look_every = 1
         rate = self._rate()
@@ -107,6 +107,7 @@ class Training:
                 if update.step == begin:
                     float(share[0])  # on CUDA this waits until the first update is done
                     self.meter.first()
+                self.saving.compare_every(done)
                 is_last = updates.is_last(done)
                 is_due = self._is_due(done)
                 if len(waiting) >= look_every or is_last or is_due:
@@ -120,14 +121,25 @@ class Training:
                         self.looked_at = time.perf_counter()
                     self.is_asked = self.is_asked or is_asked
                     if self.is_asked and not is_last and self.prepared.are_replicas_equal:
-                        self._stopped(done)
+                        self.saving.stopped(done, self._metrics(done))
                     look_every = 1 if self.is_asked else look_every
-        except NotFiniteError:
+        except (NotFiniteError, DivergedError):
             if waiting:
                 self._look(waiting)  # every rank comes here: the good losses before the bad one are not lost
             if self.saver is not None:
                 self.saver.finish_or_say()  # nor the checkpoint that is being written
             raise
+
+    def _shares(self, updates: KnownUpdates | OpenUpdates, begin: int) -> Iterator[Tensor]:
+        """The share of each update on this rank as it is done, with what was asked for around it."""
+        shares = run_updates(self.prepared, self.job.train_data, updates)
+        if self.options.profile is not None:
+            # of a number that nobody knows the first one comes for certain
+            step = min(_PROFILED_UPDATE, updates.end - begin - 1) if updates.end is not None else 0
+            shares = with_one_profiled(shares, step, self.prepared.trainable, self.prepared.world, self.options.profile)
+        if self.options.before_update is not None:
+            shares = _with_hook(shares, self.options.before_update, self.prepared, begin)
+        return shares
 
     def _rate(self) -> float:
         """The learning rate of the next update; of the first group where they differ."""
@@ -140,11 +152,15 @@ class Training:
         self.looked_at = time.perf_counter()
         next_look = max(1, min(_MOST_UPDATES, int(_LOOK_SECONDS / max(seconds, 1e-9))))
         mesh = self.prepared.mesh
-        # the first rank's clock counts
-        own = [self.stop.asked is not None, next_look if mesh.world.rank == 0 else 0]
+        # the first rank's clock counts; its two numbers travel as one: a longer table is cut elsewhere, and its sums
+        # would be rounded in another order
+        save_every = self.saving.suggest(self.meter.seconds / max(1, self.done - 1 - self.meter.begin))
+        own = [self.stop.asked is not None, next_look + _APART * save_every if mesh.world.rank == 0 else 0]
         note = torch.tensor([own], dtype=torch.float64, device=waiting[0].share.device)
         totals = sum_over_ranks(torch.cat([torch.stack([done.share for done in waiting]), note]), mesh.world)
-        *rows, (num_asked, next_look) = totals.tolist()
+        *rows, (num_asked, said) = totals.tolist()
+        save_every, next_look = divmod(int(said), _APART)
+        self.saving.agree(save_every)
         looked_at = list(waiting)
         waiting.clear()
         for done, (total, count) in zip(looked_at, rows, strict=True):
@@ -154,7 +170,7 @@ class Training:
             if self.log.trouble and not self.warned:
                 self.warned = True
                 self.display.line(f"the log cannot be written ({self.log.trouble}); the training goes on")
-        return num_asked > 0, int(next_look)
+        return num_asked > 0, next_look
 
     def _note(self, done: _Done, total: float, count: float) -> None:
         update = done.update
@@ -170,40 +186,33 @@ class Training:
             row = {"step": update.step, "epoch": update.epoch, "loss": loss, "lr": done.rate, "terms": count}
             self.log.update({**row, "time": time.time()})
 
+    def _metrics(self, done: int) -> dict[str, float]:
+        """Those of this very state; {} where it was not evaluated."""
+        return self.metrics if self.evaluated_at == done else {}
+
     def _is_due(self, done: int) -> bool:
         """Whether something stands between this update and the next."""
-        return self.updates.ends_epoch(done) or self._evaluates_at(done) or self._saves_at(done)
+        return self.updates.ends_epoch(done) or self._evaluates_at(done) or self.saving.is_due(done)
 
     def _evaluates_at(self, done: int) -> bool:
         if self.prepared.trainable.follows_evaluation and self.updates.ends_epoch(done):
             return True
-        return self.job.eval_data is not None and self._is_every(self.options.evaluate_every, done)
-
-    def _saves_at(self, done: int) -> bool:
-        """Whether a checkpoint is due here, or was before, when the replicas were not equal."""
-        if self.saver is None:
-            return False
-        self.owes_checkpoint = self.owes_checkpoint or self._is_every(self.options.save_every, done)
-        return self.owes_checkpoint and self.prepared.are_replicas_equal
-
-    def _is_every(self, every: int | None, done: int) -> bool:
-        """Whether what is done every so many updates (0: never, None: after each epoch) is due."""
-        return self.updates.ends_epoch(done) if every is None else every > 0 and done % every == 0
+        return self.job.eval_data is not None and is_every(self.options.evaluate_every, done, self.updates)
 
     def _between(self, done: int) -> None:
         """What stands between two updates. An evaluation comes last: what raises in it must not lose the epoch."""
         check_finite(self.prepared, done)
         # a schedule that listens to the evaluation is saved when it has heard, or a resumed one would not know of it
-        is_saved = self._saves_at(done) and not self.prepared.trainable.follows_evaluation
+        is_saved = self.saving.is_due(done) and not self.prepared.trainable.follows_evaluation
         if is_saved:
-            self._save(done)
+            self.saving.save(done, self._metrics(done))
         is_better_one = self._evaluates_at(done) and self._evaluate(done)
         if self.updates.ends_epoch(done):
             self._end_epoch(done)
-        if self.saver is not None and not is_saved and (is_better_one or self._saves_at(done)):
-            self.owes_checkpoint = True
+        if self.saver is not None and not is_saved and (is_better_one or self.saving.is_due(done)):
+            self.saving.owes = True
             if self.prepared.are_replicas_equal:
-                self._save(done)
+                self.saving.save(done, self._metrics(done))
 
     def _evaluate(self, done: int) -> bool:
         """Evaluate; whether this is the best so far. A checkpoint of this very state learns how good it is."""
@@ -243,55 +252,18 @@ class Training:
             self.display.line(f"epoch {self.epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
         after_epoch(self.prepared, self.epoch, now)
 
-    def _save(self, done: int, is_last: bool = False) -> None:
-        """Save; a failure is said, and the training goes on: nothing of it is lost, and the next attempt may do."""
-        assert self.saver is not None
-        self.owes_checkpoint = False
-        self.saver.about = dataclasses.replace(self.saver.about, place=self.updates.place(done))
-        try:
-            earlier = self.saver.save(done, self.metrics if self.evaluated_at == done else {})
-            if earlier is not None:
-                self.display.line(f"{self.saver.why_not_saved(earlier)}; the training goes on")
-        except SaveError as error:
-            if is_last:
-                raise EveryrankError(self.saver.why_not_saved(error)) from error
-            self.display.line(f"{self.saver.why_not_saved(error)}; the training goes on")
-        else:
-            if self.log is not None:
-                self.log.event({"step": done, "checkpoint": True, "stall_seconds": self.saver.stalls[-1]})
-        if is_last:
-            self.saver.finish_or_say()
-
-    def _stopped(self, done: int) -> None:
-        """End after an update, because a signal asked for it."""
-        self.display.end()
-        text = f"stopped after update {done} of {self.updates.end or '?'}, as a signal asked"
-        if self.saver is None:
-            raise StoppedError(f"{text}; nothing was saved")
-        failure = ""
-        try:
-            if self.saver.last_saved != done:
-                self._save(done, is_last=True)
-            self.saver.finish_or_say()
-        except EveryrankError as error:
-            failure = str(error)
-        # rank 0 alone knows whether all of it is on the disk
-        failure = from_rank_0(self.prepared.world, "stopped", lambda: failure)
-        if failure:
-            raise EveryrankError(f"{text}; {failure}")
-        raise StoppedError(f"{text}; saved in {self.saver.run}; go on with --out {self.saver.run} --resume")
-
     def _at_end(self, end: int) -> dict[str, float]:
         """The last evaluation and the last checkpoint."""
         failure: EveryrankError | None = None
         with self.meter.pause():
             check_finite(self.prepared, end)
+            self.saving.compare(end)
             if self.prepared.averaging is not None and not self.prepared.averaging.are_equal:
                 self.prepared.averaging.average()
             is_due = self.saver is not None and self.saver.last_saved != end and self.meter.begin < end
             if is_due and not self.prepared.trainable.follows_evaluation:
                 try:
-                    self._save(end, is_last=True)
+                    self.saving.save(end, self._metrics(end), is_last=True)
                 except EveryrankError as error:  # how good the model is, is worth to know all the more
                     failure = error
             if self.job.eval_data is not None and self.evaluated_at != end:
@@ -301,9 +273,20 @@ class Training:
             if failure is not None:
                 raise failure
             if is_due and self.prepared.trainable.follows_evaluation:
-                self._save(end, is_last=True)
+                self.saving.save(end, self._metrics(end), is_last=True)
             elif self.saver is not None:
                 self.saver.finish_or_say()
         if self.log is not None:
             self.log.final(self.metrics)
         return self.metrics
+
+
+def _with_hook(
+    shares: Iterator[Tensor], before_update: Callable[[Prepared, int], None], prepared: Prepared, begin: int
+) -> Iterator[Tensor]:
+    """The same shares; `before_update` is called before each is made (and once where no update is left)."""
+    for number in itertools.count(begin):
+        before_update(prepared, number)
+        if (share := next(shares, None)) is None:
+            return
+        yield share

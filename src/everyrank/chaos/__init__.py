@@ -1,0 +1,16 @@
+"""Faults put into a real training on purpose: who notices, how soon, and whether the run afterwards is the same run.
+
+faults.py    the faults there are: what each does, and what has to come of it
+inject.py    inside a rank: a fault at one update, through `TrainOptions.before_update`
+person.py    a process that trains as `everyrank train` does, with a fault in it
+attempt.py   starts that process, watches it, and sees what is left of it
+compare.py   a disturbed run beside one that nothing happened to
+disturb.py   a training that nothing happens to, then each fault: strike, recover, compare
+
+Nothing here is imported by a training: the loop knows a hook before each update, and no fault.
+"""
+
+from everyrank.chaos.disturb import disturb
+from everyrank.chaos.faults import FAULTS, Fault
+
+__all__ = ["FAULTS", "Fault", "disturb"]

@@ -1,0 +1,185 @@
+"""One attempt at a training: its process started, watched to its end, and nothing left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from everyrank.launch.job import PYTHON
+
+__all__ = ["Attempt", "TrainCall", "attempt", "why_no_disk"]
+
+_MARK = "EVERYRANK_CHAOS"  # in the environment of all processes of an attempt
+_PAUSE_SECONDS = 2.0
+_LEFT_SECONDS = 20.0  # after the end, for ranks to notice that whoever started them is gone
+
+
+@dataclass(frozen=True)
+class TrainCall:
+    """One call of `everyrank train`, as JSON can carry it.
+
+    source, launch   the fields of `Source` and of `Launch`
+    run              the folder of the run
+    resume           what to go on from: "", the run, or a checkpoint
+    injections       the fields of an `Injection` each
+    kept             where a run on a disk of its own is copied to when it ends
+    """
+
+    source: dict[str, Any]
+    layout: str
+    launch: dict[str, Any]
+    run: str
+    steps: int
+    save_every: int
+    guard_every: int
+    resume: str = ""
+    injections: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    kept: str = ""
+
+
+@dataclass
+class Attempt:
+    """How an attempt ended.
+
+    status          the exit status; -N after signal N; None where it had to be ended here, after `limit_seconds`
+    message         the last line that a person would have read
+    lines           (seconds since 1970, text) of what was printed
+    struck          when the last fault struck (the first rank), in seconds since 1970; None where none did
+    begun           when the process was started, in seconds since 1970
+    ended, cleared  when the process was gone, and when all that it had started was, in seconds since 1970
+    left            how many processes were still there a while later (and were then ended)
+    """
+
+    status: int | None = None
+    message: str = ""
+    lines: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    struck: float | None = None
+    begun: float = 0.0
+    ended: float = 0.0
+    cleared: float = 0.0
+    left: int = 0
+
+
+def attempt(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int = 0) -> Attempt:
+    """Train as `call` says; `folder` is for what is left beside the run.
+
+    With `disk_bytes` the run lies on a disk of this size, made for it.
+    """
+    folder.mkdir(parents=True)
+    injections = [{**injection, "journal": str(folder / "journal")} for injection in call.injections]
+    call = dataclasses.replace(call, injections=injections)
+    command = [*PYTHON, "-m", "everyrank.chaos.person", str(folder / "call.json")]
+    if disk_bytes:
+        disk = folder / "disk"
+        disk.mkdir()
+        call = dataclasses.replace(call, run=str(disk / "run"), kept=call.run)
+        command = _on_own_disk(disk, disk_bytes, command)
+    (folder / "call.json").write_text(json.dumps(dataclasses.asdict(call)), encoding="utf-8")
+    mark, found = uuid.uuid4().hex, Attempt(begun=time.time())
+    process = subprocess.Popen(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, _MARK: mark},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    reader = threading.Thread(target=_read, args=(process.stdout, found.lines), daemon=True)
+    reader.start()
+    try:
+        _watch(process, folder / "journal", found, limit_seconds)
+    finally:
+        _clear(mark, found, process)
+    reader.join(5.0)
+    return _how(folder, found)
+
+
+def _read(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
+    lines.extend((time.time(), line.decode(errors="replace").rstrip()) for line in stream)
+
+
+def _watch(process: subprocess.Popen[bytes], journal: Path, found: Attempt, limit_seconds: float) -> None:
+    """Until the process has ended, or has taken far too long; a rank that pauses is sent SIGCONT after a while."""
+    deadline = time.monotonic() + limit_seconds
+    continued: set[int] = set()
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+        for row in _rows(journal):
+            is_over = row["fault"] == "pause-rank" and time.time() > row["time"] + _PAUSE_SECONDS
+            if is_over and row["update"] not in continued:
+                continued.add(row["update"])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(row["process"], signal.SIGCONT)
+    found.status, found.ended = process.poll(), time.time()
+
+
+def _rows(journal: Path) -> list[dict[str, Any]]:
+    """What was struck, and when; the last line may be half written."""
+    text = journal.read_text() if journal.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return sorted(rows, key=lambda row: row["time"])
+
+
+def _clear(mark: str, found: Attempt, process: subprocess.Popen[bytes]) -> None:
+    """Wait until nothing of it runs any more; what does not end by itself is counted, and ended."""
+    deadline = time.monotonic() + (_LEFT_SECONDS if found.status is not None else 0.0)
+    while (there := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found.left, found.cleared = len(there), time.time()
+    for pid in there:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _marked(mark: str) -> list[int]:
+    """All processes with the mark in their environment; those that have ended and wait for their parent have none."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def _how(folder: Path, found: Attempt) -> Attempt:
+    rows = _rows(folder / "journal")
+    found.struck = next((row["time"] for row in rows if row["update"] == rows[-1]["update"]), None)
+    if (folder / "ended.json").exists():
+        found.message = json.loads((folder / "ended.json").read_text(encoding="utf-8"))["message"]
+    elif found.lines and found.status != -signal.SIGKILL:
+        found.message = found.lines[-1][1]
+    return found
+
+
+def _on_own_disk(disk: Path, size: int, command: list[str]) -> list[str]:
+    """The command, where `disk` is a file system of this many bytes that nobody else sees."""
+    mount = f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(disk))}; exec {shlex.join(command)}"
+    own_user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    return ["unshare", *own_user, "--mount", "sh", "-ec", mount]
+
+
+def why_no_disk(folder: Path) -> str:
+    """Why no disk of its own can be made here; "" where it can."""
+    place = folder / "disk-probe"
+    place.mkdir(exist_ok=True)
+    try:
+        command = _on_own_disk(place, 1 << 20, ["true"])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)  # noqa: S603
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no disk of its own: unshare: {error}"
+    said = done.stderr.strip().splitlines() or ["unshare or mount failed"]
+    return "" if done.returncode == 0 else f"no disk of its own: {said[-1]}"

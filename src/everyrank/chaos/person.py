@@ -1,0 +1,74 @@
+"""What a person does who trains: one call, and its last line. A process of its own, so that it can be killed.
+
+    python -m everyrank.chaos.person CALL.json
+
+How it ended is written beside the call as ended.json, unless it was killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from everyrank import api
+from everyrank.chaos.attempt import TrainCall
+from everyrank.chaos.inject import Injection, Injections
+from everyrank.errors import EveryrankError
+from everyrank.launch import Launch
+from everyrank.layout import parse_layout
+from everyrank.options import TrainOptions
+from everyrank.record import write_records
+from everyrank.workload import Source
+
+__all__: list[str] = []
+
+
+def train(call: TrainCall) -> int:
+    """Do it; the exit status that the command line would have."""
+    injections = tuple(dataclasses.replace(Injection(**fields), launcher=os.getpid()) for fields in call.injections)
+    out = Path(call.run)
+    options = TrainOptions(
+        out=out,
+        steps=call.steps,
+        save_every=call.save_every,
+        keep=9,
+        guard="stop",
+        guard_every=call.guard_every,
+        resume=Path(call.resume) if call.resume else None,
+        before_update=Injections(injections) if injections else None,
+    )
+    launch = dataclasses.replace(_launch(call.launch), logs=out / "ranks")
+    records = api.run(Source(**call.source), parse_layout(call.layout), launch, options=options)
+    (out / "record.json").unlink(missing_ok=True)
+    write_records(records, out / "record.json")
+    return 0
+
+
+def _launch(fields: dict[str, Any]) -> Launch:
+    """As it was before JSON made a list of its tuple."""
+    known: dict[str, Any] = {**fields, "arguments": tuple(fields["arguments"])}
+    return Launch(**known)
+
+
+def main() -> None:
+    """Train, and leave a note of how it ended."""
+    place = Path(sys.argv[1])
+    call = TrainCall(**json.loads(place.read_text(encoding="utf-8")))
+    try:
+        message, status = "", train(call)
+    except EveryrankError as error:
+        message, status = str(error), error.exit_status
+    finally:
+        if call.kept:
+            shutil.copytree(call.run, call.kept, symlinks=True)
+    place.with_name("ended.json").write_text(json.dumps({"message": message, "status": status}), encoding="utf-8")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

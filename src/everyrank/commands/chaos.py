@@ -1,0 +1,56 @@
+"""everyrank chaos"""
+
+from __future__ import annotations
+
+import argparse
+
+from everyrank.commands.launching import launch_of
+from everyrank.commands.shared import add_common, add_options, check_writable, options_of, say, source_of
+from everyrank.errors import CHECK_FAILED, UsageError
+from everyrank.layout import parse_layout
+from everyrank.options import ChaosOptions, check_minimums
+from everyrank.record import Record, write_records
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "faults in a real training: noticed, recovered from, the same training afterwards?"
+
+_TIMEOUT_SECONDS = 30.0  # a rank that hangs is waited for as long
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """WORKLOAD, how its ranks start, the layouts, and `ChaosOptions`."""
+    add_common(parser, default_processes=2)
+    parser.set_defaults(timeout=_TIMEOUT_SECONDS)
+    parser.add_argument("--layout", nargs="+", action="extend", required=True, metavar="L", help="one or more")
+    add_options(parser, ChaosOptions)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Strike each layout with each fault, show the table; 0 where all held, else 1.
+
+    What is known by then is shown, and written, also after Ctrl-C.
+    """
+    from everyrank.chaos import disturb
+    from everyrank.report.chaos import chaos_line, has_held, print_chaos
+
+    layouts, launch = [parse_layout(text) for text in args.layout], launch_of(args)
+    if launch.nodes > 1:
+        raise UsageError(f"--nodes {args.nodes}: faults strike processes of this host; leave it out")
+    options = options_of(args, ChaosOptions, faults=tuple(args.faults), command=["everyrank", *args.words])
+    check_minimums(options)
+    check_writable(args.json)
+    records: list[Record] = []
+
+    def note(record: Record) -> None:
+        records.append(record)
+        say(chaos_line(record))
+
+    try:
+        disturb(source_of(args), layouts, launch, options, note)
+    finally:
+        if records:
+            if args.json is not None:
+                write_records(records, args.json)
+            print_chaos(records)
+    return 0 if all(map(has_held, records)) else CHECK_FAILED
