@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from everyrank.commands import audit, bench, checkpoint, comm, doctor, new, predict, report, train, verify
+from everyrank.commands import audit, autopsy, bench, checkpoint, comm, doctor, new, predict, report, train, verify
 
 __all__ = ["COMMANDS"]
 
@@ -20,6 +20,7 @@ COMMANDS: dict[str, ModuleType] = {
     "checkpoint": checkpoint,
     "report": report,
     "comm": comm,
+    "autopsy": autopsy,
     "doctor": doctor,
     "new": new,
 }

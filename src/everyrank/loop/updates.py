@@ -25,6 +25,7 @@ from everyrank.loop.finite import first_bad_tensor, first_of_all_ranks
 from everyrank.loop.open_data import wrap_user_errors
 from everyrank.parallel.batch_norm import refuse_lone_samples
 from everyrank.strategies import Prepared
+from everyrank.world import end_of_start
 
 __all__ = ["run_updates"]
 
@@ -83,6 +84,8 @@ def _run(prepared: Prepared, updates: Iterable[Update], batches: Iterator[list[B
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
+        if place == 0:  # whoever counts the updates has seen the first one end
+            end_of_start(prepared.world)
 
 
 def _seed_update(prepared: Prepared, update: Update) -> None:
