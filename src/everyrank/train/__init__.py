@@ -8,5 +8,7 @@ job.py          what is trained, and how good it is
 about.py        what a checkpoint says of it
 course.py       the updates before it, from the start or from a checkpoint
 on_epoch.py     a person's own function after each epoch
+look.py         what ranks tell each other every few updates
+stragglers.py   ranks that are slower than the others, and why
 training.py     updates, and between them evaluations, checkpoints, an answer to a request to stop
 """
