@@ -52,7 +52,7 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
         world = replace(world, hosts=tuple(other.host for other in others))
         way = route_to_peers(others, world.rank, meeting.address)
         world = _with_settled_backend(world, launch.backend, is_one_machine=way[0])
-        with _on_interface(launch, *way) as interface, _on_the_lookout(world, info):
+        with _on_interface(launch, *way) as interface, _on_the_lookout(world, info), _recorded():
             _init_process_group(world)
             store_barrier(world, "process group")  # who fails before others have connected breaks their connections
             yield replace(world, group=dist.group.WORLD, choices={**world.choices, "interface": interface})
@@ -141,10 +141,6 @@ def _with_settled_backend(world: World, asked: str | None, is_one_machine: bool)
 
 def _init_process_group(world: World) -> None:
     backend = register_backend(world.backend)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT_CALLS))
-    state = current_state()
-    if state is not None:
-        state.calls = recorded_calls
     dist.init_process_group(
         # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -154,6 +150,24 @@ def _init_process_group(world: World) -> None:
         timeout=datetime.timedelta(seconds=world.timeout_seconds),
         device_id=world.device if world.backend == "nccl" else None,
     )
+
+
+@contextlib.contextmanager
+def _recorded() -> Generator[None]:
+    """Whoever asks why this rank hangs is told what it has called.
+
+    The Flight Recorder reads its size from the environment when a group first needs it.
+    """
+    name, state = "TORCH_FR_BUFFER_SIZE", current_state()
+    is_asked = name in os.environ
+    os.environ.setdefault(name, str(KEPT_CALLS))
+    if state is not None:
+        state.calls = recorded_calls
+    try:
+        yield
+    finally:
+        if not is_asked:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
