@@ -24,7 +24,7 @@ from everyrank.launch.autopsy.look import RankView
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.hosts import pid_namespace
 from everyrank.world import open_world
-from processes import Cli
+from processes import Cli, free_port
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="stacks from outside need Linux's /proc"
@@ -189,6 +189,24 @@ def test_asked_while_it_hangs(cli: Cli, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.left() == {}
     assert main(["autopsy", str(cli.folder / "out")]) == 0
     assert "rank 0 is gone without a word" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_ranks_that_torchrun_has_started_from_outside(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """No launcher of ours stands over them: they keep their state all the same, and say themselves why they hang."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
+    words = "train mine.py --layout ddp --out out --timeout 10 --start-timeout 200"
+    cli.start("-m", "everyrank", *words.split(), command=torchrun, is_forked=False)
+    cli.wait_for((cli.folder / "reached").exists)
+
+    def is_named() -> bool:
+        assert main(["autopsy", str(cli.folder / "out")]) == 0
+        return "it stands at mine.py:20 in loss" in capsys.readouterr().out
+
+    cli.wait_for(is_named)
+    assert cli.end(200)[0] != 0
+    assert "autopsy: rank 1 never came to all_reduce" in cli.said()[1]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"job": 3}', '{"time": 1, "frames": [[1]]}', "[" * 100_000])
