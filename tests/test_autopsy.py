@@ -231,6 +231,7 @@ def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
         began = psutil.Process(child).create_time()
         row = me | {"space": pid_namespace(), "pid": child, "began": began}
         (tmp_path / "rank0.state").write_text(json.dumps(row))
+        (tmp_path / "rank0.stacks").touch()
         text = hang_autopsy(tmp_path, patience_seconds=0.1)
         assert text is not None
         assert "a place that is not known" in text
