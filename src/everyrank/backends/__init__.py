@@ -5,6 +5,7 @@ Registered with torch where a World asks for them; every group made inside that 
     said.py       what a rank has said in the store, while a group is made
     lane.py       operations that come one after the other, and whom they wait for
     engine.py     operations that wait for other ranks, moved on by whoever waits
+    recent.py     the newest calls, for whoever asks why a job hangs
     flat.py       tensors as transports take them
     transport.py  what a backend has to give: a few operations on flat tensors
     group.py      c10d's calls by those: the process group that torch sees
@@ -21,10 +22,12 @@ import torch.distributed as dist
 from everyrank.backends.engine import recorded
 from everyrank.backends.group import PythonGroup, is_observed, observe_call, observed_calls
 from everyrank.backends.mpi import make_mpi_group
+from everyrank.backends.recent import RECENT_CALLS
 from everyrank.backends.shm import make_shm_group, no_shared_memory
 
 __all__ = [
     "OWN_BACKENDS",
+    "RECENT_CALLS",
     "PythonGroup",
     "is_observed",
     "no_shared_memory",

@@ -19,6 +19,7 @@ from torch import Tensor
 from everyrank.backends.engine import ENGINE, PendingWork, recorded
 from everyrank.backends.flat import Outputs, check_alike, flattened, split_rows
 from everyrank.backends.lane import Lane, Steps
+from everyrank.backends.recent import RECENT_CALLS
 from everyrank.backends.transport import Transport
 
 __all__ = ["PythonGroup", "is_observed", "observe_call", "observed_calls"]
@@ -83,6 +84,7 @@ class PythonGroup(_ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self.given_name = name
         _NAMES.add(name)
+        RECENT_CALLS.forget(name)
 
     @property
     def group_desc(self) -> str:
@@ -259,6 +261,7 @@ class PythonGroup(_ProcessGroup):
     def _message(self, name: str, lane: Lane, steps: Steps, handed_in: list[Tensor], tensors: Any) -> PendingWork:
         self._observe(name, handed_in)
         operation = PendingWork(f"{self.transport.backend} {name}", lane, steps, list(tensors))
+        RECENT_CALLS.note(name, self.given_name, handed_in, operation)
         return ENGINE.start(operation, is_async=True, patience=0.0)
 
     def _run(
@@ -266,6 +269,7 @@ class PythonGroup(_ProcessGroup):
     ) -> PendingWork:
         self._observe(name, handed_in)
         work = PendingWork(f"{self.transport.backend} {name}", self.transport.lane, back.after(steps), list(tensors))
+        RECENT_CALLS.note(name, self.given_name, handed_in, work)
         with recorded(work.name):
             return ENGINE.start(work, is_async=bool(getattr(opts, "asyncOp", False)))
 

@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from everyrank.commands import audit, bench, chaos, checkpoint, comm, doctor, new, predict, report, train, verify
+from everyrank.commands import (
+    audit,
+    autopsy,
+    bench,
+    chaos,
+    checkpoint,
+    comm,
+    doctor,
+    new,
+    predict,
+    report,
+    train,
+    verify,
+)
 
 __all__ = ["COMMANDS"]
 
@@ -21,6 +34,7 @@ COMMANDS: dict[str, ModuleType] = {
     "checkpoint": checkpoint,
     "report": report,
     "comm": comm,
+    "autopsy": autopsy,
     "doctor": doctor,
     "new": new,
 }

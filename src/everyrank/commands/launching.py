@@ -56,6 +56,9 @@ def add_launching(
     words.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
+    words.add_argument(
+        "--start-timeout", type=float, metavar="S", help="the same until the first update is done; default: --timeout"
+    )
     words.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     words.add_argument("--nodes", metavar="N", help="hosts; MIN:MAX for torchrun that goes on with fewer")
     words.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, where each is typed on")
@@ -91,6 +94,7 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         backend=_backend(args),
         loader_workers=args.workers,
         timeout_seconds=args.timeout,
+        start_timeout_seconds=args.start_timeout,
         logs=logs,
         nodes=nodes,
         node_rank=args.node_rank,

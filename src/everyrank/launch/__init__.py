@@ -23,6 +23,7 @@ A host is one machine; a node is a host as launchers count them (--nodes).
     node.py           one task on each node, which starts the ranks there
     supervisor.py     how a rank process ended, whoever started it
     silence.py        ranks that say nothing
+    autopsy/          why a job hangs, in one paragraph: what each rank leaves while it runs, and what follows from it
     reports.py        what rank processes and supervisors leave in the job's folder; the root cause of a failure
     output.py         what rank 0 prints, where its launcher puts a mark before each line
     monitor.py        start, watch, end

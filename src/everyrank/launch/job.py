@@ -34,7 +34,9 @@ class Launch:
     device           cpu or cuda; None: cuda where there is one
     backend          one of `BACKEND_NAMES`; None: chosen by `world.choose_backend`
     loader_workers   data loader processes of each rank; 0 loads in the rank itself
-    timeout_seconds  longest wait for another rank, at start, in a collective and at the end
+    timeout_seconds  longest wait for another rank, in a collective and at the end
+    start_timeout_seconds  the same until the first update is done, which compiles, fills caches and makes connections;
+                     None: as long as any other
     logs             folder for the ranks' logs; None: a temporary one, kept only after a failure
     nodes            hosts; each has processes // nodes ranks
     node_rank        which of them this is (spawn and torchrun, where this is typed on each host)
@@ -53,6 +55,7 @@ class Launch:
     backend: str | None = None
     loader_workers: int = 0
     timeout_seconds: float = 300.0
+    start_timeout_seconds: float | None = None
     logs: Path | None = None
     nodes: int = 1
     node_rank: int | None = None
@@ -90,10 +93,9 @@ class Launch:
             raise UsageError(f"--backend {self.backend}: give {', '.join(BACKEND_NAMES)}")
         if self.loader_workers < 0:
             raise UsageError(f"--workers {self.loader_workers}: give 0 or more")
-        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
-            raise UsageError(
-                f"--timeout {self.timeout_seconds:g}: give more than 0 seconds, and at most {_LONGEST_TIMEOUT:,}"
-            )
+        for name, seconds in (("--timeout", self.timeout_seconds), ("--start-timeout", self.start_seconds)):
+            if not 0 < seconds <= _LONGEST_TIMEOUT:
+                raise UsageError(f"{name} {seconds:g}: give more than 0 seconds, and at most {_LONGEST_TIMEOUT:,}")
 
     def _check_nodes(self) -> None:
         if self.nodes < 1:
@@ -135,6 +137,16 @@ class Launch:
     def assigns_node_ranks(self) -> bool:
         """Whether a host need not be told which one it is."""
         return self.row.assigns_node_ranks(self.options)
+
+    @property
+    def start_seconds(self) -> float:
+        """The longest wait for another rank until the first update is done."""
+        return self.timeout_seconds if self.start_timeout_seconds is None else self.start_timeout_seconds
+
+    @property
+    def start_flag(self) -> str:
+        """The word of the command line that says so."""
+        return "--timeout" if self.start_timeout_seconds is None else "--start-timeout"
 
     @property
     def restarts_ranks(self) -> bool:

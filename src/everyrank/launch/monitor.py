@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyrank.errors import RankFailedError
+from everyrank.launch.autopsy import FOLDER, hang_autopsy
 from everyrank.launch.hosts import host_name
 from everyrank.launch.job import Launch
 from everyrank.launch.output import pass_on_output
 from everyrank.launch.rank_info import has_driver
 from everyrank.launch.reports import Reports, ranks_text
-from everyrank.launch.signals import Stop
+from everyrank.launch.signals import Stop, catch_signals
 from everyrank.launch.silence import wake_supervisors
 
 __all__ = ["ProcessMonitor"]
@@ -48,7 +49,7 @@ class ProcessMonitor:
         count = launch.processes_per_node if is_one_of_several else launch.processes
         first = (launch.node_rank or 0) * count if is_one_of_several else 0
         expected = range(first, first + count)
-        self.reports = Reports(directory, logs, launch.processes, expected, launch.timeout_seconds)
+        self.reports = Reports(directory, logs, launch.processes, expected, launch)
 
     def __enter__(self) -> ProcessMonitor:
         for stale in self._logs_of_before():
@@ -109,7 +110,13 @@ class ProcessMonitor:
 
         Raises what went wrong first: the error of a rank, or `RankFailedError` for one that died or never started.
         """
-        deadline = time.monotonic() + self.launch.timeout_seconds
+        # where nobody else listens to it, the signal asks where the ranks stand
+        is_free = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+        with catch_signals(*[signal.SIGUSR2] if is_free else []) as question:
+            self._wait(question)
+
+    def _wait(self, question: Stop) -> None:
+        deadline = time.monotonic() + self.launch.start_seconds
         is_asked = False
         while True:
             codes = [process.poll() for process in self.processes]
@@ -125,11 +132,15 @@ class ProcessMonitor:
             elif time.monotonic() > deadline:
                 raise RankFailedError(
                     f"{ranks_text(missing)} of {self.launch.processes} never started: "
-                    f"no sign within {self.launch.timeout_seconds:g} s (--timeout){self._last_words()}"
+                    f"no sign within {self.launch.start_seconds:g} s ({self.launch.start_flag}){self._last_words()}"
                 )
             if self._is_asked and not is_asked:
                 is_asked = True
                 (self.directory / "stop").touch()  # each rank's supervisor looks for it
+            if question.asked is not None:
+                question.asked = None
+                found = hang_autopsy(self.logs / FOLDER) or "no rank has left its state yet"
+                print(f"everyrank: autopsy: {found}", file=sys.stderr, flush=True)
             if time.monotonic() > self.beat_at + _BEAT_SECONDS:
                 self._beat()
             time.sleep(0.02 if missing else 0.1)

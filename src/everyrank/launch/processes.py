@@ -30,6 +30,7 @@ from everyrank.errors import (
     describe,
     printable,
 )
+from everyrank.launch.autopsy import last_words
 from everyrank.launch.environments import rank_info_from_environment, threads_asked
 from everyrank.launch.hosts import check_known, check_port, check_reachable, host_name, pid_namespace, split_endpoint
 from everyrank.launch.job import Job, Launch, named_function
@@ -166,11 +167,14 @@ def _call_here(info: RankInfo, function: Callable[..., Any], arguments: tuple[An
     except (UsageError, StoppedError):
         raise
     except Exception as error:
+        found = last_words(error)
         logs = _temporary_folder("everyrank-logs-")
         log = logs / f"rank{info.rank}.log"
         log.write_text("".join(traceback.format_exception(error)))
         kind = type(error) if isinstance(error, EveryrankError) else RankFailedError
-        raise kind(f"rank {info.rank} of {info.size} on {host_name()}: {describe(error)}", log) from error
+        raise kind(
+            f"rank {info.rank} of {info.size} on {host_name()}: {describe(error)}{found and f'; autopsy: {found}'}", log
+        ) from error
 
 
 def _shared_folder(prefix: str) -> Path:

@@ -21,6 +21,7 @@ from typing import Any
 
 from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, kind_named, signal_text
 from everyrank.launch.hosts import host_name
+from everyrank.launch.job import Launch
 from everyrank.launch.silence import is_a_wait, of_silent
 
 __all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
@@ -38,14 +39,14 @@ class Reports:
     logs              where the ranks' logs are
     size              ranks in all
     expected          those that report here
-    timeout_seconds   the longest wait for another rank, for messages
+    launch            says how long one rank waits for another, for messages
     """
 
     directory: Path
     logs: Path
     size: int
     expected: range
-    timeout_seconds: float
+    launch: Launch
 
     def results(self, needs_all: bool) -> dict[int, Any]:
         """What the function returned, by rank. Raises `RankFailedError` where there is none, or not each of them."""
@@ -128,9 +129,12 @@ class Reports:
             return None
         found = of_silent(self.directory, silent)
         who, states = ranks_text(list(found)), "; ".join(dict.fromkeys(found.values()))
+        launch, is_started = self.launch, first.get("is_started", True)
+        seconds = launch.timeout_seconds if is_started else launch.start_seconds
+        flag = "--timeout" if is_started else launch.start_flag
         return RankFailedError(
-            f"{who} of {self.size} did not come within {self.timeout_seconds:g} s (--timeout), "
-            f"{states}; rank {first['rank']} waited in {first['message']}"
+            f"{who} of {self.size} did not come within {seconds:g} s ({flag}), "
+            f"{states}; rank {first['rank']} waited in {_with_autopsy(first)}"
         )
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
@@ -142,8 +146,8 @@ class Reports:
         alike = [row for row in errors if _place(row["message"]) == _place(first["message"])]
         alone = issubclass(kind, UsageError) and len(alike) < len(self.expected)
         if alone or kind is RankFailedError:
-            return RankFailedError(f"{self._who(first)}: {first['message']}", log)
-        return kind(first["message"], log)
+            return RankFailedError(f"{self._who(first)}: {_with_autopsy(first)}", log)
+        return kind(_with_autopsy(first), log)
 
     def _who(self, row: dict[str, Any]) -> str:
         return f"rank {row['rank']} of {self.size} on {row['host']}"
@@ -167,6 +171,11 @@ def rank_of(path: Path) -> int:
 def exit_row(rank: int, code: int) -> dict[str, Any]:
     """How a rank has ended just now, as its supervisor would write it down: -N after signal N."""
     return {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
+
+
+def _with_autopsy(row: dict[str, Any]) -> str:
+    """What a rank reported, and what it found out about those that it waited for."""
+    return f"{row['message']}; autopsy: {row['autopsy']}" if row.get("autopsy") else row["message"]
 
 
 def _place(message: str) -> list[str]:

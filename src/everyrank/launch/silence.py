@@ -9,10 +9,12 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["is_a_wait", "of_silent", "wake_supervisors"]
+__all__ = ["concerns_others", "is_a_wait", "of_silent", "wake_supervisors"]
 
 # what a backend says when the time is up in which another rank had to come
 _WAITED = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
+# or that another rank calls something else, for which gloo aborts it
+_CALLED = re.compile(r"call the same collectives in the same order|enforce fail|(closed|reset) by peer", re.IGNORECASE)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STATES = {
     psutil.STATUS_DISK_SLEEP: "it waits for a disk or a driver (state D)",
@@ -24,6 +26,11 @@ _STATES = {
 def is_a_wait(message: str) -> bool:
     """Whether what a rank reported is that it has waited too long for another one."""
     return bool(_WAITED.search(message))
+
+
+def concerns_others(message: str) -> bool:
+    """Whether what a rank reported is that another one did not come, or has called another collective."""
+    return is_a_wait(message) or bool(_CALLED.search(message))
 
 
 def of_silent(directory: Path, silent: Sequence[int]) -> dict[int, str]:

@@ -65,7 +65,7 @@ def _rendezvous(launch: Launch, options: TorchrunOptions) -> list[str]:
         # torchrun compares host names to find out whether it is the one to open the store, and often errs: both
         # sides then wait for the other for a minute
         f"--rdzv-conf=is_host={int(own is not None and own in (host, *addresses_of(host)))},"
-        f"join_timeout={max(1, int(launch.timeout_seconds))}",
+        f"join_timeout={max(1, int(launch.start_seconds))}",
     ]
     return words + ([f"--local-addr={own}"] if own is not None else [])
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
+from everyrank.launch.autopsy import FOLDER, current_state, keep_state, last_words
 from everyrank.launch.environments import rank_info_from_environment
 from everyrank.launch.hosts import host_name, pid_namespace
 from everyrank.launch.job import Job
@@ -58,6 +59,7 @@ def main() -> int:
     with contextlib.suppress(OSError):  # its group is that of its supervisor
         write_whole(directory / f"rank{info.rank}.pid", _where_to_signal(job).encode())
     _open_log(info, job.logs / f"rank{info.rank}.log")
+    keep_state(job.logs / FOLDER, info.rank, info.size, directory.name)
     status = _call(job, info, directory)
     _flush()
     os._exit(status)
@@ -80,6 +82,8 @@ def _call(job: Job, info: RankInfo, directory: Path) -> int:
     except BaseException as error:
         report_error(error, info, directory, job.logs)
         return 1
+    if (state := current_state()) is not None:
+        state.end()
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (removes multiprocessing's temporary folders)
     return 0
 
@@ -136,6 +140,8 @@ def report_error(error: BaseException, info: RankInfo, directory: Path, logs: Pa
         "has_frames": not isinstance(error, EveryrankError)
         or (isinstance(error, WorkloadError) and error.__cause__ is not None),
         "time": time.time(),
+        "autopsy": last_words(error),
+        "is_started": (state := current_state()) is None or state.is_started,
     }
     with contextlib.suppress(OSError):  # the disk is full, or the folder is gone: the exit status is what is left
         write_whole(directory / f"rank{info.rank}.error", json.dumps(row).encode())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +26,24 @@ from everyrank.loop.finite import first_bad_tensor, first_of_all_ranks
 from everyrank.loop.open_data import wrap_user_errors
 from everyrank.parallel.batch_norm import refuse_lone_samples
 from everyrank.strategies import Prepared
+from everyrank.world import end_of_start
 
 __all__ = ["run_updates"]
 
 
-def run_updates(prepared: Prepared, dataset: Any, updates: Iterable[Update], reverse: bool = False) -> Iterator[Tensor]:
+def run_updates(
+    prepared: Prepared,
+    dataset: Any,
+    updates: Iterable[Update],
+    reverse: bool = False,
+    fetched: Callable[[float], None] | None = None,
+) -> Iterator[Tensor]:
     """Do the updates in order; yield this rank's share of (sum, count), float64, shape (2,), after each.
 
     The generator is the loop: whoever takes its values decides what happens between two updates, and nothing does
-    unless they say so. `reverse` turns the samples of each micro-batch round. Raises `NotFiniteError` with the update
-    and the first bad tensor, on every rank alike.
+    unless they say so. `reverse` turns the samples of each micro-batch round. `fetched` is told how many seconds the
+    data of an update took to come. Raises `NotFiniteError` with the update and the first bad tensor, on every rank
+    alike.
     """
     updates = updates if isinstance(updates, Sequence | OpenUpdates) else list(updates)
     workload = prepared.workload
@@ -59,16 +68,25 @@ def run_updates(prepared: Prepared, dataset: Any, updates: Iterable[Update], rev
     lone = ""
     if not isinstance(updates, OpenUpdates) and not isinstance(dataset, UnevenStreams):
         lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
-    return _run(prepared, updates, batches, lone)
+    return _run(prepared, updates, batches, lone, fetched)
 
 
-def _run(prepared: Prepared, updates: Iterable[Update], batches: Iterator[list[Batch]], lone: str) -> Iterator[Tensor]:
+def _run(
+    prepared: Prepared,
+    updates: Iterable[Update],
+    batches: Iterator[list[Batch]],
+    lone: str,
+    fetched: Callable[[float], None] | None,
+) -> Iterator[Tensor]:
     following = iter(updates)
     for place in itertools.count():
         with wrap_user_errors() if place == 0 else contextlib.nullcontext():
+            begun = time.perf_counter()
             micro_batches = next(batches, None)
             if micro_batches is None:
                 return
+            if fetched is not None:
+                fetched(time.perf_counter() - begun)
             update = next(following)
             _seed_update(prepared, update)
             try:
@@ -83,6 +101,8 @@ def _run(prepared: Prepared, updates: Iterable[Update], batches: Iterator[list[B
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
+        if place == 0:  # whoever counts the updates has seen the first one end
+            end_of_start(prepared.world)
 
 
 def _seed_update(prepared: Prepared, update: Update) -> None:

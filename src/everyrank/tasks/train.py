@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from everyrank.data import (
 )
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
+from everyrank.launch.autopsy import FOLDER, current_state, keep_state
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.measure.clock import interval
@@ -45,6 +47,7 @@ from everyrank.train.trackers import open_tracker
 from everyrank.train.training import Training
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, from_rank_0, on_rank_0, open_world
+from everyrank.world.calls import recorded_calls
 
 __all__ = ["train_rank"]
 
@@ -71,6 +74,7 @@ def train_rank(
         out = options.out if not options.evaluate else None
         if out is not None:
             on_rank_0(world, "lock", lambda: stack.enter_context(hold(out)))
+            _keep_state(out, world)
         workload = _loaded(what, options)
         train_data, eval_data = open_data(workload, world, counts_uneven=False)
         if options.evaluate and eval_data is None:
@@ -107,6 +111,15 @@ def _listening(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
     is_end = launch.rank_launcher.terminates_ranks
     heard = [signal.SIGUSR1] if is_end else [signal.SIGTERM, signal.SIGUSR1]
     return catch_signals(*heard, same_seconds=_SAME_SECONDS)
+
+
+def _keep_state(out: Path, world: World) -> None:
+    """For whoever asks why this rank hangs, where no launcher of ours has started it, and so nobody keeps one yet."""
+    if current_state() is None:
+        job = from_rank_0(world, "job", lambda: uuid.uuid4().hex)
+        state = keep_state(out / "ranks" / FOLDER, world.rank, world.size, job)
+        if state is not None:
+            state.calls = recorded_calls
 
 
 def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:

@@ -8,6 +8,8 @@ job.py          what is trained, and how good it is
 about.py        what a checkpoint says of it
 course.py       the updates before it, from the start or from a checkpoint
 on_epoch.py     a person's own function after each epoch
+look.py         what ranks tell each other every few updates
+stragglers.py   ranks that are slower than the others, and why
 guard.py        whether ranks still hold alike what they should, by checksums
 saving.py       when a checkpoint is due; a failure to save, said
 training.py     updates, and between them evaluations, checkpoints, an answer to a request to stop

@@ -11,13 +11,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.data import KnownUpdates, OpenUpdates, Update
+from everyrank.data import KnownUpdates, OpenUpdates
 from everyrank.errors import DivergedError, EveryrankError, NotFiniteError, WorkloadError
 from everyrank.launch import Stop
 from everyrank.loop import run_updates
@@ -29,25 +28,18 @@ from everyrank.strategies import Prepared
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.log import Log
+from everyrank.train.look import DoneUpdate, add_up
 from everyrank.train.on_epoch import after_epoch
 from everyrank.train.saving import Saving, is_every
+from everyrank.train.stragglers import StragglerWatch
 from everyrank.train.throughput import ThroughputMeter
-from everyrank.world.collectives import sum_over_ranks
 
 __all__ = ["Training"]
 
 _PROFILED_UPDATE = 10  # by then every buffer is made and every bucket rebuilt
 _MOST_UPDATES = 10  # between two looks at the losses
-_APART = 100  # more than that: two numbers in one
+_APART = 100  # more than the longest of these: what else rank 0 says stands above it in one number
 _LOOK_SECONDS = 0.25  # and so long at most: a request to stop is answered about as fast
-
-
-class _Done(NamedTuple):
-    """An update that is done, whose losses nobody has looked at yet."""
-
-    update: Update
-    share: Tensor
-    rate: float
 
 
 class Training:
@@ -74,6 +66,7 @@ class Training:
         self.updates, self.done, self.epoch = updates, meter.begin, updates.epoch
         self.display, self.log, self.saver, self.stop = display, log, saver, stop
         self.losses: list[float] = [row["loss"] for row in earlier]
+        self.watch = StragglerWatch(job.prepared.mesh)
         self.metrics: dict[str, float] = {}
         self.evaluated_at, self.best, self.warned = -1, best, False
         self.is_asked = False  # until all replicas are equal: see `Prepared.averaging`
@@ -93,14 +86,14 @@ class Training:
 
     def _update(self, updates: KnownUpdates | OpenUpdates, begin: int) -> None:
         shares = self._shares(updates, begin)
-        waiting: list[_Done] = []
+        waiting: list[DoneUpdate] = []
         look_every = 1
         rate = self._rate()
         self.meter.start()
         self.looked_at = time.perf_counter()
         try:
             for share, update in zip(shares, updates, strict=True):
-                waiting.append(_Done(update, share, rate))
+                waiting.append(DoneUpdate(update, share, rate))
                 rate = self._rate()
                 done = self.done = update.step + 1
                 self.epoch = update.epoch
@@ -132,7 +125,7 @@ class Training:
 
     def _shares(self, updates: KnownUpdates | OpenUpdates, begin: int) -> Iterator[Tensor]:
         """The share of each update on this rank as it is done, with what was asked for around it."""
-        shares = run_updates(self.prepared, self.job.train_data, updates)
+        shares = run_updates(self.prepared, self.job.train_data, updates, fetched=self.watch.fetched)
         if self.options.profile is not None:
             # of a number that nobody knows the first one comes for certain
             step = min(_PROFILED_UPDATE, updates.end - begin - 1) if updates.end is not None else 0
@@ -146,21 +139,22 @@ class Training:
         rate = self.prepared.trainable.optimizer.param_groups[0].get("lr")
         return rate if isinstance(rate, float | int) else math.nan
 
-    def _look(self, waiting: list[_Done]) -> tuple[bool, int]:
+    def _look(self, waiting: list[DoneUpdate]) -> tuple[bool, int]:
         """Add up the waiting losses over ranks; whether a rank was asked to stop, and after how many to look next."""
         seconds = (time.perf_counter() - self.looked_at) / len(waiting)
         self.looked_at = time.perf_counter()
         next_look = max(1, min(_MOST_UPDATES, int(_LOOK_SECONDS / max(seconds, 1e-9))))
-        mesh = self.prepared.mesh
-        # the first rank's clock counts; its two numbers travel as one: a longer table is cut elsewhere, and its sums
-        # would be rounded in another order
+        # the first rank's clock counts; its numbers travel as one: a longer table is cut elsewhere, and its sums would
+        # be rounded in another order
         save_every = self.saving.suggest(self.meter.seconds / max(1, self.done - 1 - self.meter.begin))
-        own = [self.stop.asked is not None, next_look + _APART * save_every if mesh.world.rank == 0 else 0]
-        note = torch.tensor([own], dtype=torch.float64, device=waiting[0].share.device)
-        totals = sum_over_ranks(torch.cat([torch.stack([done.share for done in waiting]), note]), mesh.world)
-        *rows, (num_asked, said) = totals.tolist()
-        save_every, next_look = divmod(int(said), _APART)
+        own = next_look + _APART * (self.watch.is_due() + 2 * save_every)
+        world = self.prepared.world
+        rows, (num_asked, said) = add_up(waiting, (self.stop.asked is not None, own if world.rank == 0 else 0), world)
+        said, next_look = divmod(int(said), _APART)
+        save_every, is_due = divmod(said, 2)
         self.saving.agree(save_every)
+        if is_due:
+            self.watch.look_and_tell(waiting[-1].update.step + 1, self.display, self.log)
         looked_at = list(waiting)
         waiting.clear()
         for done, (total, count) in zip(looked_at, rows, strict=True):
@@ -172,7 +166,7 @@ class Training:
                 self.display.line(f"the log cannot be written ({self.log.trouble}); the training goes on")
         return num_asked > 0, next_look
 
-    def _note(self, done: _Done, total: float, count: float) -> None:
+    def _note(self, done: DoneUpdate, total: float, count: float) -> None:
         update = done.update
         if count == 0:
             raise WorkloadError(f"update {update.step}: the loss counted 0 terms over all ranks")

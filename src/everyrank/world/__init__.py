@@ -10,13 +10,14 @@ A world of one has the same interface. Every wait here has a timeout that names 
     collectives.py     sums and gathers of small tensors, outside the timed steps
     rendezvous.py      the store that all ranks share, by each init method
     heartbeat.py       who the other ranks are, whether they still live, which failed first
+    calls.py           which collectives this rank has called, for whoever asks why a job hangs
     process_group.py   open_world: where a process group is made, and ended
     horovod.py         Horovod beside it, with the same ranks
 """
 
 from everyrank.world.barrier import broadcast_text, from_rank_0, on_each_rank, on_rank_0, store_barrier
 from everyrank.world.horovod import import_horovod, start_horovod, wait_for_horovod
-from everyrank.world.process_group import open_world
+from everyrank.world.process_group import end_of_start, open_world
 from everyrank.world.world import (
     World,
     choose_backend,
@@ -32,6 +33,7 @@ __all__ = [
     "choose_backend",
     "choose_device",
     "choose_threads",
+    "end_of_start",
     "from_rank_0",
     "import_horovod",
     "on_each_rank",

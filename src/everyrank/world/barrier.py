@@ -26,7 +26,7 @@ def store_barrier(world: World, where: str) -> None:
             names = ", ".join(map(str, missing))
             raise RankFailedError(
                 f"rank{'s' * (len(missing) > 1)} {names} did not come to the {where} "
-                f"within {world.timeout_seconds:g} s (--timeout)"
+                f"within {world.timeout_seconds:g} s ({world.start_flag})"
             )
         time.sleep(pause)
         pause = min(0.05, pause * 1.5)

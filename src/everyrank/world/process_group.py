@@ -10,20 +10,24 @@ import os
 import time
 from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from everyrank.backends import no_shared_memory, register_backend
+from everyrank.backends import PythonGroup, no_shared_memory, register_backend
 from everyrank.errors import CannotRunError
 from everyrank.launch import Launch, RankInfo, num_cores
+from everyrank.launch.autopsy import current_state
 from everyrank.launch.hosts import choose_interface, usable_interfaces
 from everyrank.world.barrier import store_barrier
+from everyrank.world.calls import KEPT_CALLS, recorded_calls
 from everyrank.world.heartbeat import PeerMonitor, is_secondary_error, register_rank, route_to_peers, wait_for_peers
 from everyrank.world.rendezvous import Rendezvous, open_store
 from everyrank.world.world import World, choose_backend, choose_device, choose_threads, use_threads
 
-__all__ = ["open_world"]
+__all__ = ["end_of_start", "open_world"]
 
 _LONGEST_GOODBYE_SECONDS = 10.0
 _SHORT_GOODBYE_SECONDS = 1.5  # after an error
@@ -48,7 +52,7 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
         world = replace(world, hosts=tuple(other.host for other in others))
         way = route_to_peers(others, world.rank, meeting.address)
         world = _with_settled_backend(world, launch.backend, is_one_machine=way[0])
-        with _on_interface(launch, *way) as interface, _on_the_lookout(world, info):
+        with _on_interface(launch, *way) as interface, _on_the_lookout(world, info), _recorded():
             _init_process_group(world)
             store_barrier(world, "process group")  # who fails before others have connected breaks their connections
             yield replace(world, group=dist.group.WORLD, choices={**world.choices, "interface": interface})
@@ -60,6 +64,25 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
     dist.destroy_process_group()
     _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
     _remove(meeting)
+
+
+def end_of_start(world: World) -> None:
+    """The first update is done: from now on no collective waits longer than --timeout.
+
+    Until then ranks compile, fill caches and make connections, each at its own pace (--start-timeout).
+    """
+    state = current_state()
+    if state is not None:
+        state.is_started = True
+    if world.step_timeout_seconds is None or world.group is None:
+        return
+    timeout = datetime.timedelta(seconds=world.step_timeout_seconds)
+    internals: Any = distributed_c10d
+    for group in internals._world.pg_map:
+        if isinstance(group, PythonGroup):
+            group.set_timeout(timeout)
+        else:
+            internals._set_pg_timeout(timeout, group)  # public as `dist.set_timeout` from torch 2.14 on
 
 
 def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
@@ -84,12 +107,14 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
         backend=backend,
         threads=threads,
         loader_workers=launch.loader_workers,
-        timeout_seconds=launch.timeout_seconds,
+        timeout_seconds=launch.start_seconds,
         # A store may outlive a world: a restart, or another world of the same process, has other names in it.
         store=dist.PrefixStore(f"everyrank/{info.restart_count}/{next(_WORLDS_OPENED)}", meeting.store),
         group=None,
         choices={"backend": f"{backend}: {why}", "interface": "", "threads": why_threads},
         threads_alone=threads_alone,
+        step_timeout_seconds=launch.timeout_seconds if launch.start_timeout_seconds is not None else None,
+        start_flag=launch.start_flag,
     )
     return world, meeting
 
@@ -125,6 +150,24 @@ def _init_process_group(world: World) -> None:
         timeout=datetime.timedelta(seconds=world.timeout_seconds),
         device_id=world.device if world.backend == "nccl" else None,
     )
+
+
+@contextlib.contextmanager
+def _recorded() -> Generator[None]:
+    """Whoever asks why this rank hangs is told what it has called.
+
+    The Flight Recorder reads its size from the environment when a group first needs it.
+    """
+    name, state = "TORCH_FR_BUFFER_SIZE", current_state()
+    is_asked = name in os.environ
+    os.environ.setdefault(name, str(KEPT_CALLS))
+    if state is not None:
+        state.calls = recorded_calls
+    try:
+        yield
+    finally:
+        if not is_asked:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -69,12 +69,12 @@ def open_store(info: RankInfo, launch: Launch) -> Rendezvous:
             f"{info.started_by} started {info.size} ranks on several hosts and does not say where they meet: "
             "--init-method tcp://HOST:PORT (HOST: that of rank 0), or set MASTER_ADDR and MASTER_PORT"
         )
-    timeout = datetime.timedelta(seconds=launch.timeout_seconds)
+    timeout = datetime.timedelta(seconds=launch.start_seconds)
     kind, _, place = method.partition("://")
     if kind == "file":
         if launch.init_method is None:  # the launcher's own, which goes away with the job
             return Rendezvous(dist.FileStore(url2pathname(place), info.size), None, is_host=False)
-        return _by_file(Path(place), info, launch.timeout_seconds)
+        return _by_file(Path(place), info, launch.start_seconds)
     if kind == "meet":
         return _by_address_in_file(Path(url2pathname(place)), info, timeout)
     if kind == "http":

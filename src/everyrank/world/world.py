@@ -49,7 +49,9 @@ class World:
     backend                 what carries its collectives: shm, mpi, gloo or nccl
     threads                 CPU threads of this rank
     loader_workers          data loader processes of this rank
-    timeout_seconds         longest wait for another rank
+    timeout_seconds         longest wait for another rank; of collectives, until the first update is done
+    step_timeout_seconds    the same of collectives from then on; None: as before
+    start_flag              the word of the command line that says the first of the two
     store                   where ranks leave each other small notes
     group                   all ranks; None in the world of one that `single_process_world` makes inside a larger one
     hosts                   the name of each rank's host
@@ -72,6 +74,8 @@ class World:
     hosts: tuple[str, ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict[str, str])
     threads_alone: int = 1
+    step_timeout_seconds: float | None = None
+    start_flag: str = "--timeout"
     group_cache: GroupCache = field(default_factory=lambda: GroupCache(), repr=False, compare=False)
 
 

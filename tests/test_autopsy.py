@@ -1,0 +1,322 @@
+"""Why a job hangs: each way of `hangs.py` named with file and line; what is asked from outside; longer starts."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import hangs
+from everyrank.cli import main
+from everyrank.errors import RankFailedError
+from everyrank.launch import Launch, RankInfo, run_ranks
+from everyrank.launch.autopsy import hang_autopsy
+from everyrank.launch.autopsy.look import RankView
+from everyrank.launch.autopsy.verdict import verdict
+from everyrank.launch.hosts import pid_namespace
+from everyrank.world import open_world
+from processes import Cli, free_port
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="stacks from outside need Linux's /proc"
+)
+
+QUICK = [("shm", "different_order"), ("gloo", "another_shape"), ("shm", "deadlock_in_the_loader")]
+ALL = "the group of all 2 ranks"
+
+
+def expected(name: str, backend: str) -> list[str]:
+    """What the paragraph has to say: the cause with its line, and where the other rank waits."""
+    way, three = hangs.WAYS[name], "all_reduce of 3 elements of float32"
+
+    def at(function: Any, mark: str) -> str:
+        return f"hangs.py:{hangs.line_of(function, mark)} in {function.__name__}"
+
+    def never_came(call: str, number: int, place: str) -> list[str]:
+        return [
+            f"rank 1 never came to {call}, collective {number} of {ALL}: it stands at {place}",
+            f"rank 0 waits in it, at {at(way, 'waits')}",
+        ]
+
+    def mismatch(what: str, own: str, other: str) -> list[str]:
+        return [
+            f"mismatch ({what}): collective 2 of {ALL} is {own} on rank 0, at {at(way, 'waits')}, and {other} on rank 1"
+            f", at {at(way, 'cause')}"
+        ]
+
+    other_operation, eight = "another operation or in another order", "all_reduce of 8 elements of"
+    at_the_end = f"{at(hangs.hang, 'end')} (it waits for the others at a barrier of everyrank's"
+    if name == "another_dtype" and backend == "gloo":  # which aborts the process that gets too much
+        return [
+            f"rank 0 was ended by a library, in C: it was last seen at {at(way, 'waits')}; gloo does so where",
+            f"rank 1 waits in {eight} float64, collective 2 of {ALL}, at {at(way, 'cause')}",
+        ]
+    return {
+        "rank_0_only_collective": lambda: never_came(three, 2, at(way, "cause") + " (it waits, process "),
+        "uneven_loop": lambda: never_came(three, 5, at_the_end),
+        "different_order": lambda: mismatch(other_operation, three, "broadcast of 3 elements of float32"),
+        "another_shape": lambda: mismatch("another size", f"{eight} float32", "all_reduce of 6 elements of float32"),
+        "another_dtype": lambda: mismatch("another dtype", f"{eight} float32", f"{eight} float64"),
+        "exception_on_one_rank": lambda: never_came(three, 2, at(way, "cause") + " (it waits for a thread or a lock"),
+        "deadlock_in_the_loader": lambda: [
+            *never_came(three, 2, at(way, "cause") + " (it waits for its data loader"),
+            f"; its worker, process {{}}, at {at(hangs.Locked.__getitem__, 'worker')})",
+        ],
+        "forgotten_join": lambda: never_came(f"{eight} float32", 9, at_the_end),
+        "wrong_group": lambda: [
+            f"mismatch (groups in another order): rank 1 waits in {three}, collective 2 of {ALL}, to which rank 0 "
+            f"never came, at {at(way, 'cause')}; rank 0 waits in {three}, collective 1 of {ALL}, to which rank 1 "
+            f"never came, at {at(way, 'waits')}"
+        ],
+        "barrier_in_one_branch": lambda: never_came("barrier", 2, at(hangs._compute, "cause") + " (it computes"),
+        "stopped": lambda: [
+            "rank 1 is stopped by a signal (kill -CONT ",
+            f"at hangs.py:{hangs.line_of(way, 'cause') - 1} in stopped",
+            f"rank 0 waits in {three}, collective 2 of {ALL}, at {at(way, 'waits')}",
+        ],
+        "save_on_rank_0_under_fsdp": lambda: mismatch(
+            other_operation, "all_gather of 3 elements of float32", "barrier"
+        ),
+    }[name]()
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, marks=() if (backend, name) in QUICK else pytest.mark.integration)
+        for backend in ("shm", "gloo")
+        for name in hangs.WAYS
+    ],
+)
+def test_each_way_is_named(backend: str, name: str) -> None:
+    """Whoever waits in vain says why, before any rank is ended."""
+    launch = Launch(processes=2, device="cpu", backend=backend, timeout_seconds=3, start_timeout_seconds=200)
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(launch, hangs.hang, name, launch)
+    line = str(caught.value)
+    assert "\n" not in line
+    paragraph = line.partition("; autopsy: ")[2]
+    for text in expected(name, backend):
+        for part in text.split("{}"):
+            assert part in paragraph, line
+
+
+def holds_the_interpreter(info: RankInfo, launch: Launch) -> None:
+    """C code that never lets go of it: no thread of Python's answers."""
+    with open_world(info, launch) as world:
+        hangs.one_step(world)
+        if world.rank == 1:
+            ctypes.PyDLL(None).sleep(500)  # held
+        dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_rank_whose_interpreter_does_not_run() -> None:
+    """Its stack is written from C, on a signal."""
+    launch = Launch(processes=2, device="cpu", timeout_seconds=2, start_timeout_seconds=200)
+    with pytest.raises(RankFailedError, match="rank 1 never came to all_reduce") as caught:
+        run_ranks(launch, holds_the_interpreter, launch)
+    first = holds_the_interpreter.__code__.co_firstlineno
+    assert f"it stands at test_autopsy.py:{first + 5} in holds_the_interpreter (it waits, process " in str(caught.value)
+
+
+WORKLOAD = """\
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from everyrank import Workload
+
+calls = 0
+
+
+def loss(output, target):
+    global calls
+    calls += 1
+    if calls == 3 and dist.get_rank() == 1:
+        (Path(__file__).parent / "reached").touch()
+        while True:
+            time.sleep(0.05)  # here
+    return ((output - target) ** 2).sum(), target.numel()
+
+
+workload = Workload(
+    name="mine",
+    model=lambda: nn.Linear(3, 2),
+    train_data=lambda: TensorDataset(torch.ones(16, 3), torch.ones(16, 2)),
+    loss=loss,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    global_batch=4,
+    steps=100,
+)
+"""
+
+
+def test_asked_while_it_hangs(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the folder of the run, and by a signal to the command; the training goes on hanging."""
+    path = cli.folder / "mine.py"
+    path.write_text(WORKLOAD)
+    line = next(n for n, text in enumerate(WORKLOAD.splitlines(), 1) if text.endswith("# here"))
+    cli.start("train", path.name, "--layout", "ddp", "--processes", "2", "--out", "out")
+    cli.wait_for((cli.folder / "reached").exists)
+    seen = f"it stands at mine.py:{line} in loss (it waits, process "
+
+    def is_named() -> bool:  # rank 0 may still be on its way into the collective
+        assert main(["autopsy", str(cli.folder / "out")]) == 0
+        return seen in capsys.readouterr().out
+
+    cli.wait_for(is_named)
+    os.kill(cli.process.pid, signal.SIGUSR2)
+    cli.wait_for(lambda: "everyrank: autopsy: rank 1 never came to all_reduce" in cli.said()[1])
+    assert seen in cli.said()[1]
+    os.kill(cli.process.pid, signal.SIGINT)
+    assert cli.end()[0] == 130
+    assert cli.left() == {}
+    assert main(["autopsy", str(cli.folder / "out")]) == 0
+    assert "rank 0 is gone without a word" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_ranks_that_torchrun_has_started_from_outside(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """No launcher of ours stands over them: they keep their state all the same, and say themselves why they hang."""
+    (cli.folder / "mine.py").write_text(WORKLOAD)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
+    words = "train mine.py --layout ddp --out out --timeout 10 --start-timeout 200"
+    cli.start("-m", "everyrank", *words.split(), command=torchrun, is_forked=False)
+    cli.wait_for((cli.folder / "reached").exists)
+
+    def is_named() -> bool:
+        assert main(["autopsy", str(cli.folder / "out")]) == 0
+        return "it stands at mine.py:20 in loss" in capsys.readouterr().out
+
+    cli.wait_for(is_named)
+    assert cli.end(200)[0] != 0
+    assert "autopsy: rank 1 never came to all_reduce" in cli.said()[1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"job": 3}', '{"time": 1, "frames": [[1]]}', "[" * 100_000])
+def test_a_folder_from_elsewhere(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that no rank has written are no ranks; and a FIFO is not waited for."""
+    folder = tmp_path / "ranks" / "autopsy"
+    folder.mkdir(parents=True)
+    (folder / "rank0.state").write_text(content)
+    os.mkfifo(folder / "rank1.state")
+    assert main(["autopsy", str(tmp_path)]) == 2
+    assert "no rank has left its state there" in capsys.readouterr().err
+
+
+def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
+    """A file may name any process: one that does not expect the signal gets none."""
+    me: dict[str, Any] = {"job": "x", "rank": 0, "size": 1, "host": "h", "main": 1}
+    child = os.fork()
+    if child == 0:
+        time.sleep(100)
+        os._exit(0)
+    try:
+        began = psutil.Process(child).create_time()
+        row = me | {"space": pid_namespace(), "pid": child, "began": began}
+        (tmp_path / "rank0.state").write_text(json.dumps(row))
+        (tmp_path / "rank0.stacks").touch()
+        text = hang_autopsy(tmp_path, patience_seconds=0.1)
+        assert text is not None
+        assert "a place that is not known" in text
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def view(rank: int, calls: list[list[Any]] | None = None, size: int = 3, **more: Any) -> RankView:
+    known = {"groups": {"0": list(range(size))}, "calls": calls} if calls is not None else {}
+    frames = [("/home/me/train.py", 10 + rank % 2, "main")]
+    return RankView(rank, size, "host", 100 + rank, **{"state": "sleeping", "frames": frames, "calls": known} | more)
+
+
+def call(number: int, is_done: bool = True, operation: str = "all_reduce", count: int = 8) -> list[Any]:
+    return ["0", number, operation, count, "float32", is_done, False, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("views", "text"),
+    [
+        (
+            [view(0, [call(1), call(2, False)]), view(1, [call(1)]), view(2, [call(1), call(2, False)])],
+            "rank 1 never came to all_reduce of 8 elements of float32, collective 2 of the group of all 3 ranks: it "
+            "stands at train.py:11 in main (it waits, process 101). ranks 0 and 2 wait in it, at",
+        ),
+        (
+            [view(0, [call(1, False)]), view(1, state="gone"), view(2, [call(1, False)])],
+            "rank 1 is gone without a word (process 101 was killed): it was last seen at train.py:11 in main. "
+            "ranks 0 and 2 wait",
+        ),
+        (
+            [view(0, [call(1, False)]), view(1, [call(1, False)]), view(2, [call(1, False)])],
+            "all ranks have come to all_reduce of 8 elements of float32, collective 1 of the group of all 3 ranks and",
+        ),
+        (
+            [view(0, [call(1, False)]), view(1, [], ended=True, frames=[]), view(2, [call(1, False)])],
+            "rank 1 never came to all_reduce of 8 elements of float32, collective 1 of the group of all 3 ranks: it "
+            "has ended its work",
+        ),
+        (
+            [view(0, [call(1)]), view(1, [call(1)], busy=0.9), view(2, [call(1)])],
+            "no rank is known to wait in a collective: rank 0 stands at train.py:10 in main (it waits, process 100); "
+            "rank 1 stands at train.py:11 in main (it computes, process 101)",
+        ),
+        (  # of a gather each hands in what it has
+            [view(0, [call(1, False, "gather", 3)]), view(1, [call(1, False, "gather", 5)]), view(2, [])],
+            "rank 2 never came to gather of 3 elements",
+        ),
+        (  # rank 0 waits for rank 1, and that for rank 2 in another group: the end of the chain is told
+            [
+                view(0, [call(2, False)]),
+                view(1, [["1", 7, "broadcast", 4, "float32", False, False, 0, None]]),
+                view(2, []),
+            ],
+            "rank 2 never came to",
+        ),
+    ],
+    ids=["never came", "gone", "all came", "ended", "none waits", "gather", "a chain"],
+)
+def test_what_follows(views: list[RankView], text: str) -> None:
+    """The paragraph as a function of what is known."""
+    if views[1].calls.get("calls") and views[1].calls["calls"][0][0] == "1":
+        views[1].calls["groups"]["1"] = [1, 2]
+    assert text in verdict(views)
+
+
+def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:
+    """Seconds that rank 0 waits for rank 1, in the first step or after it."""
+    with open_world(info, launch) as world:
+        if not is_first:
+            hangs.one_step(world)
+        begun = time.monotonic()
+        if world.rank == 1:
+            time.sleep(1.5)
+        dist.all_reduce(torch.ones(3))
+        return time.monotonic() - begun
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_longer_timeout_until_the_first_update_is_done(backend: str) -> None:
+    """What takes a second and a half is no reason to end a start, and is one to end a step."""
+    launch = Launch(processes=2, device="cpu", backend=backend, timeout_seconds=0.5, start_timeout_seconds=200)
+    assert run_ranks(launch, short_waits, launch, True)[0] > 0.5
+    with pytest.raises(RankFailedError, match="imed out"):
+        run_ranks(launch, short_waits, launch, False)
