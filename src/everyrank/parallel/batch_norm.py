@@ -209,7 +209,7 @@ def _over_ranks(
     """
     if world.size == 1:
         return mean, squares / size, size
-    own = torch.cat([mean, squares, mean.new_tensor([size])])
+    own = torch.cat([mean, squares, mean.new_full((1,), size)])
     if is_padding:
         own[len(mean) :] = 0
     rows = own.new_empty(world.size, len(own))

@@ -117,7 +117,7 @@ class Trainable:
                 # the formula of torch.nn.utils.clip_grad_norm_
                 factor = factor * torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
         if gradients:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
+            _multiply(gradients, factor)
         if self.clip_norm is not None and self.clip is not None:
             self.clip(self.clip_norm)
         self.optimizer.step()
@@ -251,6 +251,19 @@ def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer
 def _norm(gradients: Sequence[Tensor], total: Tensor) -> Tensor:
     """The norm of gradients that this rank holds whole: float64, shape ()."""
     return torch.nn.utils.get_total_norm(gradients).double() if gradients else total.new_zeros(())
+
+
+def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply all gradients in place.
+
+    On CUDA torch takes them all at once where the factor is of their own dtype, on their own device; else one by one.
+    """
+    if not isinstance(factor, Tensor) or factor.device.type == "cpu":
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
+        return
+    for device, dtype in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.device == device and gradient.dtype == dtype]
+        torch._foreach_mul_(own, factor.to(device, dtype, non_blocking=True))  # pyright: ignore[reportPrivateUsage]
 
 
 @functools.lru_cache(maxsize=64)
