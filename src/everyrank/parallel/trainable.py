@@ -250,7 +250,7 @@ def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer
 
 def _norm(gradients: Sequence[Tensor], total: Tensor) -> Tensor:
     """The norm of gradients that this rank holds whole: float64, shape ()."""
-    return torch.nn.utils.get_total_norm(gradients).double() if gradients else total.new_zeros(())
+    return torch.nn.utils.get_total_norm(gradients).to(total.device).double() if gradients else total.new_zeros(())
 
 
 def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:

@@ -24,9 +24,7 @@ def run_on_all_ranks(
 ) -> list[Trace]:
     """The runs, each done by one rank on its own device; all of them on rank 0, [] elsewhere."""
     here = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
-    holders = _shared_out(
-        jobs, world.size, world.device.type == "cuda" and world.local_size > torch.cuda.device_count()
-    )
+    holders = _shared_out(jobs, world.size, world.device.type == "cuda" and world.backend == "gloo")
 
     def work() -> dict[int, Trace]:
         mine = [index for index, rank in enumerate(holders) if rank == world.rank]

@@ -13,7 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from everyrank.backends import OWN_BACKENDS
 from everyrank.errors import CannotRunError, UsageError
 
-__all__ = ["World", "choose_backend", "choose_device", "choose_threads", "single_process_world", "use_threads"]
+__all__ = [
+    "World",
+    "choose_backend",
+    "choose_device",
+    "choose_threads",
+    "describe_device",
+    "device_name",
+    "single_process_world",
+    "use_threads",
+]
 
 
 @dataclass
@@ -82,10 +91,36 @@ def choose_device(asked: str | None, num_cuda: int) -> str:
     return asked or ("cuda" if num_cuda else "cpu")
 
 
-def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
-    """The backend, and why; `open_world` changes shm to gloo where ranks turn out to share no memory.
+def describe_device(asked: str | None, kind: str) -> str:
+    """The type of device that was chosen, and why; for whoever expected another one."""
+    if asked is not None:
+        return f"{kind}: asked for"
+    if kind == "cuda":
+        return "cuda: torch sees one"
+    has_mps = torch.backends.mps.is_available()
+    return f"cpu: torch sees no CUDA device{'; that of Apple (mps) is not used' * has_mps}"
 
-    Raises `UsageError` for one that cannot move tensors of this device.
+
+def device_name(device: torch.device) -> str:
+    """What tells this device from the others of its machine, in every process alike: `cpu`, or `cuda` and its card.
+
+    Numbers do not: with one visible device for each rank (srun --gpus-per-task) all of them compute on `cuda:0`. The
+    card is its place on the PCI bus, by which NCCL refuses two ranks of one; else its UUID.
+    """
+    if device.type != "cuda":
+        return device.type
+    card: Any = torch.cuda.get_device_properties(device)
+    places = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in places:
+        return "cuda " + ":".join(f"{place:02x}" for place in places)
+    return f"cuda {getattr(card, 'uuid', device.index)}"
+
+
+def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
+    """The backend, and why: for `local_size` ranks of a machine that compute on `num_cuda` different CUDA devices.
+
+    `open_world` changes shm to gloo where ranks turn out to share no memory. Raises `UsageError` for a backend that
+    cannot move tensors of this device.
     """
     if device == "cpu":
         if asked == "nccl":
