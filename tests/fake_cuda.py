@@ -274,6 +274,7 @@ def pretended_cuda(count: int = 2) -> Iterator[None]:
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
         stack.enter_context(mock.patch.object(Tensor, "record_stream"))
         stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", FakeDDP))
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "set_timeout"))
         stack.enter_context(mock.patch.object(mesh, "store_barrier"))
         yield
 

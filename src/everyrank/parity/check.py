@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Generator
 from typing import Any
+
+import torch
 
 from everyrank.errors import CannotRunError, LayoutError, UnsupportedLayoutError
 from everyrank.layout import Layout
@@ -29,6 +33,22 @@ def check_layout(
     here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
     `by_name`, else `not_verified`. A collective.
     """
+    with _without_tf32():
+        return _checked(case, layout, world, key, by_name)
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Generator[None]:
+    """Float32 that is float32: by default cuDNN rounds what it convolves to ten bits, which may look like a mistake."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _checked(case: ParityCase, layout: Layout, world: World, key: str, by_name: bool) -> tuple[Parity, list[float]]:
     checks: list[str] = []
     looks_at_gradients = layout.row.any_axes and not case.by_gradient
     if looks_at_gradients:
