@@ -40,6 +40,7 @@ from everyrank.data import Batch, cut
 from everyrank.data.loader import map_tensors
 from everyrank.layout import parse_layout
 from everyrank.parallel import ddp, init_model, mesh
+from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World
@@ -398,7 +399,26 @@ def write_report(cases: Sequence[tuple[str, str, int, int]], path: Path) -> None
             rows.append(vars(asked_by_update(small_workload(name), layout, rank, size)))
         except Exception:
             rows.append({"error": traceback.format_exc()})
-    path.write_text(json.dumps({"rows": rows, "seen": _seen_by_watch()}))
+    path.write_text(json.dumps({"rows": rows, "seen": _seen_by_watch(), "two devices": _two_devices()}))
+
+
+def _two_devices() -> str:
+    """What goes wrong with an update of a model on two devices, the count of loss terms on the first; "": nothing."""
+    workload = small_workload("text")
+    with fake_world(0, 1) as world, pretended_cuda(), FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.ParameterList([nn.Parameter(torch.ones(3, device=f"cuda:{index}")) for index in range(2)])
+        own = dataclasses.replace(
+            workload, optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1), schedule=None
+        )
+        trainable = make_trainable(own, parse_layout("single"), model)
+        for parameter in trainable.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        assert world.device == CUDA
+        try:
+            trainable.optimizer_step(torch.ones(2, dtype=torch.float64, device=CUDA))
+        except RuntimeError as error:
+            return str(error)
+    return ""
 
 
 def _seen_by_watch() -> dict[str, list[int]]:

@@ -121,6 +121,11 @@ def test_the_watch_sees(report: dict[str, Any]) -> None:
     }
 
 
+def test_two_devices(report: dict[str, Any]) -> None:
+    """A model on two devices (devices=2): each takes the factor of its gradients, and one norm is that of both."""
+    assert report["two devices"] == ""
+
+
 def test_every_strategy_is_there() -> None:
     """A new strategy needs a case here, or a reason why it cannot be pretended."""
     there = {parse_layout(layout).strategy for _, layout, _, _ in BUDGETS}

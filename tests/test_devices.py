@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import time
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from everyrank import parse_layout
 from everyrank.backends import PythonGroup
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.layout import STRATEGIES
-from everyrank.parallel.mesh import open_mesh
+from everyrank.measure.resources import _Gpu
+from everyrank.parallel.mesh import make_device_mesh, open_mesh
+from everyrank.parallel.trainable import _groups_by_mesh
 from everyrank.strategies import _check_carried
 from everyrank.world import World, choose_backend, choose_device
 from everyrank.world.heartbeat import Peer, check_same_device, count_devices
-from everyrank.world.world import describe_device, device_name
+from everyrank.world.world import cards_here, describe_device, device_name
 
 # (how ranks are started, host of each rank, cards that it sees, its local rank) -> backend
 BINDINGS: list[tuple[str, Sequence[tuple[str, str, int]], str]] = [
@@ -112,6 +119,75 @@ def test_what_gloo_carries(layout: str) -> None:
         _check_carried(parse_layout(layout), shared(4))
     _check_carried(parse_layout(layout), shared(4, "nccl"))
     assert {parse_layout(text).strategy for text in (*CARRIED, *NOT_CARRIED)} | {"horovod"} == STRATEGIES.keys()
+
+
+# --- who looks at which card
+
+SMI = """#!/bin/sh
+echo '00000000:3B:00.0, 50, 1000'
+echo '00000000:AF:00.0, 90, 7000'
+echo '00000000:D8:00.0, [N/A], [N/A]'
+sleep 60
+"""
+
+
+def test_gpu_samples_of_own_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a host's cards those that ranks of this job compute on: the others are somebody else's."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    world = types.SimpleNamespace(rank=0, hosts=("a", "a", "b"), devices=("cuda 0:3b:00",) * 2 + ("cuda 0:af:00",))
+    cards = cards_here(world)  # type: ignore[arg-type]
+    assert cards == ["0:3b:00"]
+    gpu = _Gpu(cards)
+    try:
+        deadline = time.monotonic() + 60
+        while not gpu.cards and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # the other rows are there by now, if they are ever taken
+        assert gpu.read() == (50.0, 1000 * 2**20)
+    finally:
+        gpu.close()
+    assert _Gpu([]).read() == (None, None)
+
+
+# --- optimizers
+
+
+def step_on_two_meshes(world: World) -> Any:
+    """A fused optimizer over one group with a split and a whole parameter, stepped as an update does it."""
+    mesh = make_device_mesh(world, (("shard", world.size),))
+    values = torch.arange(4.0)
+    split = nn.Parameter(distribute_tensor(values.clone(), mesh, [Shard(0)]))
+    whole = nn.Parameter(values.clone())
+    optimizer = torch.optim.AdamW([split, whole], lr=0.1, fused=True)
+    for parameter in (split, whole):
+        parameter.grad = torch.ones_like(parameter)
+    groups, seen = optimizer.param_groups, list[int]()
+    optimizer.register_step_pre_hook(lambda *_: seen.append(len(optimizer.param_groups)))
+    with _groups_by_mesh(optimizer):
+        optimizer.step()
+    return seen, optimizer.param_groups is groups, groups[0]["fused"], bool(torch.equal(split.full_tensor(), whole))
+
+
+def test_groups_by_mesh(ranks: Any) -> None:
+    """A group on several meshes is stepped mesh by mesh, by the fused kernel, and is one group to everybody else."""
+    for found in ranks(2, step_on_two_meshes):
+        assert found == ([2], True, True, True)
+
+
+# --- recipes
+
+# they cannot know who shares their host (ddp_file, ddp_tcp), or are told by who starts them
+TAKE_WHAT_IS_THERE = {"single", "ddp_file", "ddp_tcp", "horovod_ddp", "slurm"}
+
+
+def test_recipes_share_no_card(repository: Path) -> None:
+    """Two ranks of one card end in nccl's error: recipes take CUDA where there is a device for each local rank."""
+    recipes = (repository / "src/everyrank/recipes").glob("*.py")
+    found = {path.stem for path in recipes if "cuda.is_available()" in path.read_text()}
+    assert found == TAKE_WHAT_IS_THERE
 
 
 # --- groups

@@ -62,7 +62,9 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
         register_rank(world.store, world.rank, meeting.address, device_name(world.device))
         store_barrier(world, "start")
         others = wait_for_peers(world.store, world.size)
-        world = replace(world, hosts=tuple(other.host for other in others))
+        world = replace(
+            world, hosts=tuple(other.host for other in others), devices=tuple(other.device for other in others)
+        )
         way = route_to_peers(others, world.rank, meeting.address)
         check_same_device(others)
         world = _with_settled_backend(world, launch.backend, others, is_one_machine=way[0])

@@ -15,6 +15,7 @@ from everyrank.errors import CannotRunError, UsageError
 
 __all__ = [
     "World",
+    "cards_here",
     "choose_backend",
     "choose_device",
     "choose_threads",
@@ -62,6 +63,7 @@ class World:
     store                   where ranks leave each other small notes
     group                   all ranks; None in the world of one that `single_process_world` makes inside a larger one
     hosts                   the name of each rank's host
+    devices                 what each rank computes on: `cpu`, or `cuda` and which card of its host
     choices                 what was chosen automatically, and why: backend, interface, threads
     threads_alone           CPU threads of a rank that works alone on its host
     group_cache             groups of some of the ranks, made when first asked for
@@ -79,6 +81,7 @@ class World:
     store: dist.Store
     group: dist.ProcessGroup | None
     hosts: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict[str, str])
     threads_alone: int = 1
     group_cache: GroupCache = field(default_factory=lambda: GroupCache(), repr=False, compare=False)
@@ -89,6 +92,13 @@ def choose_device(asked: str | None, num_cuda: int) -> str:
     if asked == "cuda" and num_cuda == 0:
         raise CannotRunError("--device cuda: torch sees no CUDA device here; use --device cpu")
     return asked or ("cuda" if num_cuda else "cpu")
+
+
+def cards_here(world: World) -> list[str]:
+    """The cards that ranks of this rank's host compute on: `0:3b:00` (domain, bus, device) of each."""
+    here = zip(world.hosts, world.devices, strict=True)
+    found = {device.partition(" ")[2] for host, device in here if host == world.hosts[world.rank]}
+    return sorted(found - {""})
 
 
 def describe_device(asked: str | None, kind: str) -> str:
@@ -112,7 +122,7 @@ def device_name(device: torch.device) -> str:
     card: Any = torch.cuda.get_device_properties(device)
     places = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None not in places:
-        return "cuda " + ":".join(f"{place:02x}" for place in places)
+        return "cuda {:x}:{:02x}:{:02x}".format(*places)
     return f"cuda {getattr(card, 'uuid', device.index)}"
 
 
