@@ -167,7 +167,11 @@ def _lists_read_at_once(watch: Watch, header: list[int]) -> Iterator[None]:
 
 def _is_one_by_one(args: Any) -> bool:
     """Whether torch takes the tensors of a list one by one: a factor on the device is of another dtype."""
-    return len(args) > 1 and isinstance(args[1], Tensor) and any(args[1].dtype != one.dtype for one in args[0])
+    if len(args) < 2 or not isinstance(args[1], Tensor):
+        return False
+    if any(args[1].device != one.device for one in args[0]):
+        raise RuntimeError(f"a factor on {args[1].device} for a tensor on another device, which CUDA refuses")
+    return any(args[1].dtype != one.dtype for one in args[0])
 
 
 def _read(tensor: Tensor) -> Any:
@@ -415,7 +419,8 @@ def _two_devices() -> str:
             parameter.grad = torch.ones_like(parameter)
         assert world.device == CUDA
         try:
-            trainable.optimizer_step(torch.ones(2, dtype=torch.float64, device=CUDA))
+            with Watch():  # fake tensors do not mind
+                trainable.optimizer_step(torch.ones(2, dtype=torch.float64, device=CUDA))
         except RuntimeError as error:
             return str(error)
     return ""
