@@ -121,3 +121,23 @@ def second_derivative(world: World) -> str:
 def test_second_derivatives_are_refused(ranks: Any) -> None:
     """They would leave out what came from the other ranks, without a word."""
     assert "once_differentiable" in ranks(1, second_derivative)[0]
+
+
+def alone(world: World) -> Any:
+    """What a lone rank computes on CUDA, here on CPU: output and running statistics, after one look and one more."""
+    norm, own = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+    values = inputs((4, 2, 2))
+    expected = norm(values)
+    apply_batch_norm(nn.Sequential(own), MicroBatchState(), world)
+    found: Any = own
+    outputs = [found._alone(values, moves_statistics=moves) for moves in (True, False)]
+    same = [torch.equal(output, expected) for output in outputs]
+    return same, [torch.equal(own.state_dict()[name], value) for name, value in norm.state_dict().items()]
+
+
+def test_alone_as_torch(ranks: Any) -> None:
+    """A rank whose statistics are its own takes torch's operator; what runs again moves no statistics."""
+    same, statistics = ranks(1, alone)[0]
+    assert same == [True, True]
+    assert len(statistics) == 5
+    assert all(statistics)

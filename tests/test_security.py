@@ -22,6 +22,7 @@ UNPICKLES = {
     "launch/ray_driver.py": "the job, as its own parent has written it",
     "launch/processes.py": "what ranks have kept in that folder",
     "launch/reports.py": "what they return",
+    "world/calls.py": "the dump of torch's Flight Recorder, which the same process has just made",
 }
 # Readers that know a few classes by name.
 READERS = {"checkpoint/storage.py", "datasets/cifar.py"}

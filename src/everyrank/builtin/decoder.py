@@ -176,7 +176,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """(N, D), (N, K), (N, K) -> (N, D)."""
         order = chosen.flatten().argsort(stable=True)  # pairs of a token and a choice, expert after expert
-        counts = chosen.flatten().bincount(minlength=len(self.gate)).tolist()
+        counts = F.one_hot(chosen.flatten(), len(self.gate)).sum(0).tolist()
         parts = tokens[order // chosen.shape[1]].split(counts)
         outputs = [
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)

@@ -20,7 +20,7 @@ from everyrank.layout import STRATEGIES
 
 __all__ = ["Examination", "examine", "paste"]
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # Linux, WSL
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # Linux, WSL, ROCm
 _PRIVATE = ("host name", "interfaces", "temporary files")
 
 

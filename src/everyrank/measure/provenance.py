@@ -8,7 +8,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -52,6 +52,20 @@ def machine(world: World) -> dict[str, Any]:
         "choices": dict(world.choices),
         "accelerator": torch.cuda.get_device_name(world.device) if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,
+        **({"cuda_details": _cuda_details()} if is_cuda else {}),
+    }
+
+
+def _cuda_details() -> dict[str, Any]:
+    """Libraries beneath CUDA, and whether products of float32 matrices and convolutions are rounded to TF32."""
+    cuda, private = cast("Any", torch.cuda), cast("Any", torch._C)  # pyright: ignore[reportPrivateUsage]
+    return {
+        "nccl": ".".join(map(str, cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        "driver": private._cuda_getDriverVersion(),  # as CUDA counts: 12040
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+        "tf32_convolution": torch.backends.cudnn.allow_tf32,
     }
 
 

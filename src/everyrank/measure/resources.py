@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from statistics import fmean
 from typing import IO, Any
 
@@ -75,12 +75,15 @@ class Sampler:
 
 
 @contextlib.contextmanager
-def sampling(started: float, active: bool) -> Generator[Sampler]:
-    """Sample while the block runs, where `active`; `started` is what the times count from (seconds since 1970)."""
+def sampling(started: float, active: bool, cards: Sequence[str] = ()) -> Generator[Sampler]:
+    """Sample while the block runs, where `active`; `started` is what the times count from (seconds since 1970).
+
+    Of GPUs those `cards` are looked at, which the ranks of this host compute on, by their place on the PCI bus.
+    """
     if not active:
         yield Sampler(started)
         return
-    command = [sys.executable, "-P", "-m", "everyrank.measure.resources"]
+    command = [sys.executable, "-P", "-m", "everyrank.measure.resources", *cards]
     with tempfile.TemporaryFile() as file:  # it has no name: nothing is left however this process ends
         # it ends when this pipe closes, however this process ends
         process = subprocess.Popen(  # noqa: S603
@@ -105,7 +108,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks; with them this ends, too
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
-    gpu = _Gpu()
+    gpu = _Gpu(sys.argv[1:])
     try:
         processors = _Processors()
         while not ended.wait(INTERVAL_SECONDS):
@@ -156,14 +159,15 @@ class _Processors:
 
 
 class _Gpu:
-    """What nvidia-smi says, where there is one: the sum over all cards."""
+    """What nvidia-smi says, where there is one: the sum over these cards, and not those of other people's jobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, cards: Sequence[str]) -> None:
+        self.asked = set(cards)
         self.cards: dict[str, tuple[float, float]] = {}
         self.process: subprocess.Popen[str] | None = None
         program = shutil.which("nvidia-smi")
-        if program is not None:
-            query = ["--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+        if program is not None and self.asked:
+            query = ["--query-gpu=pci.bus_id,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
             every = ["-lms", str(int(INTERVAL_SECONDS * 1000))]
             self.process = subprocess.Popen(  # noqa: S603
                 [program, *query, *every], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -175,7 +179,9 @@ class _Gpu:
         for line in process.stdout:
             cells = [cell.strip() for cell in line.split(",")]
             with contextlib.suppress(ValueError, IndexError):  # "[N/A]" on cards that do not tell
-                self.cards[cells[0]] = (float(cells[1]), float(cells[2]))
+                card = _card(cells[0])
+                if card in self.asked:
+                    self.cards[card] = (float(cells[1]), float(cells[2]))
 
     def read(self) -> tuple[float | None, int | None]:
         if not self.cards:
@@ -186,6 +192,12 @@ class _Gpu:
     def close(self) -> None:
         if self.process is not None:
             self.process.terminate()
+
+
+def _card(bus_id: str) -> str:
+    """`00000000:3B:00.0`, as nvidia-smi writes it -> `0:3b:00`. Raises `ValueError` for anything else."""
+    domain, bus, device = bus_id.partition(".")[0].split(":")
+    return f"{int(domain, 16):x}:{int(bus, 16):02x}:{int(device, 16):02x}"
 
 
 if __name__ == "__main__":

@@ -110,10 +110,26 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         state, world = self.everyrank
         if state.is_padding and world.size == 1:  # there is no sample to take statistics of, and none that counts
             return self._with_running_statistics(input) if self.running_mean is not None else input
+        has_variance = input.numel() > input.shape[1]  # of one value there is none, which is refused below
+        if input.is_cuda and world.size == 1 and self.momentum is not None and has_variance:
+            return self._alone(input, moves_statistics=not state.is_recomputing)
         output, mean, unbiased = _Normalise.apply(input, self.weight, self.bias, self.eps, world, state.is_padding)
         if self.training and self.track_running_stats and not state.is_recomputing:
             self.update_running_stats(mean, unbiased)
         return output
+
+    def _alone(self, values: Tensor, moves_statistics: bool) -> Tensor:
+        """Over this rank's own samples: torch's own operator, for which CUDA has kernels (cuDNN's)."""
+        mean, variance, seen = self.running_mean, self.running_var, self.num_batches_tracked
+        weight, bias = self.weight, self.bias
+        if mean is not None:  # as wide as the statistics: torch refuses the mixture
+            weight, bias = (None if p is None else _in(mean.dtype, p) for p in (weight, bias))
+        if not moves_statistics:
+            mean = variance = None
+        elif seen is not None:
+            seen.add_(1)
+        momentum = self.momentum if self.momentum is not None else 0.0
+        return F.batch_norm(values, mean, variance, weight, bias, training=True, momentum=momentum, eps=self.eps)
 
     def _with_running_statistics(self, values: Tensor) -> Tensor:
         """Evaluation. The statistics stay float32 where a sharded model computes in less: torch refuses the mixture."""
@@ -209,7 +225,7 @@ def _over_ranks(
     """
     if world.size == 1:
         return mean, squares / size, size
-    own = torch.cat([mean, squares, mean.new_tensor([size])])
+    own = torch.cat([mean, squares, mean.new_full((1,), size)])
     if is_padding:
         own[len(mean) :] = 0
     rows = own.new_empty(world.size, len(own))

@@ -138,12 +138,13 @@ def _forward(
     """What the module would give that had all experts: (N, D), (N, K), (N, K) -> (N, D)."""
     chosen = chosen.reshape(len(tokens), -1)
     order = chosen.flatten().argsort(stable=True)  # pairs of a token and a choice: by expert, so by rank
-    sends = chosen.flatten().bincount(minlength=degree * num_own)
+    sends = _count(chosen.flatten(), degree * num_own)
     takes = torch.empty_like(sends)
     dist.all_to_all_single(takes, sends, group=group)
-    to, of = (counts.view(degree, num_own).sum(1).tolist() for counts in (sends, takes))
+    # on CUDA the one wait of a layer: how much room the rows need is the host's to know
+    to, of = torch.stack([sends, takes]).view(2, degree, num_own).sum(2).tolist()
     arrived = _AllToAll.apply(tokens[order // chosen.shape[1]], to, of, group)
-    expert = torch.arange(num_own, device=tokens.device).repeat(degree).repeat_interleave(takes)
+    expert = torch.arange(num_own, device=tokens.device).repeat(degree).repeat_interleave(takes, output_size=sum(of))
     is_empty = not len(expert)
     if is_empty:
         arrived, expert = F.pad(arrived, (0, 0, 0, 1)), F.pad(expert, (0, 1))
@@ -151,6 +152,11 @@ def _forward(
     returned = _AllToAll.apply(computed[:-1] if is_empty else computed, of, to, group)
     by_token = returned[order.argsort()].view(*chosen.shape, tokens.shape[-1])
     return (by_token * weights.reshape(chosen.shape)[:, :, None]).sum(1).to(tokens.dtype)
+
+
+def _count(numbers: Tensor, kinds: int) -> Tensor:
+    """How often each of 0 ... kinds - 1 is there: shape (kinds,). On CUDA `bincount` would wait to see the largest."""
+    return numbers.new_zeros(kinds).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _compute(module: nn.Module, shell: Any, degree: int, *arguments: Tensor) -> Any:

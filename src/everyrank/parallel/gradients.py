@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from everyrank.layout import AXES, DATA_AXES
 from everyrank.parallel.flat import flatten, write_back
 from everyrank.parallel.mesh import Mesh, local_tensor
+from everyrank.world import World
 
 __all__ = [
     "all_reduce_grads",
@@ -24,7 +25,7 @@ __all__ = [
     "is_norm_param",
     "norm_params",
     "sum_squares",
-    "zero_missing_grads",
+    "total_and_missing_grads",
 ]
 
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
@@ -58,15 +59,20 @@ def sum_squares(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
 
     `parameters` are those that this rank counts (`norm_params`).
     """
-    squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            own = local_tensor(gradient)
-            squares += torch.linalg.vector_norm(own.to(torch.promote_types(own.dtype, torch.float32))).double().square()
+    squares = _local_squares([local_tensor(p.grad) for p in parameters if p.grad is not None], mesh.world.device)
     if mesh.world.size > 1:
         dist.all_reduce(squares, group=mesh.world.group)
     return squares
+
+
+def _local_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of what this rank counts: float64, shape (). A handful of operators for any number."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    norms = torch._foreach_norm(wide)  # pyright: ignore[reportPrivateUsage]  (documented)
+    # one after the other, as a loop over the gradients adds them up: `sum` may take another order, and other last bits
+    return torch.stack([norm.to(device) for norm in norms]).double().square().cumsum(0)[-1].clone()
 
 
 def average_replicated_grads(parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
@@ -79,9 +85,28 @@ def average_replicated_grads(parameters: Sequence[nn.Parameter], mesh: Mesh) -> 
             parameter.grad /= mesh.size(*DATA_AXES)
 
 
-def zero_missing_grads(parameters: Sequence[nn.Parameter], counts: Tensor) -> None:
+def total_and_missing_grads(share: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
+    """The sum of `share`, (sum, count), over all ranks, shape (2,). A collective over the world.
+
+    Parameters that other ranks have a gradient of get one of zeros here. Who has one is known to the host, and travels
+    between the hosts: on CUDA asking the device would make all of them wait for it.
+    """
+    has_grad = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float64)
+    if share.device.type == "cpu":
+        total = torch.cat([share, has_grad])
+        dist.all_reduce(total, group=world.group)
+        total, has_grad = total[:2], total[2:]
+    else:
+        total = share.clone()
+        dist.all_reduce(total, group=world.group)
+        dist.all_reduce(has_grad, group=world.group)
+    _zero_missing_grads(parameters, has_grad.tolist())
+    return total
+
+
+def _zero_missing_grads(parameters: Sequence[nn.Parameter], counts: Sequence[float]) -> None:
     """Give a gradient of zeros to parameters that other ranks have one of; `counts` (one each): how many have."""
-    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+    for parameter, count in zip(parameters, counts, strict=True):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 

@@ -109,6 +109,10 @@ def _devices(layout: Layout, world: World) -> list[torch.device]:
     count = layout.read(DeviceOptions).devices
     if world.device.type != "cuda" or count == 1:
         return [world.device] * count
+    if world.backend == "nccl" and world.size > 1:
+        raise CannotRunError(
+            f"layout {layout}: nccl binds each rank to one device; use --backend gloo, or single:devices={count}"
+        )
     needed = count * world.local_size
     if torch.cuda.device_count() < needed:
         raise CannotRunError(f"needs {needed} CUDA devices, {count} for each rank of this host")

@@ -39,10 +39,17 @@ def compute_loss(
         loss_sum, count = loss_sum * 0.0, 0.0
     if loss_sum.device.type == "cpu":
         return loss_sum, torch.tensor((loss_sum.item(), float(count)), dtype=torch.float64)
-    share = torch.empty(2, dtype=torch.float64, device=loss_sum.device)  # reading the loss would make the device wait
+    return loss_sum, _share_on_device(loss_sum, count)
+
+
+def _share_on_device(loss_sum: Tensor, count: Any) -> Tensor:
+    """(sum, count) where the loss is: reading it would make the host wait, and so would a number put into a tensor."""
+    is_there = isinstance(count, Tensor) and count.device == loss_sum.device
+    share = torch.full((2,), 0.0 if is_there else float(count), dtype=torch.float64, device=loss_sum.device)
     share[0] = loss_sum.detach()
-    share[1] = count
-    return loss_sum, share
+    if is_there:
+        share[1] = count
+    return share
 
 
 @torch.no_grad()

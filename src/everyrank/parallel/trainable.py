@@ -7,17 +7,19 @@ gradients are multiplied by global_batch / count, and by the number of ranks whe
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -117,10 +119,11 @@ class Trainable:
                 # the formula of torch.nn.utils.clip_grad_norm_
                 factor = factor * torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
         if gradients:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
+            _multiply(gradients, factor)
         if self.clip_norm is not None and self.clip is not None:
             self.clip(self.clip_norm)
-        self.optimizer.step()
+        with _groups_by_mesh(self.optimizer):
+            self.optimizer.step()
         self.advance_schedule()
 
     def _factor(self, total: Tensor, num_averaged: int) -> float | Tensor:
@@ -227,11 +230,37 @@ def _make_optimizer(workload: Workload, model: nn.Module) -> Optimizer:
             "use an optimizer that steps on the gradients it finds (SGD, AdamW)"
         )
     _check_parameters(workload, model, optimizer)
-    for group in optimizer.param_groups:
-        # torch's kernels for many tensors at once take tensors of one kind; one by one is the same arithmetic
-        if len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1:
-            group.update({key: False for key in ("foreach", "fused") if key in group})
     return optimizer
+
+
+@contextlib.contextmanager
+def _groups_by_mesh(optimizer: Optimizer) -> Generator[None]:
+    """While the optimizer steps: a group whose parameters lie on several meshes as one group for each mesh.
+
+    torch's kernels for many tensors at once (foreach, fused) take tensors of one mesh. To whom else looks (a schedule,
+    a checkpoint) the groups are those that the workload made.
+    """
+    whole = optimizer.param_groups
+    parts = [(group, own) for group in whole for own in _by_mesh(group["params"])]
+    if len(parts) == len(whole):
+        yield
+        return
+    split = [{**group, "params": own} for group, own in parts]
+    optimizer.param_groups = split
+    try:
+        yield
+    finally:
+        for (group, _), part in zip(parts, split, strict=True):  # some optimizers note something in their groups
+            group.update({key: value for key, value in part.items() if key != "params"})
+        optimizer.param_groups = whole
+
+
+def _by_mesh(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The parameters of each mesh, and those of none, in order; those of an empty group as one list."""
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(found.values()) or [[]]
 
 
 def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer) -> None:
@@ -250,7 +279,20 @@ def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer
 
 def _norm(gradients: Sequence[Tensor], total: Tensor) -> Tensor:
     """The norm of gradients that this rank holds whole: float64, shape ()."""
-    return torch.nn.utils.get_total_norm(gradients).double() if gradients else total.new_zeros(())
+    return torch.nn.utils.get_total_norm(gradients).to(total.device).double() if gradients else total.new_zeros(())
+
+
+def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply all gradients in place.
+
+    On CUDA torch takes them all at once where the factor is of their own dtype, on their own device; else one by one.
+    """
+    if not isinstance(factor, Tensor) or factor.device.type == "cpu":
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
+        return
+    for device, dtype in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.device == device and gradient.dtype == dtype]
+        torch._foreach_mul_(own, factor.to(device, dtype, non_blocking=True))  # pyright: ignore[reportPrivateUsage]
 
 
 @functools.lru_cache(maxsize=64)

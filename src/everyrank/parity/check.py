@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Generator
 from typing import Any
+
+import torch
 
 from everyrank.errors import CannotRunError, LayoutError, UnsupportedLayoutError
 from everyrank.layout import Layout
@@ -30,11 +34,23 @@ def check_layout(
     here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
     `by_name`, else `not_verified`. A collective.
     """
-    parity, losses = _check_layout(case, layout, world, key, by_name)
+    with _without_tf32():
+        parity, losses = _check_layout(case, layout, world, key, by_name)
     if case.reference is not None and parity.reference is None and parity.scope is not None:
         scope = f"{parity.scope}, beside {case.reference}"
         parity = dataclasses.replace(parity, scope=scope, reference=str(case.reference))
     return parity, losses
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Generator[None]:
+    """Float32 that is float32: by default cuDNN rounds what it convolves to ten bits, which may look like a mistake."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _check_layout(

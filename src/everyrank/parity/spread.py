@@ -30,9 +30,7 @@ def run_on_all_ranks(
         runs = [trace(case, single, world, segments, **options) for single, segments, options in jobs]
         return runs if world.rank == 0 else []
     here = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
-    holders = _shared_out(
-        jobs, world.size, world.device.type == "cuda" and world.local_size > torch.cuda.device_count()
-    )
+    holders = _shared_out(jobs, world.size, world.device.type == "cuda" and world.backend == "gloo")
 
     def work() -> dict[int, Trace]:
         mine = [index for index, rank in enumerate(holders) if rank == world.rank]

@@ -239,7 +239,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         sys.stderr.write(f"{Path(__file__).name}: start it by torchrun: its header says how\n")
         raise SystemExit(2)
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -182,7 +182,7 @@ def main():
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: LENGTH={LENGTH}: twice {world_size} ranks must divide it\n")
         raise SystemExit(2)
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if world_size > 1:
         if cuda:

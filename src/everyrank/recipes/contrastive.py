@@ -113,7 +113,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
     dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     model = ddp = build().to(device, dtype)
     if world_size > 1:

@@ -79,7 +79,7 @@ def main():
     parser.add_argument("--hook", choices=["fp16", "powersgd", "none"], default="fp16", help="what gradients travel as")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -104,7 +104,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
     dtype = torch.float64 if parser.parse_args().float64 else torch.float32
     rank, local_rank, world_size = read_environment()
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # one for each rank
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -72,7 +72,7 @@ def evaluate(model, data, rank, world_size, device):
 
 def train(rank, world_size, init_method, dtype):
     """What each process runs; spawn passes its rank first."""
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= world_size  # one for each rank
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

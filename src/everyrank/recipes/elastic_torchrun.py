@@ -109,7 +109,7 @@ def main():
     fail_at = args.fail_at if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
     if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         sys.exit("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun: else ranks hang after a restart")
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

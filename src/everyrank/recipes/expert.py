@@ -146,7 +146,7 @@ def connect(rank, world_size):
                 f"{Path(__file__).name}: {EXPERTS} experts cannot be shared by {world_size} ranks evenly\n"
             )
         raise SystemExit(2)
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -116,7 +116,7 @@ def main():
             why = f"TENSOR={TENSOR} must divide {world_size} ranks of torchrun, {HEADS} heads"
             sys.stderr.write(f"{Path(__file__).name}: {why}\n")
         raise SystemExit(2)
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -142,7 +142,7 @@ def main():
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
     args = parser.parse_args()
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -111,7 +111,7 @@ def main():
     rank, local_rank, world_size, local_size, init_method = read_environment()
     if BATCH % world_size:
         refuse(f"BATCH={BATCH}: {world_size} ranks must divide it")
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= local_size  # one for each rank
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

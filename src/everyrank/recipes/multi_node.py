@@ -117,7 +117,7 @@ def main():
     store, rank, world_size = rendezvous()
     if BATCH % world_size:
         refuse(f"BATCH={BATCH}: {world_size} ranks must divide it")
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

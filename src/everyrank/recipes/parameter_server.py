@@ -117,7 +117,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
     dtype = torch.float64 if parser.parse_args().float64 else torch.float32
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

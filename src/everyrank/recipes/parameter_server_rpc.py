@@ -155,7 +155,7 @@ def main():
     name = "server" if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank > 0:
-        cuda = torch.cuda.is_available()
+        cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         train(model.to(device), train_data, rank - 1, num_trainers, device)
     rpc.shutdown()  # waits until all trainers are done

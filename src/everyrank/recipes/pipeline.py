@@ -143,7 +143,7 @@ def main():
                 f"{Path(__file__).name}: {world_size} ranks of torchrun: give 1 to {most}, of which each has a layer\n"
             )
         raise SystemExit(2)
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from everyrank.data import Batch, Slice
+from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
+from everyrank.layout.options import ContextOptions
 from everyrank.parallel.local_sgd import Averaging
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import ParallelModel
@@ -127,12 +129,42 @@ class Prepared:
         return ema.swapped_in() if ema is not None else contextlib.nullcontext()
 
 
+_NOT_BY_GLOO = {
+    "pipeline": "send and receive",
+    "shard": "all-gather and reduce-scatter of several tensors at once",
+    "tensor": "all-gather of several tensors at once",
+    "expert": "all-gather of several tensors at once",
+    "context": "send and receive",
+}
+"""Axis -> what its ranks do that gloo has for CPU tensors alone (it has all-reduce, broadcast, all-gather, all-to-all).
+
+Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
+"""
+
+
+def _check_carried(layout: Layout, world: World) -> None:
+    """Raise `CannotRunError` for a layout whose collectives gloo has not for CUDA tensors: it would end in torch."""
+    if world.device.type != "cuda" or world.backend != "gloo" or world.size == 1 or layout.simulated:
+        return
+    degrees = layout.mesh(world.size) if layout.axis is not None else {}
+    axes = [axis for axis, degree in degrees.items() if degree > 1 and axis in _NOT_BY_GLOO]
+    if "context" in axes and layout.read(ContextOptions).method == "ulysses":
+        axes.remove("context")
+    missing = _NOT_BY_GLOO[axes[0]] if axes else "send and receive" if layout.servers else ""
+    if missing:
+        raise CannotRunError(
+            f"gloo has no {missing} for CUDA tensors, and nccl refuses ranks that share a device; use one process for "
+            "each device, --device cpu, or ddp or zero1"
+        )
+
+
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises.
 
     Where memory does not suffice: `CannotRunError` here, and `NoRoomError` from the steps of what is prepared.
     """
     layout.mesh(world.size)  # refuses degrees that do not fit
+    _check_carried(layout, world)
     with building(workload, layout, world):
         if layout.simulated:
             simulation = importlib.import_module(f"everyrank.simulations.{layout.row.simulation}")

@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.data import Batch
@@ -38,7 +37,7 @@ from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.batch_gather import raise_on_all_ranks
 from everyrank.parallel.fsdp import apply_fsdp_to_blocks, is_sharded
 from everyrank.parallel.full_state import full_state_dict
-from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares, zero_missing_grads
+from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares, total_and_missing_grads
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import call_model, parallelize
@@ -80,14 +79,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             share += flow(batches[first : first + pipeline.num_micro_batches])
         raise_on_all_ranks(refused, world, is_first)
         parallel.reduce_partial_grads()
-        has_grad = torch.tensor([parameter.grad is not None for parameter in outside], device=world.device)
-        total = torch.cat([share, has_grad.double()])
-        dist.all_reduce(total, group=world.group)
-        zero_missing_grads(outside, total[2:])
+        total = total_and_missing_grads(share, outside, world)
         all_reduce_grads(outside, mesh, "pipeline")
         all_reduce_grads([parameter for parameter in own if not is_sharded(parameter)], mesh)
         # all gradients are averaged over the ranks that read by now
-        trainable.optimizer_step(total[:2], mesh.size("replicate", "shard"), sum_grad_squares)
+        trainable.optimizer_step(total, mesh.size("replicate", "shard"), sum_grad_squares)
         return share
 
     def check_block_order(batch: Batch) -> None:

@@ -45,6 +45,7 @@ from everyrank.tasks.bench_results import Arm, Bench, Results
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world, use_threads
 from everyrank.world.collectives import all_gather, sum_over_ranks
+from everyrank.world.world import cards_here
 
 __all__ = ["bench_rank"]
 
@@ -75,7 +76,7 @@ def bench_rank(
         train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
         case = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)
-        with sampling(options.started, active=is_first) as sampler:
+        with sampling(options.started, is_first, cards_here(world)) as sampler:
             results = Results(bench, info, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
                 begin(f"check {layout}")

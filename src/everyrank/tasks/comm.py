@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import Any
 
 import torch
@@ -48,14 +49,16 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
     assert world.group is not None
     size = options.group_size or world.size
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
-    num_cuda = torch.cuda.device_count()
+    # open_world has seen whether ranks share devices: then it is gloo, unless that was asked for
+    num_cuda = torch.cuda.device_count() if world.backend == "gloo" else world.local_size
     found: dict[str, dist.ProcessGroup] = {}
     for asked in options.backends or (world.backend,):
         name, _ = choose_backend(asked, world.device.type, world.local_size, num_cuda)
         if name == world.backend and size == world.size:
             found[name] = world.group
         else:
-            own: Any = dist.new_subgroups_by_enumeration(members, backend=register_backend(name))[0]
+            timeout = datetime.timedelta(seconds=world.timeout_seconds)
+            own: Any = dist.new_subgroups_by_enumeration(members, timeout, register_backend(name))[0]
             found[name] = own
     return found
 

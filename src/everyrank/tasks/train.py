@@ -20,6 +20,7 @@ from everyrank.data import (
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.launch.autopsy import FOLDER, current_state, keep_state
+from everyrank.launch.rank_info import has_driver
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.measure.clock import interval
@@ -237,6 +238,8 @@ def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int | 
     hosts = list(dict.fromkeys(world.hosts))
     if len(hosts) > 1:
         display.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
+    elif has_driver() and not world.choices["device"].endswith("asked for"):
+        display.line(world.choices["device"])  # a job that was to have a GPU, and has none, says so before its hours
     if begin:
         of_all = f" of {end}" if end is not None else ""
         display.line(f"going on after update {begin}{of_all}, from {options.resume}")

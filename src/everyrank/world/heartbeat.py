@@ -27,6 +27,8 @@ from everyrank.launch.hosts import boot_id, host_name, local_address_towards
 __all__ = [
     "Peer",
     "PeerMonitor",
+    "check_same_device",
+    "count_devices",
     "hosts_text",
     "is_secondary_error",
     "register_rank",
@@ -48,14 +50,18 @@ _ANSWERS = re.compile(
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank, as it has introduced itself: its host, which machine that is, its address on the way to rank 0."""
+    """A rank, as it has introduced itself: its host, which machine that is, its address on the way to rank 0.
+
+    device   what it computes on: `cpu`, or `cuda` and which card of its machine that is
+    """
 
     host: str
     boot: str
     address: str | None
+    device: str = "cpu"
 
 
-def register_rank(store: dist.Store, rank: int, address: str | None) -> None:
+def register_rank(store: dist.Store, rank: int, address: str | None, device: str = "cpu") -> None:
     """Say who this is. Raises `UsageError` where another process says that it is the same rank."""
     if store.add(f"present/{rank}", 1) > 1:
         raise UsageError(
@@ -63,7 +69,7 @@ def register_rank(store: dist.Store, rank: int, address: str | None) -> None:
             "give another name or port), or two processes have the same rank"
         )
     store.add(f"beat/{rank}", 0)
-    own = {"host": host_name(), "boot": boot_id(), "address": address}
+    own = {"host": host_name(), "boot": boot_id(), "address": address, "device": device}
     store.set(f"who/{rank}", json.dumps(own | _versions()))
 
 
@@ -88,7 +94,30 @@ def wait_for_peers(store: dist.Store, size: int) -> list[Peer]:
                     f"rank {rank} on {row['host']} has {name} {row[name]}, and rank 0 on {rows[0]['host']} has "
                     f"{rows[0][name]}: install the same on all hosts"
                 )
-    return [Peer(row["host"], row["boot"], row["address"]) for row in rows]
+    return [Peer(row["host"], row["boot"], row["address"], row["device"]) for row in rows]
+
+
+def check_same_device(others: Sequence[Peer]) -> None:
+    """Raise `CannotRunError`, on every rank alike, where some compute on CPU and others on CUDA: no backend does both.
+
+    It is what a node whose driver is dead looks like among healthy ones: each for itself takes what it sees.
+    """
+    kinds = [other.device.partition(" ")[0] for other in others]
+    for kind, rank in ((kind, rank) for rank, kind in enumerate(kinds) if kind != kinds[0]):
+        on_cpu, on_cuda = (rank, 0) if kind == "cpu" else (0, rank)
+        raise CannotRunError(
+            f"rank {on_cpu} on {others[on_cpu].host} computes on CPU, where torch sees no CUDA device, and rank "
+            f"{on_cuda} on {others[on_cuda].host} on CUDA: see `everyrank doctor` there, or give all --device cpu"
+        )
+
+
+def count_devices(others: Sequence[Peer]) -> tuple[int, int]:
+    """(ranks, different devices that they compute on) of the machine whose ranks share devices most."""
+    devices_of: dict[str, list[str]] = {}
+    for other in others:
+        devices_of.setdefault(other.boot, []).append(other.device)
+    counts = [(len(devices), len(set(devices))) for devices in devices_of.values()]
+    return max(counts, key=lambda pair: pair[0] / pair[1])
 
 
 def route_to_peers(others: Sequence[Peer], rank: int, address: str | None) -> tuple[bool, str | None]:

@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,26 @@ from everyrank.launch.autopsy import current_state
 from everyrank.launch.hosts import choose_interface, usable_interfaces
 from everyrank.world.barrier import store_barrier
 from everyrank.world.calls import KEPT_CALLS, recorded_calls
-from everyrank.world.heartbeat import PeerMonitor, is_secondary_error, register_rank, route_to_peers, wait_for_peers
+from everyrank.world.heartbeat import (
+    Peer,
+    PeerMonitor,
+    check_same_device,
+    count_devices,
+    is_secondary_error,
+    register_rank,
+    route_to_peers,
+    wait_for_peers,
+)
 from everyrank.world.rendezvous import Rendezvous, open_store
-from everyrank.world.world import World, choose_backend, choose_device, choose_threads, use_threads
+from everyrank.world.world import (
+    World,
+    choose_backend,
+    choose_device,
+    choose_threads,
+    describe_device,
+    device_name,
+    use_threads,
+)
 
 __all__ = ["end_of_start", "open_world"]
 
@@ -46,12 +63,15 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
     gc.collect()
     gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
     with _leaving_together(world, meeting):
-        register_rank(world.store, world.rank, meeting.address)
+        register_rank(world.store, world.rank, meeting.address, device_name(world.device))
         store_barrier(world, "start")
         others = wait_for_peers(world.store, world.size)
-        world = replace(world, hosts=tuple(other.host for other in others))
+        world = replace(
+            world, hosts=tuple(other.host for other in others), devices=tuple(other.device for other in others)
+        )
         way = route_to_peers(others, world.rank, meeting.address)
-        world = _with_settled_backend(world, launch.backend, is_one_machine=way[0])
+        check_same_device(others)
+        world = _with_settled_backend(world, launch.backend, others, is_one_machine=way[0])
         with _on_interface(launch, *way) as interface, _on_the_lookout(world, info), _recorded():
             _init_process_group(world)
             store_barrier(world, "process group")  # who fails before others have connected breaks their connections
@@ -92,7 +112,7 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
     """
     num_cuda = torch.cuda.device_count()
     kind = choose_device(launch.device, num_cuda)
-    backend, why = choose_backend(launch.backend, kind, info.local_size, num_cuda)
+    backend, why = choose_backend(launch.backend, kind, info.local_size, info.local_size)  # shared devices: see below
     device = torch.device("cuda", info.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -111,7 +131,12 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
         # A store may outlive a world: a restart, or another world of the same process, has other names in it.
         store=dist.PrefixStore(f"everyrank/{info.restart_count}/{next(_WORLDS_OPENED)}", meeting.store),
         group=None,
-        choices={"backend": f"{backend}: {why}", "interface": "", "threads": why_threads},
+        choices={
+            "device": describe_device(launch.device, kind),
+            "backend": f"{backend}: {why}",
+            "interface": "",
+            "threads": why_threads,
+        },
         threads_alone=threads_alone,
         step_timeout_seconds=launch.timeout_seconds if launch.start_timeout_seconds is not None else None,
         start_flag=launch.start_flag,
@@ -119,11 +144,15 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
     return world, meeting
 
 
-def _with_settled_backend(world: World, asked: str | None, is_one_machine: bool) -> World:
-    """What only all ranks together can tell: whether they share memory. A collective over the store.
+def _with_settled_backend(world: World, asked: str | None, others: Sequence[Peer], is_one_machine: bool) -> World:
+    """What only all ranks together can tell: whether they share memory, or devices. A collective over the store.
 
-    Raises `CannotRunError` on all ranks where they do not, and shm was asked for by name.
+    Raises `CannotRunError` on all ranks where they share no memory, and shm was asked for by name, and `UsageError`
+    where nccl was and they share devices.
     """
+    if world.device.type == "cuda":
+        backend, why = choose_backend(asked, "cuda", *count_devices(others))
+        return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {why}"})
     if world.backend != "shm":
         return world
     store, seconds = dist.PrefixStore("shm", world.store), world.timeout_seconds

@@ -13,7 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from everyrank.backends import OWN_BACKENDS
 from everyrank.errors import CannotRunError, UsageError
 
-__all__ = ["World", "choose_backend", "choose_device", "choose_threads", "single_process_world", "use_threads"]
+__all__ = [
+    "World",
+    "cards_here",
+    "choose_backend",
+    "choose_device",
+    "choose_threads",
+    "describe_device",
+    "device_name",
+    "single_process_world",
+    "use_threads",
+]
 
 
 @dataclass
@@ -55,6 +65,7 @@ class World:
     store                   where ranks leave each other small notes
     group                   all ranks; None in the world of one that `single_process_world` makes inside a larger one
     hosts                   the name of each rank's host
+    devices                 what each rank computes on: `cpu`, or `cuda` and which card of its host
     choices                 what was chosen automatically, and why: backend, interface, threads
     threads_alone           CPU threads of a rank that works alone on its host
     group_cache             groups of some of the ranks, made when first asked for
@@ -72,6 +83,7 @@ class World:
     store: dist.Store
     group: dist.ProcessGroup | None
     hosts: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict[str, str])
     threads_alone: int = 1
     step_timeout_seconds: float | None = None
@@ -86,10 +98,43 @@ def choose_device(asked: str | None, num_cuda: int) -> str:
     return asked or ("cuda" if num_cuda else "cpu")
 
 
-def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
-    """The backend, and why; `open_world` changes shm to gloo where ranks turn out to share no memory.
+def cards_here(world: World) -> list[str]:
+    """The cards that ranks of this rank's host compute on: `0:3b:00` (domain, bus, device) of each."""
+    here = zip(world.hosts, world.devices, strict=True)
+    found = {device.partition(" ")[2] for host, device in here if host == world.hosts[world.rank]}
+    return sorted(found - {""})
 
-    Raises `UsageError` for one that cannot move tensors of this device.
+
+def describe_device(asked: str | None, kind: str) -> str:
+    """The type of device that was chosen, and why; for whoever expected another one."""
+    if asked is not None:
+        return f"{kind}: asked for"
+    if kind == "cuda":
+        return "cuda: torch sees one"
+    has_mps = torch.backends.mps.is_available()
+    return f"cpu: torch sees no CUDA device{'; that of Apple (mps) is not used' * has_mps}"
+
+
+def device_name(device: torch.device) -> str:
+    """What tells this device from the others of its machine, in every process alike: `cpu`, or `cuda` and its card.
+
+    Numbers do not: with one visible device for each rank (srun --gpus-per-task) all of them compute on `cuda:0`. The
+    card is its place on the PCI bus, by which NCCL refuses two ranks of one; else its UUID.
+    """
+    if device.type != "cuda":
+        return device.type
+    card: Any = torch.cuda.get_device_properties(device)
+    places = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in places:
+        return "cuda {:x}:{:02x}:{:02x}".format(*places)
+    return f"cuda {getattr(card, 'uuid', device.index)}"
+
+
+def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
+    """The backend, and why: for `local_size` ranks of a machine that compute on `num_cuda` different CUDA devices.
+
+    `open_world` changes shm to gloo where ranks turn out to share no memory. Raises `UsageError` for a backend that
+    cannot move tensors of this device.
     """
     if device == "cpu":
         if asked == "nccl":

@@ -170,15 +170,17 @@ class PipelineRun:
         source = stage - 1 if kind == "F" else stage + 1
         shape_of = (source, key) if kind == "F" else (stage, key)  # a gradient has the shape of what it is of
         if shape_of not in self.shapes:
-            header = self._wait(kind, source, stage, torch.zeros(_HEADER, dtype=torch.int64), index).tolist()
+            header = self._wait(kind, source, stage, (_HEADER,), torch.int64, index).tolist()
             self.shapes[shape_of] = _DTYPES[header[0]], tuple(header[2 : 2 + header[1]])
         dtype, shape = self.shapes[shape_of]
-        found = self._wait(kind, source, stage, torch.empty(shape, dtype=dtype), index)
+        found = self._wait(kind, source, stage, shape, dtype, index)
         self.waiting += time.perf_counter() - begin
         return found
 
-    def _wait(self, kind: str, source: int, stage: int, empty: Tensor, index: int) -> Tensor:
-        tensor = empty.to(self.mesh.world.device)
+    def _wait(
+        self, kind: str, source: int, stage: int, shape: tuple[int, ...], dtype: torch.dtype, index: int
+    ) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.mesh.world.device)
         work = dist.irecv(
             tensor, self._rank(source), group=self._group(kind, source, stage), tag=self._tag(source, index)
         )

@@ -91,6 +91,7 @@ class ServerLink:
         All of it at once: servers take trainers in different orders, and one that has taken a head waits for its
         numbers. Who sent these only when every server has its head could wait for a server that waits for another.
         """
+        share = share.cpu()  # servers read it; on CUDA the one wait of an update
         heads = [self._head(part, _PUSH, share) for part in self.parts]
         numbers = [_flat_gradients(part) for part in self.parts] if float(share[1]) else []
         _wait(*self._send_all(heads, _HEAD), *self._send_all(numbers))

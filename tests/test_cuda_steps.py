@@ -1,0 +1,133 @@
+"""What an update asks of a CUDA device, under every strategy: no waiting, no copying, not too many operators.
+
+There is no device: tensors are fake, and so is the process group (fake_cuda.py). What a real one computes, and how
+fast, only a real one tells.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import fake_cuda
+from everyrank.layout import STRATEGIES, parse_layout
+from forkserver import ForkServer
+
+# (workload, layout, rank, ranks) -> operators that an update may take. Most are the model's own: those of `single`
+# say how many. Versions of torch differ by a few.
+BUDGETS: dict[tuple[str, str, int, int], int] = {
+    ("text", "single", 0, 1): 400,
+    ("text", "single:precision=bf16", 0, 1): 490,
+    ("text", "single:precision=fp16", 0, 1): 480,
+    ("text", "single:recompute,accumulate=2", 0, 1): 1050,
+    ("average", "single", 0, 1): 400,
+    ("text", "dataparallel", 0, 1): 400,
+    ("text", "ddp", 0, 2): 410,
+    ("digits", "ddp", 0, 2): 220,
+    ("digits", "ddp:batch_norm=local", 0, 2): 110,
+    ("digits", "ddp", 0, 1): 100,
+    ("text", "ddp:compress=fp16", 0, 2): 440,
+    ("text", "ddp:compress=powersgd", 0, 2): 720,
+    ("text", "zero1", 0, 2): 430,
+    ("text", "fsdp", 0, 2): 410,
+    ("digits", "fsdp", 1, 2): 200,
+    ("text", "fsdp:replicate=2", 0, 4): 410,
+    ("text", "fsdp:tensor=2", 1, 4): 420,
+    ("text", "tensor", 0, 2): 390,
+    ("text", "tensor:sequence=true", 1, 2): 450,
+    ("text", "context", 0, 2): 800,
+    ("text", "context:method=ulysses", 1, 2): 470,
+    ("text", "pipeline", 0, 2): 740,
+    ("text", "pipeline", 1, 2): 860,
+    ("text", "pipeline:shard=2", 1, 4): 770,
+    ("experts", "single", 0, 1): 600,
+    ("experts", "expert", 0, 2): 560,
+    ("experts", "fsdp:expert=2", 0, 4): 620,
+    ("text", "local_sgd:every=1", 0, 2): 500,
+    ("digits", "local_sgd:every=1", 1, 2): 140,
+    ("text", "parameter_server", 1, 2): 390,
+}
+
+# Where the host has to wait, how often in an update, and why
+REASONS: dict[tuple[str, str], tuple[int, str]] = {
+    ("text", "single:precision=fp16"): (1, "an update that overflows in fp16 is left out: the host decides"),
+    ("experts", "single"): (2, "the built-in model cuts tokens into as many pieces as experts, once a block"),
+    ("experts", "expert"): (4, "how many rows travel to and from other ranks; and the model's own, once a block"),
+    ("experts", "fsdp:expert=2"): (4, "the same"),
+    ("text", "parameter_server"): (1, "servers read loss and count, which travel ahead of the gradients"),
+}
+
+NOT_PRETENDED = {
+    "horovod": "its operators are Horovod's, which has to be built with CUDA",
+}
+
+
+@pytest.fixture(scope="module")
+def report(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All cases, in one process of their own: the guard for fake tensors stays in it."""
+    path = tmp_path_factory.mktemp("fake_cuda") / "report.json"
+    child = forkserver.start(fake_cuda.write_report, list(BUDGETS), path)
+    try:
+        assert child.wait(200.0) == 0
+    finally:
+        child.kill()
+        child.close()
+    return json.loads(path.read_text())
+
+
+def row_of(report: dict[str, Any], case: tuple[str, str, int, int]) -> dict[str, dict[str, int]]:
+    row = report["rows"][list(BUDGETS).index(case)]
+    assert "error" not in row, row["error"]
+    return row
+
+
+@pytest.mark.parametrize("case", BUDGETS, ids=lambda case: "-".join(map(str, case)))
+def test_no_wait(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
+    """The host never waits for the device within an update, but where a reason is given; nor does it copy."""
+    row = row_of(report, case)
+    num_waits, _ = REASONS.get(case[:2], (0, ""))
+    assert sum(row["waits"].values()) == num_waits, row["waits"]
+    assert sum(row["copies"].values()) <= num_waits, row["copies"]
+
+
+@pytest.mark.parametrize("case", BUDGETS, ids=lambda case: "-".join(map(str, case)))
+def test_operators(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
+    """As many operators as the budget says, and not far fewer: a budget is to say something."""
+    operators = row_of(report, case)["operators"]
+    assert 0.8 * BUDGETS[case] <= sum(operators.values()) <= BUDGETS[case], _longest(operators)
+
+
+def _longest(operators: dict[str, int]) -> str:
+    rows = sorted(operators.items(), key=lambda row: -row[1])[:12]
+    return f"{sum(operators.values())} operators: " + "; ".join(f"{count} x {place}" for place, count in rows)
+
+
+def test_the_watch_sees(report: dict[str, Any]) -> None:
+    """What is known to make the host wait is counted, and what does not is not: [waits, copies]."""
+    assert report["seen"] == {
+        "float": [1, 0],
+        "bool": [1, 0],
+        "tolist": [1, 1],
+        "tensor": [1, 1],
+        "number into an element": [1, 1],
+        "cpu": [1, 1],
+        "to the device": [1, 1],
+        "to the device, not blocking": [0, 1],
+        "bincount": [1, 0],
+        "fill": [0, 0],
+        "full": [0, 0],
+    }
+
+
+def test_two_devices(report: dict[str, Any]) -> None:
+    """A model on two devices (devices=2): each takes the factor of its gradients, and one norm is that of both."""
+    assert report["two devices"] == ""
+
+
+def test_every_strategy_is_there() -> None:
+    """A new strategy needs a case here, or a reason why it cannot be pretended."""
+    there = {parse_layout(layout).strategy for _, layout, _, _ in BUDGETS}
+    assert there | NOT_PRETENDED.keys() == STRATEGIES.keys()
+    assert not there & NOT_PRETENDED.keys()

@@ -1,0 +1,220 @@
+"""Which device each rank computes on, and which backend follows; pretended: cards, drivers, and who sees which."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from everyrank import parse_layout
+from everyrank.backends import PythonGroup
+from everyrank.errors import CannotRunError, UsageError
+from everyrank.layout import STRATEGIES
+from everyrank.measure.resources import _Gpu
+from everyrank.parallel.mesh import make_device_mesh, open_mesh
+from everyrank.parallel.trainable import _groups_by_mesh
+from everyrank.strategies import _check_carried
+from everyrank.world import World, choose_backend, choose_device
+from everyrank.world.heartbeat import Peer, check_same_device, count_devices
+from everyrank.world.world import cards_here, describe_device, device_name
+
+# (how ranks are started, host of each rank, cards that it sees, its local rank) -> backend
+BINDINGS: list[tuple[str, Sequence[tuple[str, str, int]], str]] = [
+    ("spawn or torchrun, a card for each", [("a", "AB", 0), ("a", "AB", 1)], "nccl"),
+    ("spawn or torchrun, two ranks of one card", [("a", "A", 0), ("a", "A", 1)], "gloo"),
+    ("torchrun, three ranks of two cards", [("a", "AB", 0), ("a", "AB", 1), ("a", "AB", 2)], "gloo"),
+    ("srun --gpus-per-task=1", [("a", "A", 0), ("a", "B", 1), ("b", "A", 0), ("b", "B", 1)], "nccl"),
+    ("srun --gpu-bind=single:2", [("a", "A", 0), ("a", "A", 1), ("a", "B", 2), ("a", "B", 3)], "gloo"),
+    ("srun --gpus-per-node, no binding", [("a", "AB", 0), ("a", "AB", 1), ("b", "AB", 0), ("b", "AB", 1)], "nccl"),
+    ("mpirun, CUDA_VISIBLE_DEVICES by local rank", [("a", "A", 0), ("a", "B", 1)], "nccl"),
+    ("Ray, each sees the cards of its node's ranks", [("a", "CD", 0), ("a", "CD", 1), ("b", "A", 0)], "nccl"),
+    ("horovodrun, one host shares and the other does not", [("a", "A", 0), ("a", "A", 1), ("b", "A", 0)], "gloo"),
+    ("CUDA_VISIBLE_DEVICES in another order", [("a", "BA", 0), ("a", "AB", 0)], "nccl"),
+]
+
+
+def peers(ranks: Sequence[tuple[str, str, int]]) -> list[Peer]:
+    """The ranks as each introduces itself."""
+    found: list[Peer] = []
+    for host, cards, local_rank in ranks:
+
+        def properties(device: torch.device, cards: str = cards) -> Any:
+            return types.SimpleNamespace(pci_domain_id=0, pci_bus_id=ord(cards[device.index or 0]), pci_device_id=0)
+
+        with mock.patch.object(torch.cuda, "get_device_properties", properties):
+            device = torch.device("cuda", local_rank % len(cards)) if cards else torch.device("cpu")
+            found.append(Peer(host, f"boot of {host}", None, device_name(device)))
+    return found
+
+
+@pytest.mark.parametrize(("how", "ranks", "backend"), BINDINGS, ids=[row[0] for row in BINDINGS])
+def test_backend_by_cards(how: str, ranks: Sequence[tuple[str, str, int]], backend: str) -> None:
+    """Cards are compared, not their numbers or their count: with one visible card each, all ranks are on cuda:0."""
+    others = peers(ranks)
+    check_same_device(others)
+    found, why = choose_backend(None, "cuda", *count_devices(others))
+    assert (found, how) == (backend, how)
+    if backend == "gloo":
+        assert "share" in why
+        with pytest.raises(UsageError, match="share"):
+            choose_backend("nccl", "cuda", *count_devices(others))
+    else:
+        assert choose_backend("nccl", "cuda", *count_devices(others)) == ("nccl", "asked for")
+
+
+def test_card_by_uuid() -> None:
+    """Where a torch does not say the place on the bus."""
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=types.SimpleNamespace(uuid="GPU-1")):
+        assert device_name(torch.device("cuda", 0)) == "cuda GPU-1"
+    assert device_name(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.parametrize(("broken", "text"), [(1, "rank 1 on b computes on CPU"), (0, "rank 0 on a computes on CPU")])
+def test_dead_driver(broken: int, text: str) -> None:
+    """A node that sees no card among nodes that do is named, on every rank; else some would wait in nccl for ever."""
+    ranks = [("a", "A", 0), ("b", "B", 0)]
+    ranks[broken] = (ranks[broken][0], "", 0)
+    with pytest.raises(CannotRunError, match=f"{text}.*--device cpu"):
+        check_same_device(peers(ranks))
+    check_same_device(peers([("a", "", 0), ("b", "", 0)]))
+
+
+def test_what_is_said_of_the_device() -> None:
+    """A job that was to have a GPU says at its start that it has none; that of Apple is named."""
+    assert describe_device("cpu", "cpu") == "cpu: asked for"
+    assert describe_device(None, choose_device(None, 2)) == "cuda: torch sees one"
+    with mock.patch.object(torch.backends.mps, "is_available", return_value=False):
+        assert describe_device(None, "cpu") == "cpu: torch sees no CUDA device"
+    with mock.patch.object(torch.backends.mps, "is_available", return_value=True):
+        assert describe_device(None, "cpu").endswith("that of Apple (mps) is not used")
+
+
+# --- ranks that share a card
+
+
+def shared(size: int, backend: str = "gloo") -> Any:
+    return types.SimpleNamespace(size=size, backend=backend, device=torch.device("cuda", 0))
+
+
+CARRIED = ["single", "ddp", "zero1", "local_sgd", "ddp:compress=powersgd", "context:method=ulysses", "dataparallel"]
+NOT_CARRIED = ["fsdp", "tensor", "pipeline", "context", "expert", "ddp:tensor=2", "ddp:context=2", "parameter_server"]
+
+
+@pytest.mark.parametrize("layout", [*CARRIED, *NOT_CARRIED])
+def test_what_gloo_carries(layout: str) -> None:
+    """One line where gloo has no such collective for CUDA tensors; torch's own error comes in the first update."""
+    refused = layout in NOT_CARRIED
+    with pytest.raises(CannotRunError, match="for CUDA tensors") if refused else contextlib.nullcontext():
+        _check_carried(parse_layout(layout), shared(4))
+    _check_carried(parse_layout(layout), shared(4, "nccl"))
+    assert {parse_layout(text).strategy for text in (*CARRIED, *NOT_CARRIED)} | {"horovod"} == STRATEGIES.keys()
+
+
+# --- who looks at which card
+
+SMI = """#!/bin/sh
+echo '00000000:3B:00.0, 50, 1000'
+echo '00000000:AF:00.0, 90, 7000'
+echo '00000000:D8:00.0, [N/A], [N/A]'
+sleep 60
+"""
+
+
+def test_gpu_samples_of_own_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a host's cards those that ranks of this job compute on: the others are somebody else's."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    world = types.SimpleNamespace(rank=0, hosts=("a", "a", "b"), devices=("cuda 0:3b:00",) * 2 + ("cuda 0:af:00",))
+    cards = cards_here(world)  # type: ignore[arg-type]
+    assert cards == ["0:3b:00"]
+    gpu = _Gpu(cards)
+    try:
+        deadline = time.monotonic() + 60
+        while not gpu.cards and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # the other rows are there by now, if they are ever taken
+        assert gpu.read() == (50.0, 1000 * 2**20)
+    finally:
+        gpu.close()
+    assert _Gpu([]).read() == (None, None)
+
+
+# --- optimizers
+
+
+def step_on_two_meshes(world: World) -> Any:
+    """A fused optimizer over one group with a split and a whole parameter, stepped as an update does it."""
+    mesh = make_device_mesh(world, (("shard", world.size),))
+    values = torch.arange(4.0)
+    split = nn.Parameter(distribute_tensor(values.clone(), mesh, [Shard(0)]))
+    whole = nn.Parameter(values.clone())
+    optimizer = torch.optim.AdamW([split, whole], lr=0.1, fused=True)
+    for parameter in (split, whole):
+        parameter.grad = torch.ones_like(parameter)
+    groups, seen = optimizer.param_groups, list[int]()
+    optimizer.register_step_pre_hook(lambda *_: seen.append(len(optimizer.param_groups)))
+    with _groups_by_mesh(optimizer):
+        optimizer.step()
+    return seen, optimizer.param_groups is groups, groups[0]["fused"], bool(torch.equal(split.full_tensor(), whole))
+
+
+def test_groups_by_mesh(ranks: Any) -> None:
+    """A group on several meshes is stepped mesh by mesh, by the fused kernel, and is one group to everybody else."""
+    for found in ranks(2, step_on_two_meshes):
+        assert found == ([2], True, True, True)
+
+
+# --- recipes
+
+# they cannot know who shares their host (ddp_file, ddp_tcp), or are told by who starts them
+TAKE_WHAT_IS_THERE = {"single", "ddp_file", "ddp_tcp", "horovod_ddp", "slurm"}
+
+
+def test_recipes_share_no_card(repository: Path) -> None:
+    """Two ranks of one card end in nccl's error: recipes take CUDA where there is a device for each local rank."""
+    recipes = (repository / "src/everyrank/recipes").glob("*.py")
+    found = {path.stem for path in recipes if "cuda.is_available()" in path.read_text()}
+    assert found == TAKE_WHAT_IS_THERE
+
+
+# --- groups
+
+
+def timeouts(world: World) -> list[float]:
+    """Of every group that meshes of some layouts make."""
+    short = dataclasses.replace(world, timeout_seconds=77.0, group_cache=type(world.group_cache)())
+    for text, axes in [("fsdp:replicate=2,shard=2", ("replicate", "shard")), ("pipeline:shard=2", ("shard",))]:
+        mesh = open_mesh(parse_layout(text), short)
+        mesh.device_mesh(*axes)
+        mesh.group(*axes[:1])
+    found = [group for group in short.group_cache.groups.values() if group is not None]
+    for made in short.group_cache.device_meshes.values():
+        found += [made.get_group(name) for name in made.mesh_dim_names or ()]
+    return [_timeout_of(group) for group in found]
+
+
+def _timeout_of(group: Any) -> float:
+    if isinstance(group, PythonGroup):
+        (seconds,) = {lane.timeout_seconds for lane in group.transport.lanes()}
+        return seconds
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_timeout_of_every_group(ranks: Any) -> None:
+    """--timeout holds in groups that torch makes for a mesh, too: its own is half an hour."""
+    for found in ranks(4, timeouts):
+        assert len(found) >= 5
+        assert set(found) == {77.0}
