@@ -44,6 +44,7 @@ ORDER = [
     "audit",
     "report",
     "recipes",
+    "eject",
     "api",
     "testing",
     "commands",
@@ -220,7 +221,9 @@ INSIDE = {
         "comm",
         "doctor",
         "new",
+        "eject",
     ],
+    "eject": ["request", "facts", "imports", "flatten", "sources", "compose", "readme", "project"],
     "report": [
         "rows",
         "notes",

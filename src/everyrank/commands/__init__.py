@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from everyrank.commands import audit, bench, checkpoint, comm, doctor, new, predict, report, train, verify
+from everyrank.commands import audit, bench, checkpoint, comm, doctor, eject, new, predict, report, train, verify
 
 __all__ = ["COMMANDS"]
 
@@ -22,5 +22,6 @@ COMMANDS: dict[str, ModuleType] = {
     "comm": comm,
     "doctor": doctor,
     "new": new,
+    "eject": eject,
 }
 """In the order in which `--help` shows them."""
