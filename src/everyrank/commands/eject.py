@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="an empty folder, or one that is not there yet")
     parser.add_argument("--layout", default="ddp", metavar="L", help="ddp (default), zero1, fsdp, tensor, pipeline")
     parser.add_argument("--launcher", default="torchrun", metavar="X", help="torchrun (default), spawn, slurm, mpi")
-    parser.add_argument("-n", "--processes", type=int, default=2, metavar="N", help="ranks of a host (default 2)")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks of a host (default 2)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
     parser.add_argument("--batch", type=int, metavar="N", help="another global batch than the workload's")
