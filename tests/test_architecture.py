@@ -210,6 +210,7 @@ INSIDE = {
     ],
     "commands": [
         "launching",
+        "old_words",
         "shared",
         "train",
         "verify",
