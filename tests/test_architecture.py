@@ -180,6 +180,7 @@ INSIDE = {
         "split",
         "timeline",
         "resources",
+        "resource_log",
         "instrumented",
     ],
     "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],

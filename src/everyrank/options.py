@@ -105,7 +105,8 @@ class TrainOptions(_Call):
     out: Annotated[
         Path | None,
         Argument(
-            "for logs (log.jsonl, log.csv, events.jsonl, epochs.csv), checkpoints and record.json; default: runs/...",
+            "for logs (log.jsonl, log.csv, events.jsonl, epochs.csv, resources.csv), checkpoints and record.json; "
+            "default: runs/...",
             "DIR",
         ),
     ] = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from importlib.metadata import packages_distributions
+import importlib.resources
+import string
 
 from everyrank.eject.facts import Facts
 from everyrank.eject.request import EjectRequest
@@ -28,14 +29,14 @@ def start_command(request: EjectRequest) -> str:
 
 def requirements(sources: OwnSources) -> str:
     """requirements.txt: the versions that are here."""
-    distributions = packages_distributions()
+    distributions = importlib.metadata.packages_distributions()
     names = {name for module in sources.third_party for name in distributions.get(module, [])}
     names = {name.lower() for name in names} - {"everyrank"} | set(_ALWAYS)
     return "".join(f"{name}=={importlib.metadata.version(name).partition('+')[0]}\n" for name in sorted(names))
 
 
 def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, has_norms: bool) -> str:
-    """README.md."""
+    """The text of README.md: how to start it, what each file is, and what is to be known of it."""
     files = [
         ("train.py", f"the training: how {request.kind} is done, from meeting the other ranks to saving the weights"),
         *((name, "the workload" if name == f"{sources.module}.py" else "what it needs") for name in sources.files),
@@ -43,47 +44,32 @@ def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: Own
         *([("train.sbatch", "starts it in a job of Slurm")] if request.launcher == "slurm" else []),
         *((data.name, "data") for data in sources.data),
     ]
-    notes = [
-        "Every line `update N loss L` is the mean loss over the whole batch of all ranks; every sample of the "
-        "evaluation counts once. `weights.pt` is what was trained.",
-    ]
+    weights = "`weights.pt` is what was trained."
     if request.kind == "pipeline":
-        notes[0] = notes[0].replace("`weights.pt` is", "`weights-R.pt` is, of the blocks of rank R,")
-        notes.append(f"The blocks are cut for {request.processes} ranks; for another number change STAGES.")
+        weights = (
+            "`weights-R.pt` is what rank R has trained.\n\n"
+            f"The blocks are cut for {request.processes} ranks; for another number change STAGES."
+        )
+    notes = [weights]
     if facts.draws_in_model:
-        notes.append("Dropout draws other numbers than everyrank's: losses are those of another seed.")
-    lines = [
-        f"# {workload.name}, {request.kind}",
-        "",
-        "Plain PyTorch, yours to change. It was written by",
-        "",
-        "```",
-        request.command,
-        "```",
-        "",
-        "and trains as `everyrank train` does with the same words.",
-        "",
-        "```",
-        "pip install -r requirements.txt",
-        start_command(request),
-        "```",
-        "",
-        *_several_hosts(request),
-        "| file | what it is |",
-        "|---|---|",
-        *(f"| `{name}` | {text} |" for name, text in files),
-        "",
-        *(line for note in notes for line in (note, "")),
-    ]
-    for large in sources.left_out:
-        lines += [f"Put `{large.name}` beside the scripts: it was too large to be copied.", ""]
-    return "\n".join(lines)
+        notes.append("Dropout draws other numbers than everyrank's: the losses are those of another seed.")
+    notes += [f"Put `{large.name}` beside the scripts: it was too large to be copied." for large in sources.left_out]
+    text = (importlib.resources.files("everyrank.eject.parts") / "README.md.txt").read_text(encoding="utf-8")
+    return string.Template(text).substitute(
+        name=workload.name,
+        kind=request.kind,
+        command=request.command,
+        start=start_command(request),
+        hosts="\n".join(_several_hosts(request)),
+        files="\n".join(f"| `{name}` | {text} |" for name, text in files),
+        weights="\n\n".join(notes),
+    )
 
 
 def _several_hosts(request: EjectRequest) -> list[str]:
     """How to start it on more than one host."""
     count = request.processes
-    text = {
+    return {
         "spawn": ["One host only; `everyrank eject --launcher torchrun` writes it for several."],
         "torchrun": [
             "On two hosts, the same on each of them, with the address of the first:",
@@ -103,4 +89,3 @@ def _several_hosts(request: EjectRequest) -> list[str]:
             "```",
         ],
     }[request.launcher]
-    return [*text, ""]

@@ -18,10 +18,12 @@ from everyrank.data import (
 )
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
+from everyrank.launch.hosts import host_name
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
+from everyrank.measure.resource_log import resource_log
 from everyrank.options import TrainOptions
 from everyrank.record import Record
 from everyrank.runs import (
@@ -195,7 +197,8 @@ def _train(
     _announce(job.prepared, options, begin, updates.end, display)
     startup_seconds = time.time() - options.started
     try:
-        metrics = training.run()
+        with resource_log(_resource_file(options, prepared.world), host_name(), goes_on=begin > 0):
+            metrics = training.run()
     finally:
         display.end()
         if log is not None:
@@ -213,6 +216,13 @@ def _train(
         "loss": training.losses,
         "metrics": metrics,
     }
+
+
+def _resource_file(options: TrainOptions, world: World) -> Path | None:
+    """Where the first rank of each host writes what that host uses; None in all other ranks, and without a folder."""
+    if options.out is None or world.local_rank != 0 or not options.out.is_dir():  # a host may not share it
+        return None
+    return options.out / ("resources.csv" if world.rank == 0 else f"resources-rank{world.rank}.csv")
 
 
 def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int | None, display: Display) -> None:
