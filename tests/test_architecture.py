@@ -106,7 +106,7 @@ INSIDE = {
     ],
     "checkpoint": ["generators", "contents", "storage", "saver", "weights"],
     "loop": ["open_data", "finite", "updates", "evaluation"],
-    "train": ["trackers", "log", "display", "throughput", "job", "about", "course", "on_epoch", "training"],
+    "train": ["trackers", "kernels", "log", "display", "throughput", "job", "about", "course", "on_epoch", "training"],
     "tasks": ["predictions", "train", "predict", "verify", "bench_results", "bench", "comm"],
     "data": ["slicing", "order", "seeds", "stream", "fetch", "uneven", "uneven_updates", "parts", "loader"],
     "datasets": ["download", "arrays", "transforms", "idx", "cifar", "folder", "shards", "text", "table"],

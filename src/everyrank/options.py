@@ -134,6 +134,12 @@ class TrainOptions(_Call):
     ] = None
     trackers: Annotated[tuple[str, ...], Argument("also log to tensorboard, wandb", "T", flag="--tracker")] = ()
     profile: Annotated[Path | None, Argument("write a trace of one step of all ranks (Perfetto)", "F")] = None
+    cudnn_benchmark: Annotated[
+        bool, Argument("let cuDNN try its kernels for each shape of input and take the fastest: other last digits")
+    ] = False
+    deterministic: Annotated[
+        bool, Argument("kernels that repeat to the last bit, or an error where torch has none: slower")
+    ] = False
 
 
 @_with_helps

@@ -41,6 +41,7 @@ from everyrank.train.about import about_of
 from everyrank.train.course import check_left, course_of
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
+from everyrank.train.kernels import chosen_kernels
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.throughput import ThroughputMeter
 from everyrank.train.trackers import open_tracker
@@ -69,6 +70,7 @@ def train_rank(
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(_listening(launch))
         world = stack.enter_context(open_world(info, launch))
+        stack.enter_context(chosen_kernels(options, world.device))
         options = _agreed(options, world, info.restart_count)
         out = options.out if not options.evaluate else None
         if out is not None:
