@@ -343,7 +343,7 @@ def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, forge: An
         monkeypatch.setenv(name, value)
     assert module["find_place"]() == place
     if launcher == "slurm":
-        subprocess.run(["bash", "--processes", project / "train.sbatch"], check=True, timeout=20)
+        subprocess.run(["bash", "-n", project / "train.sbatch"], check=True, timeout=20)
         assert "--ntasks-per-node=2" in (project / "train.sbatch").read_text()
 
 

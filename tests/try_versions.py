@@ -34,6 +34,7 @@ class Result(NamedTuple):
 def find_python(version: str) -> str | None:
     """The program of a Python of this version: on PATH, or one of pyenv's; None where there is none."""
     found = shutil.which(f"python{version}")
+    found = None if found is not None and "shims" in Path(found).parts else found  # pyenv's, which may start nothing
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     others = sorted(pyenv.glob(f"{version}.*/bin/python"), key=lambda path: len(str(path)))
     return found or (str(others[-1]) if others else None)
