@@ -190,9 +190,9 @@ def check_text(project: Path) -> None:
         ("ddp", 2),
         ("tensor", 2),
         ("pipeline", 2),
-        ("zero1", 2),
-        ("fsdp", 2),
         ("fsdp:replicate=2", 4),
+        pytest.param("zero1", 2, marks=pytest.mark.integration),
+        pytest.param("fsdp", 2, marks=pytest.mark.integration),
     ],
 )
 def test_trains_as_train_does(layout: str, size: int, outside: Path, tmp_path: Path, forge: Any) -> None:
@@ -259,7 +259,9 @@ workload = everyrank.Workload(
 """
 
 
-@pytest.mark.parametrize("layout", ["ddp:accumulate=2,precision=float64", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", ["ddp:accumulate=2,precision=float64", pytest.param("fsdp", marks=pytest.mark.integration)]
+)
 def test_says_what_a_workload_says(layout: str, tmp_path: Path, forge: Any) -> None:
     """Augmentation, dicts, collate, weights, batch norm over ranks, a plateau, micro-batches, a number of updates."""
     (tmp_path / "said.py").write_text(RICH)
