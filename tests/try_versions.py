@@ -67,7 +67,7 @@ def try_pair(version: str, torch: str, wheel: Path, folder: Path, tests: list[st
     subprocess.run([python, "-m", "pip", "install", *options, *again], capture_output=True, check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(
-        [python, "-m", "pytest", "-q", "-m", "not integration", *tests],
+        [python, "-m", "pytest", "-o", "addopts=-q --strict-markers", "-m", "not integration", *tests],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
