@@ -268,6 +268,21 @@ def test_says_what_a_workload_says(layout: str, tmp_path: Path, forge: Any) -> N
     assert len(compare(forge, tmp_path, tmp_path / "said.py", layout, 2)) == 13
 
 
+def test_built_in_workloads_stand_alone(tmp_path: Path) -> None:
+    """Every name in the one file is defined there or imported, and none from everyrank."""
+    from everyrank.eject.sources import own_sources
+    from everyrank.workload import BUILT_IN, Source
+
+    for place in BUILT_IN:
+        for name, text in own_sources(Source(place)).files.items():
+            (tmp_path / name).write_text(text)
+            assert not re.search(r"^\s*(from|import) everyrank", text, re.MULTILINE), name
+    words = ["check", "--isolated", "--line-length", "120", "--select", "E,F,I"]
+    done = subprocess.run([RUFF, *words, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert len(list(tmp_path.iterdir())) == len(BUILT_IN)
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("words", [("digits", "zero1", "--epochs", 1), ("text", "tensor", "--steps", 2)], ids=str)
 def test_built_in_workloads(words: tuple[Any, ...], tmp_path: Path, forge: Any) -> None:

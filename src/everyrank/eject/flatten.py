@@ -79,11 +79,20 @@ def _add(found: Flattened, module: str, name: str) -> None:
     statement = _definition(tree, name)
     if statement is None:
         raise UsageError(f"eject: {module} defines no {name} of its own")
-    imported = {line.bound: line for line in import_lines(source)}
+    found.names.update(dict.fromkeys(_defined(statement), module))  # one statement may define several
+    _add_what_it_names(found, module, tree, statement)
+    found.texts.append(_text(source, tree, statement))
+
+
+def _add_what_it_names(found: Flattened, module: str, tree: ast.Module, statement: ast.stmt) -> None:
+    """Add what a statement of a module needs: other definitions, and imports."""
+    if any(line.module.partition(".")[0] == "everyrank" for line in import_lines(ast.unparse(statement))):
+        raise UsageError(f"eject: line {statement.lineno} of {module} imports everyrank, which a project has not")
+    imported = {line.bound: line for line in _top_imports(tree)}
     for used in _names_in(statement):
         line = imported.get(used)
         if line is None:
-            if used != name and _definition(tree, used) is not None:
+            if used not in _defined(statement) and _definition(tree, used) is not None:
                 _add(found, module, used)
         elif line.module.partition(".")[0] == "everyrank":
             if line.name is None:
@@ -91,7 +100,16 @@ def _add(found: Flattened, module: str, name: str) -> None:
             _add(found, line.module, line.name)
         else:
             found.imports.add(line)
-    found.texts.append(_text(source, tree, statement))
+
+
+def _top_imports(tree: ast.Module) -> set[ImportLine]:
+    """What a module imports for all of it, and for type checkers; not what a function imports for itself."""
+    checking = [
+        node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    nodes = [*tree.body, *(node for body in checking for node in body)]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return import_lines(ast.unparse(ast.Module(body=[*imports], type_ignores=[])))
 
 
 def _home(module: str, name: str) -> tuple[str, str]:
@@ -114,14 +132,16 @@ def _parsed(module: str) -> tuple[str, ast.Module]:
 
 def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
     """The statement at the top of a module that defines a name."""
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
-            return statement
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return statement
-    return None
+    return next((statement for statement in tree.body if name in _defined(statement)), None)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a module defines; those of an import are none of its own."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
 def _names_in(statement: ast.stmt) -> list[str]:

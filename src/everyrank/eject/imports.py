@@ -61,6 +61,6 @@ def _is_plain(line: ImportLine) -> bool:
 def _from(module: str, lines: list[ImportLine]) -> str:
     names = [f"{line.name} as {line.bound}" if line.name != line.bound else f"{line.name}" for line in lines]
     # as isort has them: CONSTANTS, Classes, functions
-    names.sort(key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    names.sort(key=lambda name: (not name.isupper(), not name[0].isupper(), name.lower()))
     text = f"from {module} import {', '.join(names)}"
     return text if len(text) <= 120 else f"from {module} import (\n    " + ",\n    ".join(names) + ",\n)"
