@@ -8,6 +8,8 @@
 #   make test-integrations PART=slurm   one part: horovod slurm mpi ray hosts launchers (spawn, torchrun), recipes (by
 #                            their own commands), benches, package (wheel, notebook), models (odd ones, transformers),
 #                            layouts (8 ranks, their traffic, their mutations), suite (what is marked in the others)
+#   make test-versions   the built wheel under Python 3.11 to 3.13 and torch 2.11 to 2.13, as far as this machine can
+#                            have them (each pair installs a torch of its own); what is not here is said
 #   make check    format, lint, types, and the test-suite
 #   make docs     the documentation as a site, in build/docs/site; a link that leads nowhere ends it
 #
@@ -22,7 +24,7 @@ PARTS := horovod slurm mpi ray hosts launchers recipes benches package models la
 WORKERS ?= 2
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-integrations check lint types docs clean
+.PHONY: demo test test-integrations test-versions check lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
@@ -39,6 +41,9 @@ test-integrations: $(VENV)/installed-integrations
 	tests/integration/install_horovod $(BIN)/python
 	$(BIN)/python -m pytest tests/integration tests -m integration -rs --numprocesses $(WORKERS) --dist loadgroup \
 		$(if $(PART),--part $(PART))
+
+test-versions: $(VENV)/installed-dev
+	$(BIN)/python tests/try_versions.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
 check: lint types test
 
@@ -73,4 +78,4 @@ $(VENV)/installed-docs: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist report.html report.json runs
+	rm -rf $(VENV) .versions build dist report.html report.json runs

@@ -44,6 +44,7 @@ ORDER = [
     "audit",
     "report",
     "recipes",
+    "eject",
     "api",
     "chaos",
     "testing",
@@ -111,6 +112,7 @@ INSIDE = {
     "loop": ["open_data", "finite", "updates", "evaluation"],
     "train": [
         "trackers",
+        "kernels",
         "log",
         "display",
         "throughput",
@@ -200,6 +202,7 @@ INSIDE = {
         "split",
         "timeline",
         "resources",
+        "resource_log",
         "instrumented",
     ],
     "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],
@@ -230,6 +233,7 @@ INSIDE = {
     ],
     "commands": [
         "launching",
+        "old_words",
         "shared",
         "train",
         "verify",
@@ -243,7 +247,9 @@ INSIDE = {
         "autopsy",
         "doctor",
         "new",
+        "eject",
     ],
+    "eject": ["request", "facts", "imports", "flatten", "sources", "compose", "readme", "project"],
     "report": [
         "rows",
         "notes",

@@ -17,6 +17,7 @@ import pytest
 from everyrank import Launch, Layout, Workload, find_workload, read_records, run
 from everyrank.cli import main
 from everyrank.parity.samples import complaints
+from processes import refused
 
 MY_WORKLOAD = """
 import torch
@@ -106,7 +107,7 @@ def test_verify_a_persons_file(everyrank: Any, tmp_path: Path) -> None:
         assert record.parity.max_relative_difference is not None
         assert record.parity.max_relative_difference <= 1e-10
         assert record.world_size == 3
-        assert "dropout set to 0 in 3 modules" in record.parity.checks
+        assert "compared with dropout on in 3 modules" in record.parity.checks
         assert "2 epochs of 50 samples, each read once; 50 evaluated, each counted once" in record.parity.checks
 
 
@@ -247,3 +248,42 @@ def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
     for problems in ranks(3, audit_in_ranks, mutation):
         assert bool(problems) == (words is not None)
         assert words is None or words in " ".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("words", "today"),
+    [
+        ("train digits --local_rank=0", "--local_rank: launchers tell each rank its place"),
+        ("train digits --local-rank 0", "--local-rank: launchers tell each rank its place"),
+        ("train digits --dist-url tcp://n0:1", "write --init-method tcp://HOST:PORT"),
+        ("train digits --arch resnet50", "imagenet --set depth=50"),
+        ("train digits --gpu 0", "put CUDA_VISIBLE_DEVICES=0 in front"),
+        ("train digits --grad_accu_steps 2", "write --layout ddp:accumulate=N"),
+        ("train digits --wd 1e-4", "change weight_decay there"),
+        ("train digits -p 10", "log.csv in --out has a row for every update"),
+        ("bench digits --start-epoch 3", "write --out DIR --resume"),
+        ("new apex", "everyrank new ddp_amp"),
+        ("new horovod", "everyrank new horovod_ddp"),
+        ("new launch", "everyrank new ddp_torchrun"),
+        ("new distributed", "everyrank new ddp_spawn"),
+        ("train digits --nonsense 3", "unrecognized arguments: --nonsense 3; see everyrank --help"),
+        ("new nonsense", "recipe 'nonsense': give one of"),
+    ],
+)
+def test_old_words_are_answered(words: str, today: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was right elsewhere is answered by one line that says today's."""
+    assert today in refused(capsys, *words.split())
+
+
+def test_hints_say_what_there_is() -> None:
+    """A flag that everyrank has needs no hint, and a recipe that is named is there."""
+    from everyrank.cli import _parser
+    from everyrank.commands.old_words import _FLAGS, _RECIPES
+
+    parsers = _parser()._subparsers._group_actions[0].choices.values()
+    known = {flag for parser in parsers for flag in parser._option_string_actions}
+    assert not known & set(_FLAGS)
+    said = {word.strip(",.;") for line in _FLAGS.values() for word in line.split() if word.startswith("--")}
+    assert said <= known
+    names = {path.stem for path in (Path(importlib.resources.files("everyrank.recipes"))).iterdir()}
+    assert {ours for ours, _ in _RECIPES.values()} <= names

@@ -21,7 +21,7 @@ from everyrank import parse_layout
 from everyrank.backends import PythonGroup
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.layout import STRATEGIES
-from everyrank.measure.resources import _Gpu
+from everyrank.measure.resources import Gpus
 from everyrank.parallel.mesh import make_device_mesh, open_mesh
 from everyrank.parallel.trainable import _groups_by_mesh
 from everyrank.strategies import _check_carried
@@ -124,9 +124,9 @@ def test_what_gloo_carries(layout: str) -> None:
 # --- who looks at which card
 
 SMI = """#!/bin/sh
-echo '00000000:3B:00.0, 50, 1000'
-echo '00000000:AF:00.0, 90, 7000'
-echo '00000000:D8:00.0, [N/A], [N/A]'
+echo 'GPU-1, 00000000:3B:00.0, 50, 1000'
+echo 'GPU-2, 00000000:AF:00.0, 90, 7000'
+echo 'GPU-3, 00000000:D8:00.0, [N/A], [N/A]'
 sleep 60
 """
 
@@ -140,7 +140,7 @@ def test_gpu_samples_of_own_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     world = types.SimpleNamespace(rank=0, hosts=("a", "a", "b"), devices=("cuda 0:3b:00",) * 2 + ("cuda 0:af:00",))
     cards = cards_here(world)  # type: ignore[arg-type]
     assert cards == ["0:3b:00"]
-    gpu = _Gpu(cards)
+    gpu = Gpus(cards)
     try:
         deadline = time.monotonic() + 60
         while not gpu.cards and time.monotonic() < deadline:
@@ -149,7 +149,7 @@ def test_gpu_samples_of_own_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert gpu.read() == (50.0, 1000 * 2**20)
     finally:
         gpu.close()
-    assert _Gpu([]).read() == (None, None)
+    assert Gpus([]).read() == (None, None)
 
 
 # --- optimizers

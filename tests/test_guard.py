@@ -223,7 +223,7 @@ def test_the_interval_loses_least() -> None:
 
 
 def test_auto_saves_as_often_as_failures_ask_for(forge: Forge, tmp_path: Path) -> None:
-    """A failure every few milliseconds: the first checkpoint tells how long one takes, the next come as often as said."""
+    """Failures are milliseconds apart: the first checkpoint tells how long one takes, and so when the next come."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     words = ("train", "mine.py", "--layout", "ddp", "--save-every", "auto", "--steps", "60", "--best", "eval_loss")
     done = forge(tmp_path, *words, "--evaluate-every", "0", "--mtbf", "1e-6", "--out", "run", size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
 import os
@@ -428,3 +429,36 @@ def test_sampling_ends_with_its_block() -> None:
     with sampling(time.time(), active=False) as sampler:
         pass
     assert sampler.rows == []
+
+
+def test_resource_log_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of cpu, others and each GPU by its UUID; a training that goes on adds to them; a link is not followed."""
+    from everyrank.measure.resource_log import COLUMNS, resource_log
+
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho GPU-7a, 00000000:3B:00.0, 45, 1024\nexec sleep 100\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = tmp_path / "resources.csv"
+
+    def rows() -> list[dict[str, str]]:
+        return list(csv.DictReader(path.read_text().splitlines()))
+
+    for goes_on in (False, True):
+        before = len(rows()) if goes_on else 0
+        with resource_log(path, "here", goes_on, begin_seconds=0.0):
+            deadline = time.monotonic() + 120
+            while len(rows()) < before + 4 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        assert len(rows()) >= before + 4
+    found = rows()
+    assert path.read_text().count(",".join(COLUMNS)) == 1
+    assert {(row["host"], row["device"]) for row in found} == {("here", "cpu"), ("here", "others"), ("here", "GPU-7a")}
+    gpu = next(row for row in found if row["device"] == "GPU-7a")
+    assert (float(gpu["percent"]), int(gpu["memory_bytes"])) == (45.0, 1024 * 2**20)
+    assert all(float(row["percent"]) >= 0 for row in found)
+    link = tmp_path / "link.csv"
+    link.symlink_to(tmp_path / "mine.csv")
+    with resource_log(link, "here", goes_on=False, begin_seconds=100.0):
+        pass
+    assert not (tmp_path / "mine.csv").exists()

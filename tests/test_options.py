@@ -99,3 +99,54 @@ def test_help_lists_the_fields(options: type[Any]) -> None:
     lines = (options.__doc__ or "").splitlines()
     for name in arguments_of(options):
         assert any(line.split()[:1] == [name] for line in lines), name
+
+
+KERNELS = """
+import torch
+from everyrank.builtin.digits import workload as digits
+
+def data():
+    dataset = digits().train_data()
+    said = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    print("kernels", *said, flush=True)
+    return dataset
+
+def workload():
+    import dataclasses
+    return dataclasses.replace(digits(), train_data=data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [((), "False False"), (("--deterministic",), "True False"), (("--cudnn-benchmark",), "False True")],
+)
+def test_kernels_that_are_asked_for(words: tuple[str, ...], said: str, tmp_path: Path, forge: Any) -> None:
+    """Torch is told while the training runs, and not otherwise."""
+    (tmp_path / "mine.py").write_text(KERNELS)
+    done = forge(tmp_path, "train", "mine.py", "--steps", 1, *words)
+    assert done.status == 0, done.err
+    assert f"kernels {said}" in done.out
+
+
+def test_settings_of_torch_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic and benchmark together are refused, as is CUDA without cuBLAS's variable."""
+    import torch
+
+    from everyrank.train.kernels import chosen_kernels
+
+    def settings() -> tuple[bool, bool, bool]:
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        return torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, fills
+
+    before = settings()
+    with chosen_kernels(TrainOptions(deterministic=True), torch.device("cpu")):
+        assert settings() == (True, False, False)
+    assert settings() == before
+    both = TrainOptions(deterministic=True, cudnn_benchmark=True)
+    with pytest.raises(UsageError, match="give one"), chosen_kernels(both, torch.device("cpu")):
+        pass
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    asked = chosen_kernels(TrainOptions(deterministic=True), torch.device("cuda"))
+    with pytest.raises(UsageError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"), asked:
+        pass

@@ -25,6 +25,7 @@ from typing import NoReturn
 from everyrank._version import __version__
 from everyrank.commands import COMMANDS
 from everyrank.commands.launching import dry_run_or_submit, is_reporting_rank
+from everyrank.commands.old_words import today_of
 from everyrank.commands.shared import close_output
 from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError, describe, printable, shortened
 from everyrank.launch import rank_info_from_environment
@@ -135,7 +136,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
+        raise UsageError(today_of(message) or f"{message}; see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:

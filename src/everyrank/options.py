@@ -118,7 +118,8 @@ class TrainOptions(_Call):
     out: Annotated[
         Path | None,
         Argument(
-            "for logs (log.jsonl, log.csv, events.jsonl, epochs.csv), checkpoints and record.json; default: runs/...",
+            "for logs (log.jsonl, log.csv, events.jsonl, epochs.csv, resources.csv), checkpoints and record.json; "
+            "default: runs/...",
             "DIR",
         ),
     ] = None
@@ -153,6 +154,12 @@ class TrainOptions(_Call):
     guard: Annotated[str | None, Argument(_GUARD)] = None
     guard_every: Annotated[int, Argument(_GUARD_EVERY, "K", minimum=1)] = 50
     before_update: Callable[[Any, int], None] | None = None
+    cudnn_benchmark: Annotated[
+        bool, Argument("let cuDNN try its kernels for each shape of input and take the fastest: other last digits")
+    ] = False
+    deterministic: Annotated[
+        bool, Argument("kernels that repeat to the last bit, or an error where torch has none: slower")
+    ] = False
 
 
 @_with_helps

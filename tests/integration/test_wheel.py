@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import email
+import os
+import re
 import subprocess
 import sys
+import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 CODE = """
@@ -17,9 +22,11 @@ workload = find_workload("digits")
 assert len(workload.train_data()) == 1438
 assert len(workload.eval_data()) == 359
 package = importlib.resources.files("everyrank")
-for name in ("py.typed", "builtin/DIGITS.md", "builtin/digits.csv.gz", "report/page.html", "recipes/fsdp.py"):
+data = ("py.typed", "builtin/DIGITS.md", "builtin/digits.csv.gz", "report/page.html", "eject/parts/main.py.txt")
+for name in (*data, "recipes/fsdp.py"):
     assert (package / name).is_file(), name
 assert main(["new", "fsdp", sys.argv[1]]) == 0
+assert main(["eject", "digits", sys.argv[1] + "-project", "--layout", "fsdp"]) == 0
 """
 
 
@@ -29,6 +36,8 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, repository]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
     (wheel,) = wheels.glob("everyrank-*.whl")
+    check_extras(wheel, repository)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     folder = tmp_path / "wheelhouse"
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -44,6 +53,7 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
         text=True,
         timeout=120,
         check=False,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mine.py").exists()
@@ -51,7 +61,23 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
     everyrank = folder / "bin" / "everyrank"
     done = subprocess.run(
         [everyrank, "verify", "digits", "--layout", "ddp", "--processes", "2", "--steps", "4"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout
+
+
+def check_extras(wheel: Path, repository: Path) -> None:
+    """The wheel offers each extra of pyproject.toml, with the packages that stand there, and pip takes them so."""
+    wanted = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    assert set(metadata.get_all("Provides-Extra", [])) == set(wanted)
+    lines = metadata.get_all("Requires-Dist", [])
+    for extra, packages in wanted.items():
+        found = {re.split(r"[^\w-]", line)[0] for line in lines if line.endswith(f"extra == '{extra}'")}
+        assert found == {re.split(r"[^\w-]", package)[0] for package in packages}
+    words = ["--dry-run", "--quiet", "--no-index", "--report", "-", f"{wheel}[html,images,dev]"]
+    done = subprocess.run([sys.executable, "-m", "pip", "install", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -55,6 +55,16 @@ FACTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
     "MPICH": (MPICH, ("mpi", 3, 5, 3, 5)),
     "srun": (SRUN, ("slurm", 4, 6, 1, 3)),
     "horovodrun": (HOROVODRUN, ("horovodrun", 1, 4, 1, 2)),
+    # torch's own four, where all ranks are on one host
+    "four of a person": ({k: v for k, v in PERSON.items() if "LOCAL" not in k}, ("env", 0, 3, 0, 3)),
+    "four of the only rank": (
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
+        ("env", 0, 1, 0, 1),
+    ),
+    "four of a person in srun": (
+        {**SRUN, "RANK": "4", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        ("slurm", 4, 6, 1, 3),
+    ),
     # nested: the written order
     "torchrun in srun": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
     "torchrun in mpirun": ({**OPEN_MPI, **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
@@ -192,6 +202,21 @@ def test_a_wrong_environment_at_the_command_line(typed: Any) -> None:
     shown = typed("train digits", RANK="0")
     assert (shown.status, shown.out) == (2, "")
     assert "the environment has RANK but not" in shown.line
+
+
+def test_four_variables_between_hosts() -> None:
+    """They do not say which ranks share a host: refused, with what to set."""
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+    with pytest.raises(UsageError, match=r"but not LOCAL_RANK, LOCAL_WORLD_SIZE: .*set both \(0 and 1 with one rank"):
+        rank_info_from_environment(environment)
+
+
+def test_four_variables_at_the_command_line(forge: Any, tmp_path: Path) -> None:
+    """Two ranks that are started by hand with torch's own four train together."""
+    words = ("train", "digits", "--layout", "ddp", "--steps", 2, "--out", "out", "--save-every", 0)
+    done = forge(tmp_path, *words, size=2, LOCAL_RANK="", LOCAL_WORLD_SIZE="", TORCHELASTIC_RUN_ID="")
+    assert done.status == 0, done.err
+    assert "2 on cpu" in done.out
 
 
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

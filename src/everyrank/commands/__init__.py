@@ -15,6 +15,7 @@ from everyrank.commands import (
     checkpoint,
     comm,
     doctor,
+    eject,
     new,
     predict,
     report,
@@ -37,5 +38,6 @@ COMMANDS: dict[str, ModuleType] = {
     "autopsy": autopsy,
     "doctor": doctor,
     "new": new,
+    "eject": eject,
 }
 """In the order in which `--help` shows them."""

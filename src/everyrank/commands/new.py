@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from everyrank.commands.old_words import recipe_of_today
 from everyrank.commands.shared import check_writable
 from everyrank.errors import UsageError
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             summary = text.lstrip('"').partition("\n")[0].rstrip('"')
             print(f"{name:{width}}  {summary}")
     elif args.recipe not in recipes:
-        raise UsageError(f"recipe {args.recipe!r}: give one of {', '.join(recipes)}")
+        raise UsageError(recipe_of_today(args.recipe) or f"recipe {args.recipe!r}: give one of {', '.join(recipes)}")
     elif args.path in (None, Path("-")):
         print(recipes[args.recipe], end="")
     else:

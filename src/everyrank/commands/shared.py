@@ -113,7 +113,8 @@ def source_of(args: argparse.Namespace) -> Source:
     settings = parse_settings(args.set)
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
-    if args.download and os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this host wait for it at the start
+    number = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    if args.download and number == "0":  # the others of this host wait for it at the start
         from everyrank.datasets.download import download
 
         download(args.workload, args.data)

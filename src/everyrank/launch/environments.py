@@ -8,6 +8,9 @@ Launchers are nested: torchrun inside srun inside sbatch. The innermost one star
     4  mpirun     OMPI_COMM_WORLD_RANK ... (Open MPI), PMI_RANK and MPI_LOCALRANKID ... (MPICH, Intel MPI)
     5  srun       SLURM_PROCID ... and SLURM_STEP_ID, which a batch script has not: there we are no rank
 
+Nobody's full set, but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torch's own env:// takes them, start a rank
+where all ranks are on this host.
+
 A variable of a person beside a full set of horovodrun, mpirun or srun has to say the same, or it is an error. Each
 launcher's own variables are read in its file.
 """
@@ -23,7 +26,7 @@ import psutil
 from everyrank.errors import UsageError
 from everyrank.launch.launcher import Environment, find_launcher, launchers
 from everyrank.launch.rank_info import RankInfo
-from everyrank.launch.variables import PERSON, rank_info_of_person
+from everyrank.launch.variables import PERSON, rank_info_of_one_host, rank_info_of_person
 
 __all__ = ["environment_of", "is_rank_0_of_all", "rank_info_from_environment", "threads_asked"]
 
@@ -49,6 +52,9 @@ def rank_info_from_environment(environment: Mapping[str, str]) -> RankInfo | Non
                 if outer.depth < depth:
                     outer.check_nested(environment, inner)
         return dataclasses.replace(info, threads=threads_asked(environment))
+    info = rank_info_of_one_host(environment)
+    if info is not None:
+        return dataclasses.replace(info, threads=threads_asked(environment))
     _check_complete(environment, known)
     return None
 
@@ -69,10 +75,10 @@ def _check_complete(environment: Mapping[str, str], known: list[Environment]) ->
                 break
         else:
             return
-    raise UsageError(
-        f"the environment has {', '.join(present)} but not {', '.join(missing)}: "
-        f"start with {program}, or unset {present[0]}"
-    )
+    fix = f"start with {program}, or unset {present[0]}"
+    if missing == ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]:
+        fix = f"which ranks share a host is not known then; set both (0 and 1 with one rank a host), or {fix}"
+    raise UsageError(f"the environment has {', '.join(present)} but not {', '.join(missing)}: {fix}")
 
 
 def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:

@@ -13,7 +13,14 @@ import psutil
 from everyrank.errors import UsageError
 from everyrank.launch.rank_info import RankInfo
 
-__all__ = ["PERSON", "rank_info_of_person", "rank_info_of_task", "whole_number", "whole_numbers"]
+__all__ = [
+    "PERSON",
+    "rank_info_of_one_host",
+    "rank_info_of_person",
+    "rank_info_of_task",
+    "whole_number",
+    "whole_numbers",
+]
 
 PERSON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,6 +62,20 @@ def rank_info_of_person(environment: Mapping[str, str]) -> RankInfo | None:
         is_store_master=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         restart_count=restart_count,
     )
+
+
+def rank_info_of_one_host(environment: Mapping[str, str]) -> RankInfo | None:
+    """The place that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone give, as torch's own env:// reads them.
+
+    They do not say which ranks share a host: None, but where all of them do (a loopback address, or one rank).
+    """
+    few = {name: environment.get(name, "") for name in PERSON if not name.startswith("LOCAL_")}
+    if not all(few.values()) or any(environment.get(name) for name in PERSON if name.startswith("LOCAL_")):
+        return None
+    host = few["MASTER_ADDR"]
+    if not (host in ("localhost", "::1") or host.startswith("127.") or few["WORLD_SIZE"] == "1"):
+        return None
+    return rank_info_of_person({**environment, "LOCAL_RANK": few["RANK"], "LOCAL_WORLD_SIZE": few["WORLD_SIZE"]})
 
 
 def rank_info_of_task(

@@ -25,7 +25,7 @@ import psutil
 
 from everyrank.record import Resources
 
-__all__ = ["Sampler", "sampling"]
+__all__ = ["Gpus", "Processors", "Sampler", "sampling", "until_input_ends"]
 
 INTERVAL_SECONDS = 0.5
 
@@ -105,12 +105,9 @@ def sampling(started: float, active: bool, cards: Sequence[str] = ()) -> Generat
 
 def main() -> None:
     """Print one line of JSON each half second until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks; with them this ends, too
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
-    gpu = _Gpu(sys.argv[1:])
+    ended, gpu = until_input_ends(), Gpus(sys.argv[1:])
     try:
-        processors = _Processors()
+        processors = Processors()
         while not ended.wait(INTERVAL_SECONDS):
             gpu_percent, gpu_memory = gpu.read()
             row = {"time": time.time(), **processors.read()}
@@ -122,7 +119,15 @@ def main() -> None:
         gpu.close()
 
 
-class _Processors:
+def until_input_ends() -> threading.Event:
+    """Set when standard input ends: who has started this process is gone, or wants it to be."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks; with them this ends, too
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
+    return ended
+
+
+class Processors:
     """What the ranks use, and what is used beside them of the cores they may run on, since the last look."""
 
     def __init__(self) -> None:
@@ -158,16 +163,19 @@ class _Processors:
         return {"cpu_percent": round(ranks, 1), "others_percent": round(others, 1), "memory_bytes": memory}
 
 
-class _Gpu:
-    """What nvidia-smi says, where there is one: the sum over these cards, and not those of other people's jobs."""
+class Gpus:
+    """What nvidia-smi says of these cards (by their place on the PCI bus), and not of those of other people's jobs.
 
-    def __init__(self, cards: Sequence[str]) -> None:
-        self.asked = set(cards)
+    cards   UUID -> (percent in use, MiB in use); of None: all that are there
+    """
+
+    def __init__(self, cards: Sequence[str] | None) -> None:
+        self.asked = None if cards is None else set(cards)
         self.cards: dict[str, tuple[float, float]] = {}
         self.process: subprocess.Popen[str] | None = None
         program = shutil.which("nvidia-smi")
-        if program is not None and self.asked:
-            query = ["--query-gpu=pci.bus_id,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+        if program is not None and self.asked != set():
+            query = ["--query-gpu=uuid,pci.bus_id,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
             every = ["-lms", str(int(INTERVAL_SECONDS * 1000))]
             self.process = subprocess.Popen(  # noqa: S603
                 [program, *query, *every], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -179,17 +187,18 @@ class _Gpu:
         for line in process.stdout:
             cells = [cell.strip() for cell in line.split(",")]
             with contextlib.suppress(ValueError, IndexError):  # "[N/A]" on cards that do not tell
-                card = _card(cells[0])
-                if card in self.asked:
-                    self.cards[card] = (float(cells[1]), float(cells[2]))
+                if self.asked is None or _card(cells[1]) in self.asked:
+                    self.cards[cells[0]] = (float(cells[2]), float(cells[3]))
 
     def read(self) -> tuple[float | None, int | None]:
+        """Percent and bytes in use, added up over all cards; None where none tells."""
         if not self.cards:
             return None, None
         values = list(self.cards.values())
         return sum(use for use, _ in values), int(sum(mib for _, mib in values) * 2**20)
 
     def close(self) -> None:
+        """Ask no more."""
         if self.process is not None:
             self.process.terminate()
 

@@ -20,11 +20,13 @@ from everyrank.data import (
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.launch.autopsy import FOLDER, current_state, keep_state
+from everyrank.launch.hosts import host_name
 from everyrank.launch.rank_info import has_driver
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
+from everyrank.measure.resource_log import resource_log
 from everyrank.options import TrainOptions
 from everyrank.record import Record
 from everyrank.runs import (
@@ -42,6 +44,7 @@ from everyrank.train.about import about_of
 from everyrank.train.course import check_left, course_of
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
+from everyrank.train.kernels import chosen_kernels
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.throughput import ThroughputMeter
 from everyrank.train.trackers import open_tracker
@@ -71,6 +74,7 @@ def train_rank(
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(_listening(launch))
         world = stack.enter_context(open_world(info, launch))
+        stack.enter_context(chosen_kernels(options, world.device))
         options = _agreed(options, world, info.restart_count)
         out = options.out if not options.evaluate else None
         if out is not None:
@@ -209,7 +213,8 @@ def _train(
     _announce(job.prepared, options, begin, updates.end, display)
     startup_seconds = time.time() - options.started
     try:
-        metrics = training.run()
+        with resource_log(_resource_file(options, prepared.world), host_name(), goes_on=begin > 0):
+            metrics = training.run()
     finally:
         display.end()
         if log is not None:
@@ -227,6 +232,13 @@ def _train(
         "loss": training.losses,
         "metrics": metrics,
     }
+
+
+def _resource_file(options: TrainOptions, world: World) -> Path | None:
+    """Where the first rank of each host writes what that host uses; None in all other ranks, and without a folder."""
+    if options.out is None or world.local_rank != 0 or not options.out.is_dir():  # a host may not share it
+        return None
+    return options.out / ("resources.csv" if world.rank == 0 else f"resources-rank{world.rank}.csv")
 
 
 def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int | None, display: Display) -> None:

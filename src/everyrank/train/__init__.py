@@ -1,6 +1,7 @@
 """A training as a person follows it: evaluations, checkpoints, logs, and an end that loses nothing.
 
 trackers.py     TensorBoard and Weights & Biases behind one small interface
+kernels.py      which kernels torch takes: the fastest, or those that repeat
 log.py          log.jsonl, log.csv and epochs.csv of a run
 display.py      the progress bar, and the lines a person reads
 throughput.py   how fast it goes

@@ -1,0 +1,48 @@
+"""everyrank eject"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from everyrank.errors import UsageError
+from everyrank.layout import parse_layout
+from everyrank.workload import Source, check_place, parse_settings
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "write a workload and a layout as a standalone project: plain PyTorch, yours"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """WORKLOAD, DIR, the layout, what starts the ranks, and what the workload is told."""
+    parser.add_argument("place", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="an empty folder, or one that is not there yet")
+    parser.add_argument("--layout", default="ddp", metavar="L", help="ddp (default), zero1, fsdp, tensor, pipeline")
+    parser.add_argument("--launcher", default="torchrun", metavar="X", help="torchrun (default), spawn, slurm, mpi")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks of a host (default 2)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
+    parser.add_argument("--batch", type=int, metavar="N", help="another global batch than the workload's")
+    parser.add_argument("--epochs", type=int, metavar="E", help="instead of the workload's own length")
+    parser.add_argument("--steps", type=int, metavar="K", help="updates in all, instead of the workload's own length")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the project and say what it is made of; 0."""
+    check_place(args.place)
+    if args.processes < 1:
+        raise UsageError(f"--processes {args.processes}: give at least 1")
+    layout = parse_layout(args.layout)
+    settings = parse_settings(args.set)
+    if args.data is not None:
+        settings["data"] = str(args.data.absolute())
+    source = Source(args.place, settings, batch=args.batch, epochs=args.epochs, steps=args.steps)
+    from everyrank import eject
+
+    command = shlex.join(["everyrank", *args.words])
+    request = eject.EjectRequest(source, layout, args.launcher, args.processes, command)
+    written = eject.write_project(request, args.folder)
+    print(f"wrote {', '.join(path.name for path in written)} in {args.folder}; README.md says how to start it")
+    return 0

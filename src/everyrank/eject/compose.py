@@ -1,0 +1,236 @@
+"""train.py: parts put together, of which each line stands there where its conditions hold.
+
+A line of a part ends with its conditions where it has some: `  #? ddp clip` stands in a script of ddp that clips,
+`  #? !eval` in one that does not evaluate. `$batch` and its like are the values of this script.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import re
+import string
+from collections.abc import Mapping, Set
+
+from everyrank.eject.facts import Facts
+from everyrank.eject.imports import ImportLine, import_lines, prune_imports, render_imports
+from everyrank.eject.request import EjectRequest
+from everyrank.eject.sources import OwnSources
+from everyrank.workload import Workload
+
+__all__ = ["compose", "conditions_of", "part"]
+
+_MARK = re.compile(r"\s*#\?\s*(?P<conditions>[!\w ]+)$")
+_LAYOUT_PARTS = {
+    "ddp": ("backward", "normalise"),
+    "zero1": ("backward", "normalise", "zero1"),
+    "fsdp": ("sharded", "backward", "normalise"),
+    "hsdp": ("sharded", "backward", "normalise"),
+    "tensor": ("tensor", "backward", "normalise"),
+    "pipeline": ("pipeline", "normalise"),
+}
+"""The parts of each layout, beside those that all have."""
+
+_HEADERS = {
+    "ddp": """every rank holds the whole model, and gradients are averaged.
+
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs""",
+    "zero1": """as DDP, but each rank keeps the optimizer state of a part of the parameters.
+
+Holds     the whole model and its gradients on every rank; of the optimizer state each rank a part
+Travels   the gradients, by all-reduce as in DDP; after each step every parameter, from the rank that updated it""",
+    "fsdp": """every rank holds a part of each parameter, and gathers what it computes with.
+
+Holds     a part of each parameter, of its gradient and optimizer state
+Travels   parameters, gathered block by block in forward and in backward; gradients, reduced and scattered""",
+    "hsdp": """replicas of a model whose parameters are spread over the ranks of each.
+
+Holds     a part of each parameter, of its gradient and optimizer state; another replica has the same parts
+Travels   inside a replica: parameters, gathered block by block; gradients, reduced and scattered. Between replicas:
+          the gradient of each part, by all-reduce""",
+    "tensor": """every rank holds a part of each large matrix, and all ranks compute on the same samples.
+
+Holds     a part of each matrix in the plan, of its gradient and optimizer state; all else in full
+Travels   activations: an all-reduce behind each pair of matrices in forward, one in front of it in backward""",
+    "pipeline": """every rank has some of the blocks, and the batch passes through in micro-batches.
+
+Holds     some blocks on every rank, with their gradients and optimizer state; what is outside the blocks in full
+Travels   per micro-batch the activations between neighbours, forward to the next rank, their gradients back""",
+}
+"""What the docstring of train.py says of each layout."""
+
+
+def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> frozenset[str]:
+    """What holds of this project: the words that lines of parts ask for."""
+    kind, layout = request.kind, request.layout
+    is_accumulating = kind != "pipeline" and layout.accumulate > 1
+    batch_norm = facts.has_batch_norm and kind in ("ddp", "zero1", "fsdp", "hsdp")
+    holds = {
+        kind: True,
+        request.launcher: True,
+        "ddp": kind in ("ddp", "zero1"),
+        "sharded": kind in ("fsdp", "hsdp"),
+        "apart": kind in ("ddp", "zero1", "fsdp", "hsdp"),
+        "averaged": kind in ("ddp", "zero1", "fsdp", "hsdp"),
+        "dtensor": kind in ("fsdp", "hsdp", "tensor"),
+        "shards": kind == "hsdp" and workload.clip_norm is not None,
+        "accumulate": is_accumulating,
+        "micro": is_accumulating or kind == "pipeline",
+        "checked": kind != "tensor" or is_accumulating,
+        "clip": workload.clip_norm is not None,
+        "eval": workload.eval_data is not None,
+        "metrics": bool(workload.metrics),
+        "derived": bool(workload.derived),
+        "hidden": any(name.startswith("_") for name in (*workload.metrics, *workload.derived)),
+        "schedule": workload.schedule is not None,
+        "plateau": facts.follows_plateau,
+        "steps": workload.steps is not None,
+        "epochs": workload.steps is None,
+        "weights": workload.weights is not None,
+        "drop_last": workload.drop_last and facts.samples % workload.global_batch > 0,
+        "ragged": not workload.drop_last and facts.samples % workload.global_batch > 0,
+        "collate": workload.collate is not None,
+        "nested": facts.is_nested,
+        "seeded": facts.draws_in_data,
+        "draws": facts.draws_in_model,
+        "batch_norm": batch_norm,
+        "blocks": workload.blocks is not None,
+        "reshard": layout.options.get("reshard_after_forward", True) is True,
+        "bf16": layout.precision == "bf16",
+        "autocast": layout.precision == "bf16" and kind not in ("fsdp", "hsdp"),
+        "split_loss": kind == "tensor" and "colwise_loss" in (workload.tensor_plan or {}).values(),
+        "gather": kind == "tensor" and "gather" in (workload.tensor_plan or {}).values(),
+    }
+    return frozenset(word for word, is_so in holds.items() if is_so)
+
+
+def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, command: str) -> str:
+    """The text of train.py; `command` starts it."""
+    holds = set(conditions_of(workload, facts, request))
+    if any("random" in text for text in sources.files.values()) and _draws_elsewhere(sources):
+        holds.add("numpy_random")
+    values = _values(workload, facts, request, sources, command)
+    names = ["constants"]
+    names += [f"place_{request.launcher}"] if request.launcher != "spawn" else []
+    names += ["connect", "data", *_LAYOUT_PARTS[request.kind]]
+    names += ["evaluate"] if "eval" in holds else []
+    imports = {ImportLine(sources.module, sources.attribute, sources.attribute)}
+    if "batch_norm" in holds:
+        imports.add(ImportLine("batch_norm", "synchronise_batch_norm", "synchronise_batch_norm"))
+    bodies: list[str] = []
+    for name in [*names, "main"]:
+        text = part(name, holds, values)
+        imports |= import_lines(text)
+        bodies.append(_without_imports(text))
+    body = "\n\n\n".join(bodies) + "\n"
+    first, _, rest = _HEADERS[request.kind].partition("\n\n")
+    header = f'"""Trains {workload.name}: {first}\n\nRun: {command}\n\n{rest}\n"""'
+    return "\n\n".join([header, render_imports(prune_imports(imports, body), {sources.module, "batch_norm"}), body])
+
+
+def part(name: str, holds: Set[str], values: Mapping[str, str]) -> str:
+    """The lines of a part that stand there under these conditions, with these values."""
+    text = (importlib.resources.files("everyrank.eject.parts") / f"{name}.py.txt").read_text(encoding="utf-8")
+    kept: list[str] = []
+    for line in text.splitlines():
+        found = _MARK.search(line)
+        if found is None:
+            kept.append(line)
+        elif all((word.removeprefix("!") in holds) != word.startswith("!") for word in found["conditions"].split()):
+            kept.append(line[: found.start()])
+    return string.Template("\n".join(kept).strip("\n") + "\n").substitute(values)
+
+
+def _without_imports(text: str) -> str:
+    tree = ast.parse(text)
+    lines = text.splitlines()
+    for node in reversed(tree.body):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            del lines[node.lineno - 1 : node.end_lineno]
+    return "\n".join(lines).strip("\n")
+
+
+def _draws_elsewhere(sources: OwnSources) -> bool:
+    """Whether some file imports Python's or numpy's generators."""
+    modules = {(line.module, line.name) for text in sources.files.values() for line in import_lines(text)}
+    return ("random", None) in modules or any("np.random" in text for text in sources.files.values())
+
+
+def _values(
+    workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, command: str
+) -> dict[str, str]:
+    """What stands for $name in parts."""
+    low = request.layout.precision == "bf16"
+    floats = ["DTYPE" if is_float else "non_blocking=True" for is_float in facts.floats]
+    return {
+        "workload": sources.attribute + (f"({_settings(request, sources)})" if sources.is_called else ""),
+        "batch": _field("global_batch", request.source.batch, "batch" in sources.takes),
+        "accumulate": str(request.micro_batches),
+        "stages": ", ".join(f"range({stage.start}, {stage.stop})" for stage in facts.stages),
+        "eval_batch": "TASK.eval_batch" if workload.eval_batch else "BATCH",
+        "epochs": _field("epochs", request.source.epochs, "epochs" in sources.takes) if workload.epochs else "1",
+        "steps": _field("steps", request.source.steps, "steps" in sources.takes),
+        "seed": "TASK.seed",
+        "clip_norm": "TASK.clip_norm",
+        "replicas": str(request.replicas),
+        "dtype": "float32" if low else request.layout.precision,
+        "command": command,
+        "processes": str(request.processes),
+        "blocks": str(workload.blocks),
+        "inputs": f"{facts.call}inputs",
+        "input_dtype": floats[0],
+        "target_dtype": floats[1],
+        "dataset": "dataset" if facts.draws_in_data else "train_data",
+        "length": "weights" if workload.weights else "len(train_data)",
+        "plan": _plan(workload, facts),
+        "ddp_options": _ddp_options(request, facts),
+    }
+
+
+def _settings(request: EjectRequest, sources: OwnSources) -> str:
+    """What the workload's function is called with: settings, and what it takes of --batch, --epochs and --steps."""
+    asked = {"batch": request.source.batch, "epochs": request.source.epochs, "steps": request.source.steps}
+    given = {name: value for name, value in asked.items() if value is not None and name in sources.takes}
+    return ", ".join(f"{name}={value!r}" for name, value in {**request.source.settings, **given}.items())
+
+
+def _field(name: str, asked: int | None, is_setting: bool) -> str:
+    """The workload's own value, or what the call of `everyrank eject` has put in its place."""
+    return f"TASK.{name}" if asked is None or is_setting else str(asked)
+
+
+def _plan(workload: Workload, facts: Facts) -> str:
+    """The rows of the tensor plan, in torch's words."""
+    rows: list[str] = []
+    for pattern, word in (workload.tensor_plan or {}).items():
+        style = {
+            "colwise": "ColwiseParallel()",
+            "rowwise": "RowwiseParallel()",
+            "colwise_gather": "ColwiseParallel(output_layouts=Replicate())",
+            "colwise_loss": "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)",
+            "vocabulary": "RowwiseParallel(input_layouts=Replicate())",
+        }.get(word)
+        if word == "gather":
+            matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+            count = next((count for name, count in facts.num_args.items() if matches.fullmatch(name)), 1)
+            layouts = ", ".join(["Replicate()", *["None"] * (count - 1)]) + ("," if count == 1 else "")
+            style = f"PrepareModuleInput(input_layouts=({layouts}), desired_input_layouts=({layouts}))"
+        if style is not None:
+            row = f'        "{pattern}": {style},'
+            if len(row) > 120:
+                inside = style.replace("PrepareModuleInput(", "").removesuffix(")")
+                first, second = inside.split(", desired_input_layouts=")
+                row = (
+                    f'        "{pattern}": PrepareModuleInput(\n            {first}, desired_input_layouts={second}\n'
+                    "        ),"
+                )
+            rows.append(row)
+    return "\n".join(rows)
+
+
+def _ddp_options(request: EjectRequest, facts: Facts) -> str:
+    """What DistributedDataParallel is told beside the model."""
+    names = {"bucket_mb": "bucket_cap_mb", "find_unused": "find_unused_parameters", "static_graph": "static_graph"}
+    given = [f", {names[key]}={value!r}" for key, value in request.layout.options.items() if key in names]
+    return "".join([*given, ", broadcast_buffers=False" if facts.has_batch_norm else ""])

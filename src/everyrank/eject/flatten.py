@@ -1,0 +1,162 @@
+"""Definitions of everyrank that a workload uses, with all that they use in turn, as one file that needs no everyrank.
+
+A definition is a statement at the top of a module. What it names is looked up there: another definition, which comes
+along; an import from elsewhere, which comes along, too; or a name of another module of everyrank, where it goes on.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everyrank.eject.imports import ImportLine, import_lines, render_imports
+from everyrank.errors import UsageError
+
+__all__ = ["Flattened", "gather_definitions"]
+
+_ROOMS = ("everyrank.builtin", "everyrank.datasets", "everyrank.workload", "everyrank.errors", "everyrank.data")
+"""What a workload is made of; all else runs it."""
+
+
+@dataclass
+class Flattened:
+    """The parts of one file.
+
+    imports   lines to stand at its top
+    texts     definitions, each after those it needs when it is made
+    names     those it defines, with the module each comes from
+    fields    whether it needs the class Workload
+    """
+
+    imports: set[ImportLine] = field(default_factory=set[ImportLine])
+    texts: list[str] = field(default_factory=list[str])
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    needs_workload: bool = False
+
+    def render(self, header: str, workload_class: str) -> str:
+        """The whole file."""
+        imports = set(self.imports)
+        texts = list(self.texts)
+        if self.needs_workload:
+            texts.insert(0, workload_class)
+            imports |= import_lines(workload_class)
+            texts[0] = workload_class[workload_class.index("@dataclass") :].rstrip()
+        imports = {line for line in imports if line.module != "__future__"}
+        top = [f'"""{header}"""', "from __future__ import annotations"]
+        return "\n\n".join([*top, render_imports(imports)]) + "\n\n\n" + "\n\n\n".join(texts) + "\n"
+
+
+def gather_definitions(wanted: dict[str, list[str]]) -> Flattened:
+    """The definitions of these names, by module. Raises `UsageError` for what cannot stand without everyrank."""
+    found = Flattened()
+    for module, names in wanted.items():
+        for name in names:
+            _add(found, module, name)
+    return found
+
+
+def _add(found: Flattened, module: str, name: str) -> None:
+    """Add what `name` stands for in a module of everyrank, after all that it needs."""
+    module, name = _home(module, name)
+    if (module, name) == ("everyrank.workload.workload", "Workload"):
+        found.needs_workload = True
+        return
+    if found.names.get(name) == module:
+        return
+    if not module.startswith(_ROOMS):
+        raise UsageError(f"eject: {module}.{name} runs a workload and is no part of one; leave it out of the file")
+    if name in found.names:
+        raise UsageError(
+            f"eject: {name} is defined in {found.names[name]} and in {module}, and one file cannot have both"
+        )
+    found.names[name] = module
+    if module == "everyrank.errors":
+        found.texts.append(f'class {name}(ValueError):\n    """A setting, or data, that cannot be meant."""')
+        return
+    source, tree = _parsed(module)
+    statement = _definition(tree, name)
+    if statement is None:
+        raise UsageError(f"eject: {module} defines no {name} of its own")
+    found.names.update(dict.fromkeys(_defined(statement), module))  # one statement may define several
+    _add_what_it_names(found, module, tree, statement)
+    found.texts.append(_text(source, tree, statement))
+
+
+def _add_what_it_names(found: Flattened, module: str, tree: ast.Module, statement: ast.stmt) -> None:
+    """Add what a statement of a module needs: other definitions, and imports."""
+    if any(line.module.partition(".")[0] == "everyrank" for line in import_lines(ast.unparse(statement))):
+        raise UsageError(f"eject: line {statement.lineno} of {module} imports everyrank, which a project has not")
+    imported = {line.bound: line for line in _top_imports(tree)}
+    for used in _names_in(statement):
+        line = imported.get(used)
+        if line is None:
+            if used not in _defined(statement) and _definition(tree, used) is not None:
+                _add(found, module, used)
+        elif line.module.partition(".")[0] == "everyrank":
+            if line.name is None:
+                raise UsageError(f"eject: {module} imports {line.module} as a whole")
+            _add(found, line.module, line.name)
+        else:
+            found.imports.add(line)
+
+
+def _top_imports(tree: ast.Module) -> set[ImportLine]:
+    """What a module imports for all of it, and for type checkers; not what a function imports for itself."""
+    checking = [
+        node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    nodes = [*tree.body, *(node for body in checking for node in body)]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return import_lines(ast.unparse(ast.Module(body=[*imports], type_ignores=[])))
+
+
+def _home(module: str, name: str) -> tuple[str, str]:
+    """Where a name that a module of everyrank shows is defined: __init__ files hand names on."""
+    source, tree = _parsed(module)
+    if _definition(tree, name) is None:
+        for line in import_lines(source):
+            if line.bound == name and line.name is not None and line.module.startswith("everyrank"):
+                return _home(line.module, line.name)
+    return module, name
+
+
+def _parsed(module: str) -> tuple[str, ast.Module]:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise UsageError(f"eject: there is no module {module}")
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    return source, ast.parse(source)
+
+
+def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
+    """The statement at the top of a module that defines a name."""
+    return next((statement for statement in tree.body if name in _defined(statement)), None)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a module defines; those of an import are none of its own."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def _names_in(statement: ast.stmt) -> list[str]:
+    """Every name that stands in a statement, in order; also of annotations in quotes, which are none of ours."""
+    return list(dict.fromkeys(node.id for node in ast.walk(statement) if isinstance(node, ast.Name)))
+
+
+def _text(source: str, tree: ast.Module, statement: ast.stmt) -> str:
+    """A statement as it stands in the file: with decorators, comments in front of it, and the docstring of a value."""
+    lines = source.splitlines()
+    decorators = getattr(statement, "decorator_list", [])
+    first = min([statement.lineno, *(decorator.lineno for decorator in decorators)]) - 1
+    while first and lines[first - 1].startswith("#"):
+        first -= 1
+    following = next((other for other in tree.body if other.lineno > statement.lineno), None)
+    is_docstring = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+    last = following.end_lineno if is_docstring and following is not None else statement.end_lineno
+    return "\n".join(lines[first:last])

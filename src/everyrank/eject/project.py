@@ -1,0 +1,62 @@
+"""All files of a project, and writing them into a folder that holds nothing."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+from everyrank.eject.compose import compose, conditions_of, part
+from everyrank.eject.facts import look_at
+from everyrank.eject.readme import readme, requirements, start_command
+from everyrank.eject.request import EjectRequest, refuse_layout, refuse_workload
+from everyrank.eject.sources import own_sources
+from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
+from everyrank.workload import load
+
+__all__ = ["write_project"]
+
+
+def write_project(request: EjectRequest, folder: Path) -> list[Path]:
+    """Write the project; the files, in the order of the README.
+
+    Raises `UsageError` for what cannot be ejected, and for a folder that holds something; then nothing is written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: it holds files already; give a folder that is empty, or not there yet")
+    refuse_layout(request)
+    workload = load(request.source)
+    refuse_workload(workload, request)
+    try:
+        facts = look_at(workload, request)
+    except EveryrankError:
+        raise
+    except Exception as error:  # of a person's own code
+        raise WorkloadError(describe(error)) from error
+    sources = own_sources(request.source)
+    holds = conditions_of(workload, facts, request)
+    command = start_command(request)
+    script = compose(workload, facts, request, sources, command)
+    texts = {"train.py": script, **sources.files, "requirements.txt": requirements(sources)}
+    if "batch_norm" in holds:
+        texts["batch_norm.py"] = part("batch_norm", holds, {})
+    if request.launcher == "slurm":
+        texts["train.sbatch"] = _sbatch(request)
+    texts["README.md"] = readme(workload, facts, request, sources, "batch_norm" in holds)
+    return _written(folder, texts, sources.data)
+
+
+def _sbatch(request: EjectRequest) -> str:
+    """The batch script that starts train.py."""
+    text = (files("everyrank.eject.parts") / "train.sbatch.txt").read_text(encoding="utf-8")
+    return text.replace("@PROCESSES@", str(request.processes))
+
+
+def _written(folder: Path, texts: dict[str, str], data: list[Path]) -> list[Path]:
+    for name, text in texts.items():
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    for file in data:
+        shutil.copyfile(file, folder / file.name)
+    return [folder / name for name in (*texts, *(file.name for file in data))]

@@ -1,0 +1,91 @@
+"""How a project is started, as its README says it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import string
+
+from everyrank.eject.facts import Facts
+from everyrank.eject.request import EjectRequest
+from everyrank.eject.sources import OwnSources
+from everyrank.workload import Workload
+
+__all__ = ["readme", "requirements", "start_command"]
+
+_ALWAYS = ("torch", "numpy")
+
+
+def start_command(request: EjectRequest) -> str:
+    """The command that starts train.py."""
+    count = request.processes
+    return {
+        "spawn": f"python train.py --processes {count}",
+        "torchrun": f"torchrun --standalone --nproc-per-node {count} train.py",
+        "slurm": "sbatch train.sbatch",
+        "mpi": f"mpirun -n {count} --bind-to none python train.py",
+    }[request.launcher]
+
+
+def requirements(sources: OwnSources) -> str:
+    """requirements.txt: the versions that are here."""
+    distributions = importlib.metadata.packages_distributions()
+    names = {name for module in sources.third_party for name in distributions.get(module, [])}
+    names = {name.lower() for name in names} - {"everyrank"} | set(_ALWAYS)
+    return "".join(f"{name}=={importlib.metadata.version(name).partition('+')[0]}\n" for name in sorted(names))
+
+
+def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, has_norms: bool) -> str:
+    """The text of README.md: how to start it, what each file is, and what is to be known of it."""
+    files = [
+        ("train.py", f"the training: how {request.kind} is done, from meeting the other ranks to saving the weights"),
+        *((name, "the workload" if name == f"{sources.module}.py" else "what it needs") for name in sources.files),
+        *([("batch_norm.py", "batch norm over the samples of all ranks")] if has_norms else []),
+        *([("train.sbatch", "starts it in a job of Slurm")] if request.launcher == "slurm" else []),
+        *((data.name, "data") for data in sources.data),
+    ]
+    weights = "`weights.pt` is what was trained."
+    if request.kind == "pipeline":
+        weights = (
+            "`weights-R.pt` is what rank R has trained.\n\n"
+            f"The blocks are cut for {request.processes} ranks; for another number change STAGES."
+        )
+    notes = [weights]
+    if facts.draws_in_model:
+        notes.append("Dropout draws other numbers than everyrank's: the losses are those of another seed.")
+    notes += [f"Put `{large.name}` beside the scripts: it was too large to be copied." for large in sources.left_out]
+    text = (importlib.resources.files("everyrank.eject.parts") / "README.md.txt").read_text(encoding="utf-8")
+    return string.Template(text).substitute(
+        name=workload.name,
+        kind=request.kind,
+        command=request.command,
+        start=start_command(request),
+        hosts="\n".join(_several_hosts(request)),
+        files="\n".join(f"| `{name}` | {text} |" for name, text in files),
+        weights="\n\n".join(notes),
+    )
+
+
+def _several_hosts(request: EjectRequest) -> list[str]:
+    """How to start it on more than one host."""
+    count = request.processes
+    return {
+        "spawn": ["One host only; `everyrank eject --launcher torchrun` writes it for several."],
+        "torchrun": [
+            "On two hosts, the same on each of them, with the address of the first:",
+            "",
+            "```",
+            f"torchrun --nnodes 2 --nproc-per-node {count} --rdzv-backend c10d --rdzv-endpoint FIRST:29500 "
+            "--rdzv-id train train.py",
+            "```",
+        ],
+        "slurm": ["Nodes, tasks, time and account are in the first lines of `train.sbatch`."],
+        "mpi": [
+            "On several hosts the ranks need an address to meet at:",
+            "",
+            "```",
+            f"MASTER_ADDR=FIRST MASTER_PORT=29500 mpirun -x MASTER_ADDR -x MASTER_PORT -n {count} --hostfile HOSTS "
+            "--bind-to none python train.py",
+            "```",
+        ],
+    }[request.launcher]

@@ -1,0 +1,118 @@
+"""What is asked for, and what of it cannot be ejected: each refusal says which option it is, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from everyrank.errors import UsageError
+from everyrank.layout import Layout
+from everyrank.workload import Source, Workload
+
+__all__ = ["EJECTED_LAUNCHERS", "EJECTED_STRATEGIES", "EjectRequest", "refuse_layout", "refuse_workload"]
+
+EJECTED_STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+EJECTED_LAUNCHERS = ("spawn", "torchrun", "slurm", "mpi")
+
+_OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
+    "ddp": {"bucket_mb": (), "static_graph": (), "find_unused": (), "batch_norm": ("sync",), "compress": ("none",)},
+    "zero1": {"bucket_mb": (), "static_graph": (), "find_unused": (), "batch_norm": ("sync",)},
+    "fsdp": {"reshard_after_forward": (), "batch_norm": ("sync",)},
+    "tensor": {"sequence": (False,)},
+    "pipeline": {"schedule": ("1f1b",), "microbatches": ()},
+}
+"""Options of each strategy that can be ejected; with these values alone, where there are some."""
+
+_FIELDS = {
+    "ema_decay": "averaged weights are torch.optim.swa_utils.AveragedModel in plain PyTorch, another arithmetic",
+    "on_epoch": "it is called with a function that predicts under every layout",
+}
+"""Fields of a workload that no ejected script has, and why."""
+
+
+@dataclass(frozen=True)
+class EjectRequest:
+    """What is to be ejected.
+
+    source      of the workload: where it is found, with its settings
+    layout      under which it trains
+    launcher    what starts the ranks: one of `EJECTED_LAUNCHERS`
+    processes   ranks, for the commands; a pipeline is cut for so many, of the others any number can be started
+    command     what was typed, for the README
+    """
+
+    source: Source
+    layout: Layout
+    launcher: str
+    processes: int
+    command: str
+
+    @property
+    def kind(self) -> str:
+        """The layout's short name: ddp, zero1, fsdp, hsdp, tensor or pipeline."""
+        return "hsdp" if self.replicas > 1 else self.layout.strategy
+
+    @property
+    def replicas(self) -> int:
+        """Copies of a sharded model; 1 for all other layouts."""
+        return self.layout.degrees.get("replicate", 1) if self.layout.strategy == "fsdp" else 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts that a batch is cut into, before it is cut over ranks."""
+        if self.kind != "pipeline":
+            return self.layout.accumulate
+        asked: Any = self.layout.options.get("microbatches")
+        return int(asked or 2 * self.processes)
+
+
+def refuse_layout(request: EjectRequest) -> None:
+    """Raise `UsageError` for a layout or launcher that no project is made of."""
+    layout = request.layout
+    if request.launcher not in EJECTED_LAUNCHERS:
+        raise UsageError(
+            f"--launcher {request.launcher}: eject writes projects for {', '.join(EJECTED_LAUNCHERS)}; "
+            "`everyrank new --list` has scripts for others"
+        )
+    if layout.strategy not in EJECTED_STRATEGIES:
+        raise UsageError(
+            f"--layout {layout}: eject knows {', '.join(EJECTED_STRATEGIES)} and fsdp:replicate=N; "
+            "`everyrank new --list` has a script for most others"
+        )
+    for axis in layout.degrees:
+        if axis != layout.axis and not (layout.strategy == "fsdp" and axis == "replicate"):
+            raise UsageError(f"--layout {layout}: {axis}= is a second axis, which eject does not write; leave it out")
+    layout.mesh(request.processes)  # raises where the degrees do not fit
+    for key, value in layout.options.items():
+        allowed = _OPTIONS[layout.strategy].get(key)
+        if allowed is None or (allowed and value not in allowed):
+            raise UsageError(f"--layout {layout}: eject does not write {key}={str(value).lower()}; leave it out")
+    for key in ("recompute", "compile"):
+        if getattr(layout, key):
+            raise UsageError(f"--layout {layout}: eject does not write {key}; leave it out, and add it to train.py")
+    if layout.precision == "fp16":
+        raise UsageError(
+            f"--layout {layout}: everyrank's loss scale for fp16 is one for all ranks, torch's GradScaler another "
+            "arithmetic; use precision=bf16"
+        )
+    if request.kind == "pipeline" and layout.precision == "bf16":
+        raise UsageError(f"--layout {layout}: eject writes pipelines in float32 and float64; leave precision=bf16 out")
+    if request.kind == "pipeline" and layout.accumulate > 1:
+        raise UsageError(f"--layout {layout}: a pipeline accumulates already; give microbatches= instead of accumulate")
+
+
+def refuse_workload(workload: Workload, request: EjectRequest) -> None:
+    """Raise `UsageError` for a workload that asks for what no project has."""
+    for name, why in _FIELDS.items():
+        if getattr(workload, name) is not None:
+            raise UsageError(f"workload {workload.name}: eject does not write {name}: {why}; leave it out")
+    if workload.order != "global":
+        raise UsageError(f"workload {workload.name}: eject does not write order={workload.order!r}; use order='global'")
+    if workload.num_devices > 1:
+        raise UsageError(
+            f"workload {workload.name}: num_devices={workload.num_devices}: eject writes one device a rank"
+        )
+    if request.kind == "pipeline" and workload.blocks is None:
+        raise UsageError(f"workload {workload.name} has no blocks, where a pipeline is cut; set Workload.blocks")
+    if request.kind == "tensor" and not workload.tensor_plan:
+        raise UsageError(f"workload {workload.name} has no tensor_plan, which says how its matrices are split")

@@ -1,0 +1,238 @@
+"""The files that a workload stands in, so that they need no everyrank: what they import from it is in a file beside."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from everyrank.eject.flatten import gather_definitions
+from everyrank.eject.imports import import_lines
+from everyrank.errors import UsageError
+from everyrank.workload import BUILT_IN, Source, Workload
+from everyrank.workload.find import import_file
+
+__all__ = ["OwnSources", "own_sources"]
+
+_LARGEST_BYTES = 64 << 20
+_SHOWN = {"Workload": "everyrank.workload.workload"}
+"""What a workload may import from everyrank itself; of its rooms more."""
+
+_TYPES = {
+    "name": ("str", "shown in tables and file names"),
+    "model": ("Callable[[], Any]", "() -> the model, called after seeding"),
+    "train_data": ("Callable[[], Any]", "() -> dataset of (input, target)"),
+    "loss": ("Callable[[Any, Any], tuple[Any, Any]]", "(output, target) -> (sum over its terms, how many terms)"),
+    "optimizer": ("Callable[[Any], Any]", "(model) -> optimizer"),
+    "global_batch": ("int", "samples of an update over all ranks"),
+    "metrics": ("Mapping[str, Callable[..., Any]]", "name -> (output, target) -> (sum, count)"),
+    "derived": ("Mapping[str, Callable[..., float]]", "name -> (means) -> number"),
+    "schedule": ("Callable[[Any], Any] | None", "(optimizer) -> learning-rate schedule"),
+    "epochs": ("int | None", "how long; or steps, the number of updates"),
+    "steps": ("int | None", ""),
+    "seed": ("int", "of initial weights and of the order of the samples"),
+    "clip_norm": ("float | None", "largest norm of the gradients"),
+    "eval_data": ("Callable[[], Any] | None", "() -> dataset to evaluate on"),
+}
+
+
+@dataclasses.dataclass
+class OwnSources:
+    """The files of a workload.
+
+    module, attribute   where train.py finds the workload
+    is_called           it is a function, called with the settings
+    takes               names of its parameters
+    files               name -> text
+    data                files that are copied as they are
+    left_out            data files that are too large to be copied
+    third_party         top-level modules that are imported
+    """
+
+    module: str
+    attribute: str
+    is_called: bool
+    takes: frozenset[str]
+    files: dict[str, str]
+    data: list[Path]
+    left_out: list[Path]
+
+    @property
+    def third_party(self) -> set[str]:
+        """Top-level names of all modules that are imported."""
+        return {line.module.partition(".")[0] for text in self.files.values() for line in import_lines(text)}
+
+
+def own_sources(source: Source) -> OwnSources:
+    """The sources of a workload without everyrank. Raises `UsageError` for what they cannot do without."""
+    if source.place in BUILT_IN:
+        return _built_in(source.place)
+    text, _, name = source.place.rpartition(":") if ".py:" in source.place else (source.place, "", "")
+    path, name = Path(text).absolute(), name or "workload"
+    own = _closure(path)
+    files: dict[str, str] = {}
+    wanted: dict[str, list[str]] = {}
+    for file in own:
+        files[str(file.relative_to(path.parent))] = _redirected(file, wanted)
+    helper = gather_definitions(wanted)
+    if helper.needs_workload or helper.texts:
+        text = helper.render("What a training is made of.", workload_class([*files.values(), *helper.texts]))
+        files["task.py"] = text
+    found = getattr(import_file(path), name)
+    is_called = not isinstance(found, Workload)
+    data, left_out = _data_beside(own)
+    return OwnSources(
+        path.stem, name, is_called, _parameters(found) if is_called else frozenset(), files, data, left_out
+    )
+
+
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _built_in(place: str) -> OwnSources:
+    """A built-in workload: all that it is made of in one file."""
+    module, _, attribute = BUILT_IN[place].partition(":")
+    found = gather_definitions({module: [attribute]})
+    found.needs_workload = True
+    name = f"{place.replace('-', '_')}_workload"
+    text = found.render(f"The workload {place}: model, data, loss, optimizer.", workload_class(found.texts))
+    imported = importlib.import_module(module)
+    folder = Path(str(imported.__file__)).parent
+    data = [file for file in sorted(folder.glob("*.gz")) if f'"{file.name}"' in text]
+    licence = [folder / "DIGITS.md"] if any(file.name == "digits.csv.gz" for file in data) else []
+    return OwnSources(
+        name, attribute, True, _parameters(getattr(imported, attribute)), {f"{name}.py": text}, [*data, *licence], []
+    )
+
+
+def _closure(path: Path) -> list[Path]:
+    """The file, and those beside it that it imports, and so on."""
+    waiting, found = [path], list[Path]()
+    while waiting:
+        file = waiting.pop()
+        if file in found:
+            continue
+        found.append(file)
+        for line in import_lines(file.read_text(encoding="utf-8")):
+            parts = line.module.split(".")
+            for place in (parts, [*parts, line.name or ""]):
+                beside = path.parent.joinpath(*place)
+                inits = [beside.parent / "__init__.py", beside / "__init__.py"]
+                near = [beside.with_suffix(".py"), *(init for init in inits if init.parent != path.parent)]
+                waiting += [other for other in near if other.is_file()] if place[-1] else []
+    for file in found:
+        if file.name in ("train.py", "task.py", "batch_norm.py") and file.parent == path.parent:
+            raise UsageError(f"{file}: the project has a {file.name} of its own; give the file another name")
+    return sorted(found)
+
+
+def _redirected(file: Path, wanted: dict[str, list[str]]) -> str:
+    """The text of a person's file; what it imports from everyrank comes from task.py, and is noted in `wanted`."""
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    changes: list[tuple[int, int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "everyrank" for alias in node.names):
+            names = _used_attributes(file, tree, node)
+            wanted.setdefault(_SHOWN["Workload"], []).extend(names)
+            changes.append((node.lineno, node.end_lineno or node.lineno, f"from task import {', '.join(names)}"))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "everyrank":
+            shown = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
+            for alias in node.names:
+                module = node.module or ""
+                if module == "everyrank":
+                    module = _SHOWN.get(alias.name, "")
+                if not module:
+                    raise _refusal(file, node.lineno, alias.name)
+                wanted.setdefault(module, []).append(alias.name)
+            indent = " " * node.col_offset
+            changes.append(
+                (node.lineno, node.end_lineno or node.lineno, f"{indent}from task import {', '.join(shown)}")
+            )
+    lines = text.splitlines()
+    for first, last, line in sorted(changes, reverse=True):
+        lines[first - 1 : last] = [line]
+    text = "\n".join(lines) + "\n"
+    return text.replace("everyrank.Workload", "Workload") if changes else text
+
+
+def _used_attributes(file: Path, tree: ast.Module, node: ast.Import) -> list[str]:
+    """What a file that imports everyrank as a whole takes from it. Raises `UsageError` for more than Workload."""
+    if any(alias.name != "everyrank" or alias.asname for alias in node.names):
+        raise UsageError(
+            f"{file.name}, line {node.lineno}: write `from everyrank import Workload`, for eject to replace"
+        )
+    used = {
+        other.attr: other.lineno
+        for other in ast.walk(tree)
+        if isinstance(other, ast.Attribute) and isinstance(other.value, ast.Name) and other.value.id == "everyrank"
+    }
+    for name, line in used.items():
+        if name not in _SHOWN:
+            raise _refusal(file, line, name)
+    return sorted(used) or ["Workload"]
+
+
+def _refusal(file: Path, line: int, name: str) -> UsageError:
+    why = (
+        "is a loss over the whole batch: take the recipe contrastive"
+        if name in ("gather", "first_row")
+        else ("has no counterpart in plain PyTorch: move it into another file")
+    )
+    return UsageError(f"{file.name}, line {line}: everyrank.{name} {why}")
+
+
+def _data_beside(files: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Files beside the sources that these name, by a constant: (those to copy, those that are too large)."""
+    named: dict[Path, None] = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 200:
+                beside = file.parent / node.value
+                if "\n" not in node.value and beside.parent == file.parent and beside.is_file() and beside not in files:
+                    named[beside] = None
+    return (
+        [file for file in named if file.stat().st_size <= _LARGEST_BYTES],
+        [file for file in named if file.stat().st_size > _LARGEST_BYTES],
+    )
+
+
+def workload_class(texts: list[str]) -> str:
+    """The class Workload of a project: a dataclass with the fields that some call in these texts gives."""
+    known = {field.name: field for field in dataclasses.fields(Workload)}
+    given = {
+        keyword.arg
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+    }
+    required = [name for name, field in known.items() if _is_required(field)]
+    lines = [
+        "from collections.abc import Callable, Mapping",
+        "from dataclasses import dataclass, field",
+        "from typing import Any",
+        "",
+        "",
+        "@dataclass(frozen=True)",
+        "class Workload:",
+        '    """What is trained; train.py says how."""',
+        "",
+    ]
+    for name, one in known.items():
+        if name not in required and name not in given and name not in ("metrics", "epochs", "steps", "seed"):
+            continue
+        kind, comment = _TYPES.get(name, ("Any", ""))
+        default = "" if name in required else f" = {one.default!r}".replace("'", '"')
+        if one.default_factory is not dataclasses.MISSING:
+            default = " = field(default_factory=dict)"
+        lines.append(f"    {name}: {kind}{default}" + (f"  # {comment}" if comment else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _is_required(field: dataclasses.Field[object]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

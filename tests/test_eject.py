@@ -1,0 +1,414 @@
+"""`everyrank eject`: a workload from outside the repository as a project of its own, which trains as `train` did."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import one_line, refused
+
+RUFF = Path(sys.executable).with_name("ruff")
+WORKLOAD = '''
+"""Points read from a table, and a small model with gated layers."""
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from everyrank import Workload
+from layers import Tower
+
+ROWS = torch.tensor([[float(cell) for cell in line.split(",")] for line in
+                     Path(__file__).with_name("points.csv").read_text().split()])
+
+
+def data(part):
+    return TensorDataset(ROWS[part, :4], ROWS[part, 4].long())
+
+
+def loss(output, target):
+    """Of the points that count: label 3 is ignored, so ranks have different numbers of terms."""
+    return F.cross_entropy(output, target, ignore_index=3, reduction="sum"), (target != 3).sum()
+
+
+def right(output, target):
+    return (output.argmax(1) == target).sum(), len(target)
+
+
+def workload(lr=0.05, width=8, clip=0.3):
+    return Workload(
+        name="points",
+        model=lambda: Tower(width),
+        train_data=lambda: data(slice(0, 44)),
+        eval_data=lambda: data(slice(44, 57)),
+        loss=loss,
+        metrics={"right": right},
+        derived={"wrong": lambda means: 1 - means["right"]},
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        global_batch=16,
+        epochs=2,
+        seed=3,
+        clip_norm=clip,
+        blocks="blocks",
+        tensor_plan={
+            "blocks.*.feed": "gather",
+            "blocks.*.feed.gate": "colwise",
+            "blocks.*.feed.up": "colwise",
+            "blocks.*.feed.down": "rowwise",
+        },
+    )
+'''
+LAYERS = """
+from torch import nn
+
+
+class Gated(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 12), nn.Linear(width, 12)
+        self.down = nn.Linear(12, width, bias=False)
+
+    def forward(self, stream):
+        return self.down(self.gate(stream).sigmoid() * self.up(stream))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.feed = Gated(width)
+
+    def forward(self, stream):
+        return stream + self.feed(stream)
+
+
+class Tower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.enter = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, points):
+        stream = self.enter(points)
+        for block in self.blocks:
+            stream = block(stream)
+        return self.head(stream)
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder with a workload, its neighbour and its data."""
+    import torch
+
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "points.py").write_text(WORKLOAD)
+    (folder / "layers.py").write_text(LAYERS)
+    points = torch.randn(57, 4, generator=torch.Generator().manual_seed(0))
+    labels = points[:, :3].argmax(1)
+    labels[::7] = 3
+    rows = zip(points.tolist(), labels.tolist(), strict=True)
+    (folder / "points.csv").write_text("\n".join(",".join(map(str, [*point, label])) for point, label in rows))
+    return folder
+
+
+def eject(forge: Any, place: Path | str, project: Path, *words: object) -> Path:
+    done = forge(project.parent, "eject", place, project, *words)
+    assert done.status == 0, done.err
+    return project
+
+
+def losses_of_train(out: Path) -> list[float]:
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def said(text: str) -> tuple[list[float], dict[str, float]]:
+    """The losses that train.py has printed, and its last evaluation."""
+    losses = [float(loss) for loss in re.findall(r"^update \d+ loss (\S+)$", text, re.MULTILINE)]
+    words = re.findall(r"^epoch \d+ (.*)$", text, re.MULTILINE)[-1].split()
+    return losses, {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def compare(forge: Any, folder: Path, place: Path | str, layout: str, size: int, *words: object) -> list[float]:
+    """Train under a layout, and the ejected project; the losses of both, which are equal to the last bit."""
+    project = eject(forge, place, folder / "project", "--layout", layout, "--processes", size, *words)
+    check_text(project)
+    ours = forge(folder, "train", place, "--layout", layout, "--out", "run", "--save-every", 0, *words, size=size)
+    assert ours.status == 0, ours.err
+    theirs = forge(project, script="train.py", size=size, PYTHONPATH="")
+    assert theirs.status == 0, theirs.err
+    losses, metrics = said(theirs.out)
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    assert metrics == [event["evaluation"] for event in events if event.get("evaluation")][-1]
+    assert losses == losses_of_train(folder / "run")
+    return losses
+
+
+def check_text(project: Path) -> None:
+    """No everyrank is imported; ruff finds nothing; every function of train.py says what it takes and gives."""
+    for file in project.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        assert not [name for name in modules if name is None or name.startswith("everyrank")], file
+        assert "everyrank." not in file.read_text()
+    for function in ast.walk(ast.parse((project / "train.py").read_text())):
+        if isinstance(function, ast.FunctionDef):
+            arguments = [one for one in function.args.args if one.arg not in ("self", "_")]
+            assert function.returns is not None or function.name == "__init__", function.name
+            assert all(one.annotation is not None for one in arguments), function.name
+    own = [
+        str(file) for file in (project / "train.py", project / "task.py", project / "batch_norm.py") if file.exists()
+    ]
+    for words in (["check", "--select", "E,F,B,I,UP,SIM,RET"], ["format", "--check"]):
+        done = subprocess.run(
+            [RUFF, *words, "--isolated", "--line-length", "120", "--target-version", "py311", *own],
+            capture_output=True,
+            text=True,
+            cwd=project,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("ddp", 2),
+        ("tensor", 2),
+        ("pipeline", 2),
+        ("fsdp:replicate=2", 4),
+        pytest.param("zero1", 2, marks=pytest.mark.integration),
+        pytest.param("fsdp", 2, marks=pytest.mark.integration),
+    ],
+)
+def test_trains_as_train_does(layout: str, size: int, outside: Path, tmp_path: Path, forge: Any) -> None:
+    """To the last bit, with clipping, a schedule, terms that are not counted and a ragged last batch."""
+    losses = compare(forge, tmp_path, outside / "points.py", layout, size)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_comparison_can_fail(outside: Path, tmp_path: Path, forge: Any) -> None:
+    """A script that forgets that DDP has averaged trains another training."""
+    project = eject(forge, outside / "points.py", tmp_path / "project", "--set", "clip=100.0")
+    script = project / "train.py"
+    good = said(forge(project, script="train.py", size=2).out)[0]
+    script.write_text(script.read_text().replace("num_averaged * BATCH / total[1]", "BATCH / total[1]"))
+    bad = said(forge(project, script="train.py", size=2).out)[0]
+    assert good[0] == bad[0]
+    assert good[1:] != bad[1:]
+
+
+RICH = """
+import random
+
+import torch
+from torch import nn
+import everyrank
+
+
+class Noisy:
+    \"\"\"Samples that are augmented: ({"points": (4,), "scale": (1,)}, target ()).\"\"\"
+
+    def __len__(self):
+        return 45
+
+    def __getitem__(self, index):
+        points = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return {"points": points + 0.1 * torch.randn(4), "scale": torch.tensor([random.random()])}, points.sum()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+    def forward(self, points, scale):
+        return self.head(self.norm(self.layer(points)).relu() * scale).squeeze(1)
+
+
+workload = everyrank.Workload(
+    name="rich",
+    model=Model,
+    train_data=Noisy,
+    eval_data=Noisy,
+    eval_batch=7,
+    collate=lambda samples: torch.utils.data.default_collate(samples[::-1]),
+    loss=lambda output, target: ((output - target).square().sum(), len(target)),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+    schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
+    weights=lambda: range(1, 46),
+    global_batch=8,
+    drop_last=True,
+    steps=13,
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "layout", ["ddp:accumulate=2,precision=float64", pytest.param("fsdp", marks=pytest.mark.integration)]
+)
+def test_says_what_a_workload_says(layout: str, tmp_path: Path, forge: Any) -> None:
+    """Augmentation, dicts, collate, weights, batch norm over ranks, a plateau, micro-batches, a number of updates."""
+    (tmp_path / "said.py").write_text(RICH)
+    assert len(compare(forge, tmp_path, tmp_path / "said.py", layout, 2)) == 13
+
+
+def test_built_in_workloads_stand_alone(tmp_path: Path) -> None:
+    """Every name in the one file is defined there or imported, and none from everyrank."""
+    from everyrank.eject.sources import own_sources
+    from everyrank.workload import BUILT_IN, Source
+
+    for place in BUILT_IN:
+        for name, text in own_sources(Source(place)).files.items():
+            (tmp_path / name).write_text(text)
+            assert not re.search(r"^\s*(from|import) everyrank", text, re.MULTILINE), name
+    words = ["check", "--isolated", "--line-length", "120", "--select", "E,F,I"]
+    done = subprocess.run([RUFF, *words, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert len(list(tmp_path.iterdir())) == len(BUILT_IN)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("words", [("digits", "zero1", "--epochs", 1), ("text", "tensor", "--steps", 2)], ids=str)
+def test_built_in_workloads(words: tuple[Any, ...], tmp_path: Path, forge: Any) -> None:
+    """All that a built-in workload is made of is in one file."""
+    name, layout, *rest = words
+    compare(forge, tmp_path, name, layout, 2, *rest)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi"])
+def test_really_started(launcher: str, outside: Path, tmp_path: Path, forge: Any, everyrank: Any) -> None:
+    """By the command of its README, without everyrank."""
+    if launcher == "mpi" and shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun on this machine")
+    project = eject(forge, outside / "points.py", tmp_path / "project", "--launcher", launcher)
+    ours = everyrank(tmp_path, "train", outside / "points.py", "--layout", "ddp", "--processes", 2, "--out", "run")
+    assert ours.returncode == 0, ours.stderr
+    command = (project / "README.md").read_text().split("requirements.txt\n")[1].splitlines()[0].split()
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **as_root, "PATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("PYTHONPATH", None)
+    if launcher == "mpi":
+        command.insert(1, "--oversubscribe")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert said(done.stdout)[0] == losses_of_train(tmp_path / "run")
+    assert (project / "weights.pt").exists()
+
+
+PLACES = {
+    "slurm": (
+        {
+            "SLURM_STEP_ID": "1",
+            "SLURM_JOB_ID": "7",
+            "SLURM_PROCID": "3",
+            "SLURM_LOCALID": "1",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_NUM_NODES": "2",
+            "MASTER_ADDR": "first",
+        },
+        (3, 1, 4, 2, "tcp://first:12449"),
+    ),
+    "mpi": (
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "MASTER_ADDR": "first",
+            "MASTER_PORT": "29500",
+        },
+        (3, 1, 4, 2, "tcp://first:29500"),
+    ),
+    "torchrun": (
+        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+        (3, 1, 4, 2, "env://"),
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", PLACES)
+def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, forge: Any, monkeypatch: Any) -> None:
+    """Read as each launcher says it; started by nobody, one line says how."""
+    project = eject(forge, outside / "points.py", tmp_path / "project", "--launcher", launcher)
+    tree = ast.parse((project / "train.py").read_text())
+    wanted = ("find_place", "VARIABLES", "os")
+    body = [node for node in tree.body if wanted[0] == getattr(node, "name", "") or wanted[1] in ast.unparse(node)[:9]]
+    module: dict[str, Any] = {"os": os}
+    exec(compile(ast.Module(body, []), "train.py", "exec"), module)
+    with pytest.raises(SystemExit, match=f"not started by {'srun' if launcher == 'slurm' else launcher[:3]}"):
+        module["find_place"]()
+    environment, place = PLACES[launcher]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert module["find_place"]() == place
+    if launcher == "slurm":
+        subprocess.run(["bash", "-n", project / "train.sbatch"], check=True, timeout=20)
+        assert "--ntasks-per-node=2" in (project / "train.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--layout", "context"), "--layout context: eject knows"),
+        (("--layout", "fsdp:tensor=2"), "tensor= is a second axis"),
+        (("--layout", "ddp:compress=bf16"), "eject does not write compress=bf16"),
+        (("--layout", "ddp:recompute"), "eject does not write recompute"),
+        (("--layout", "ddp:precision=fp16"), "use precision=bf16"),
+        (("--layout", "pipeline:schedule=gpipe"), "eject does not write schedule=gpipe"),
+        (("--launcher", "ray"), "--launcher ray: eject writes projects for spawn, torchrun, slurm, mpi"),
+        (("--processes", 0), "--processes 0: give at least 1"),
+        (("--set", "wdith=3"), "has no such setting"),
+    ],
+)
+def test_refused(words: tuple[Any, ...], line: str, outside: Path, tmp_path: Path, capsys: Any) -> None:
+    """In one line, before anything is written."""
+    assert line in refused(capsys, "eject", outside / "points.py", tmp_path / "project", *words)
+    assert not (tmp_path / "project").exists()
+
+
+CHANGES = {
+    "ema_decay": ('name="points",', 'name="points", ema_decay=0.9,'),
+    "on_epoch": ('name="points",', 'name="points", on_epoch=print,'),
+    "order='shard'": ('name="points",', 'name="points", order="shard",'),
+    "eject writes no streams": ("data(slice(0, 44))", "iter([])"),
+    "points.py, line 9: everyrank.gather is a loss over the whole": ("import Workload", "import Workload, gather"),
+}
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_refused_workload(line: str, outside: Path, tmp_path: Path, forge: Any) -> None:
+    """What a plain script cannot have is named, with why."""
+    file = outside / "points.py"
+    file.write_text(file.read_text().replace(*CHANGES[line]))
+    done = forge(tmp_path, "eject", file, tmp_path / "project")
+    assert done.status == 2
+    assert line in one_line(done.err)
+    assert not (tmp_path / "project").exists()
+
+
+def test_nothing_is_overwritten(outside: Path, tmp_path: Path, capsys: Any) -> None:
+    """A folder with a file in it stays as it is."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text("mine")
+    assert "it holds files already" in refused(capsys, "eject", outside / "points.py", project)
+    assert (project / "train.py").read_text() == "mine"
+    assert len(list(project.iterdir())) == 1
