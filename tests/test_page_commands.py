@@ -39,8 +39,9 @@ NEEDS = {
     "sed": "the file of the block before",
     "HOROVOD_WITH_PYTORCH=1": "a compiler and minutes: tests/integration/install_horovod",
     "RANK=0": "other ranks, started by hand",
+    "kill": "the process of a run that hangs",
 }
-PLACEHOLDERS = {"W", "WORKLOAD", "my_workload.py", "before.json", "wrong.py", "model.py", "train.py"}
+PLACEHOLDERS = {"W", "WORKLOAD", "my_workload.py", "my_model.py", "before.json", "wrong.py", "model.py", "train.py"}
 
 
 @pytest.fixture
