@@ -260,6 +260,17 @@ def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
         ("train digits --gpu 0", "put CUDA_VISIBLE_DEVICES=0 in front"),
         ("train digits --grad_accu_steps 2", "write --layout ddp:accumulate=N"),
         ("train digits --wd 1e-4", "change weight_decay there"),
+        ("train digits --weight_decay 1e-4", "--weight_decay: the optimizer belongs to the workload"),
+        ("train digits --lr 0.1", "--lr: the learning rate is a setting of the workload: --set lr=0.1"),
+        ("train digits --seed 0", "--set seed=0"),
+        ("train digits --master_addr n0 --master_port 1", "--master_addr: write --rendezvous HOST:PORT"),
+        ("train digits --nnodes 2 --node_rank 0", "--nnodes: write --nodes N"),
+        ("train digits --node_rank 0", "--node_rank: write --node-rank K"),
+        ("train digits --init_method=tcp://n0:1", "--init_method: write --init-method M"),
+        ("train digits --word_size 3", "--word_size: write --processes N"),
+        ("verify digits --batch_size 64", "--batch_size: write --batch N"),
+        ("train digits --dist-file f", "write --init-method file:///PATH"),
+        ("checkpoint inspect runs --js f", "unrecognized arguments: --js f"),
         ("train digits -p 10", "log.csv in --out has a row for every update"),
         ("bench digits --start-epoch 3", "write --out DIR --resume"),
         ("new apex", "everyrank new ddp_amp"),
@@ -276,13 +287,14 @@ def test_old_words_are_answered(words: str, today: str, capsys: pytest.CaptureFi
 
 
 def test_hints_say_what_there_is() -> None:
-    """A flag that everyrank has needs no hint, and a recipe that is named is there."""
+    """A flag of a command that trains needs no hint, and what hints name is there."""
     from everyrank.cli import _parser
     from everyrank.commands.old_words import _FLAGS, _RECIPES
 
-    parsers = _parser()._subparsers._group_actions[0].choices.values()
-    known = {flag for parser in parsers for flag in parser._option_string_actions}
-    assert not known & set(_FLAGS)
+    parsers = _parser()._subparsers._group_actions[0].choices
+    flags = {name: set(parser._option_string_actions) for name, parser in parsers.items()}
+    assert not (flags["train"] | flags["verify"] | flags["bench"]) & set(_FLAGS)
+    known = set().union(*flags.values())
     said = {word.strip(",.;") for line in _FLAGS.values() for word in line.split() if word.startswith("--")}
     assert said <= known
     names = {path.stem for path in (Path(importlib.resources.files("everyrank.recipes"))).iterdir()}

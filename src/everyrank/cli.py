@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from everyrank._version import __version__
 from everyrank.commands import COMMANDS
@@ -133,7 +133,10 @@ def _terminate(*_: object) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, like all others."""
+    """argparse whose errors are one line, like all others; `--lr` is no short form of `--lr-rule`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(today_of(message) or f"{message}; see {self.prog} --help")

@@ -7,7 +7,7 @@ Travels   the gradients, as under any DDP; for each batch norm, forward and back
 Use when  the model has batch norm: on each rank's samples alone, every number of ranks is another training
 
 DDP leaves batch norm alone: each rank normalises by its own samples, and the running statistics are those of rank 0.
-nn.SyncBatchNorm takes them over all ranks, on CUDA only: on CPU it raises. BatchNormOverRanks is the same on CPU.
+nn.SyncBatchNorm takes them over all ranks, on GPUs only: on CPU it raises. BatchNormOverRanks is the same on CPU.
 
 What to change for your own training:
 - load() and build() are your data and your network. BatchNorm1d and 3d: other dimensions in BatchNormOverRanks.

@@ -10,7 +10,7 @@ Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, wh
 Use when  no launcher is there: two machines and two terminals, or a debugger around each rank
 
 What to change for your own training:
-- load() and build() are your data and your network. Batch norm needs nn.SyncBatchNorm, on CUDA only.
+- load() and build() are your data and your network. Batch norm needs nn.SyncBatchNorm, on GPUs only.
 - BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
 - HOST in tcp://HOST:PORT is that of rank 0, which listens there. On several hosts it is never localhost, and better an
   address than a name: Debian gives a host's own name the address 127.0.1.1, which leads other hosts to themselves.

@@ -7,7 +7,7 @@ Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, wh
 Use when  the model fits on one device: the first thing to try on several
 
 What to change for your own training:
-- load() and build() are your data and your network. Batch norm needs nn.SyncBatchNorm, on CUDA only.
+- load() and build() are your data and your network. Batch norm needs nn.SyncBatchNorm, on GPUs only.
 - BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
 - Masked or padded targets: divide by the number of loss terms on all ranks, all-reduced before backward.
 - Train with ddp(...), never model(...): the gradients of model(...) stay on their rank, without a word.

@@ -8,7 +8,8 @@ Use when  one device is enough; and first of all, to have losses to compare with
 
 What to change for your own training:
 - load() and build() are your data and your network. Data that has to be decoded wants num_workers in the DataLoader.
-- pin_memory and non_blocking belong together: then a batch is copied to the GPU while it still computes the last one.
+- pin_memory and non_blocking belong together: then the CPU goes on while a batch is copied; the GPU copies it after
+  the step before, unless in a CUDA stream of its own.
 - Sum the loss over its terms and divide once, by their number: with tokens or masks that is not the number of samples.
   A sum can be split over micro-batches and ranks; a mean of means is another number.
 - Read no tensor inside the loop (.item(), print): each time the CPU would wait for the device.
