@@ -313,7 +313,7 @@ def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.integration)])
 def test_a_longer_timeout_until_the_first_update_is_done(backend: str) -> None:
     """What takes a second and a half is no reason to end a start, and is one to end a step."""
     launch = Launch(processes=2, device="cpu", backend=backend, timeout_seconds=0.5, start_timeout_seconds=200)

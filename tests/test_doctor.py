@@ -439,7 +439,7 @@ def test_what_is_optional_is_what_the_package_names(repository: Path) -> None:
     """Every extra for people is there, with what it is for; what can be used is not said to be of no use."""
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     found = {finding.what: finding for finding in check_optional({}, find_program=lambda _: None)}
-    for extra in set(extras) - {"dev", "mpi"}:
+    for extra in set(extras) - {"dev", "mpi", "docs"}:
         for package in extras[extra]:
             name = re.split("[^a-z0-9]", package)[0]
             assert "does not drive" not in found[name].text, name

@@ -67,8 +67,8 @@ def names_asked_for(path: Path) -> list[str]:
 
 
 def modules() -> list[Path]:
-    """All but recipes, which stand alone, and backends, where `mpi` is the name of one."""
-    return sorted(path for path in PACKAGE.rglob("*.py") if not {"recipes", "backends"} & set(path.parts))
+    """All but recipes and what eject writes, which stand alone, and backends, where `mpi` is the name of one."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if not {"recipes", "eject", "backends"} & set(path.parts))
 
 
 def test_no_launcher_is_asked_for_by_name() -> None:

@@ -108,6 +108,7 @@ def read(path: Path) -> list[Record] | None:
     return None
 
 
+@pytest.mark.integration
 def test_five_hundred_mutations_are_refused_or_shown(
     repository: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,11 @@ def _make_optimizer(workload: Workload, model: nn.Module) -> Optimizer:
             "use an optimizer that steps on the gradients it finds (SGD, AdamW)"
         )
     _check_parameters(workload, model, optimizer)
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            # the fused kernels of these two know no DTensor; the others are the same arithmetic
+            if group.get("fused") and any(isinstance(one, DTensor) for one in group["params"]):
+                group["fused"] = False
     return optimizer
 
 
