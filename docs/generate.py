@@ -86,7 +86,7 @@ CHINESE = {
     "gloo's own": "gloo 自带",
     "operation": "操作",
     "backend": "后端",
-    "seconds": "耗时（秒）",
+    "seconds": "耗时",
     "median and largest error": "误差：中位数，最大值",
 }
 """Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
@@ -101,8 +101,8 @@ def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
             if line.startswith("| "):
                 cells = [CHINESE.get(cell, cell) for cell in line[2:-2].split(" | ")]
                 lines[number] = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
-            lines[number] = re.sub(r"x the first: ([^|]+) \|", r"相对第一个：\1 |", lines[number])
-            lines[number] = lines[number].replace("How many times as fast: by means, by medians. ", "快几倍：按均值，按中位数。")
+            lines[number] = re.sub(r"x the first: ([^|]+) \|", r"加速比：\1 |", lines[number])
+            lines[number] = lines[number].replace("How many times as fast: by means, by medians. ", "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。")
             lines[number] = re.sub(
                 r"([^。]+), (\d+) cores, (torch \S+), (\S+); medians; (`.+`), by (`.+`)\.",
                 r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
@@ -321,6 +321,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
+    "docs/zh/which-layout.md": {"layouts measured": (FAMILIES, in_chinese(layouts_measured))},
     "docs/benchmarks.md": {
         "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
         "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
@@ -334,6 +335,11 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "theory of the algorithms": (ALGORITHMS, theory_of_algorithms),
         "measured algorithms": (COLLECTIVES, measured_algorithms),
         "measured backends": (COLLECTIVES, measured_backends),
+    },
+    "docs/zh/collectives.md": {
+        "theory of the algorithms": (ALGORITHMS, in_chinese(theory_of_algorithms)),
+        "measured algorithms": (COLLECTIVES, in_chinese(measured_algorithms)),
+        "measured backends": (COLLECTIVES, in_chinese(measured_backends)),
     },
     "docs/backends.md": {
         "what backends carry": (COLLECTIVES, what_backends_carry),

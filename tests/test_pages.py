@@ -20,6 +20,8 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/collectives.md",
     "docs/backends.md",
+    "docs/zh/which-layout.md",
+    "docs/zh/collectives.md",
 )
 
 
