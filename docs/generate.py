@@ -102,7 +102,10 @@ def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
                 cells = [CHINESE.get(cell, cell) for cell in line[2:-2].split(" | ")]
                 lines[number] = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
             lines[number] = re.sub(r"x the first: ([^|]+) \|", r"加速比：\1 |", lines[number])
-            lines[number] = lines[number].replace("How many times as fast: by means, by medians. ", "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。")
+            lines[number] = lines[number].replace(
+                "How many times as fast: by means, by medians. ",
+                "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。",
+            )
             lines[number] = re.sub(
                 r"([^。]+), (\d+) cores, (torch \S+), (\S+); medians; (`.+`), by (`.+`)\.",
                 r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
