@@ -4,8 +4,8 @@
 
 Pages link to files of the repository as GitHub shows them: `../src/everyrank/strategies/ddp.py`. A site has only
 what is in it, so each file that a page links to becomes a page, too: code in a code block, a folder as the list of its
-files, a Record (JSON) as it is. README.md is the first page. Zensical then builds with `--strict`: a link or an anchor
-that leads nowhere ends it.
+files, a Record (JSON) as it is. README.md is the first page, README.zh.md the first of the Chinese ones. Zensical then
+builds with `--strict`: a link or an anchor that leads nowhere ends it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "zensical.toml"
 LINK = re.compile(r"(?<!\\)(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+FRONT = {Path("README.md"): Path("index.md"), Path("README.zh.md"): Path("zh/index.md")}
 COPIED = {".json", ".png", ".svg", ".css"}
 
 
 def place(path: Path) -> Path:
     """Where on the site a file or folder of the repository is; both paths relative to their roots."""
-    if path == Path("README.md"):
-        return Path("index.md")
+    if path in FRONT:
+        return FRONT[path]
     if path.parts[0] == "docs" and (ROOT / path).is_file() and (path.suffix == ".md" or path.suffix in COPIED):
         return path.relative_to("docs")
     where = Path("repository") / path
@@ -84,7 +85,7 @@ def page(path: Path) -> tuple[str, set[Path]]:
 
 def stage(folder: Path) -> int:
     """Write every page, and all that they lead to; how many."""
-    waiting = {Path("README.md"), *(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))}
+    waiting = {*FRONT, *(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))}
     waiting |= {path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.css")}
     done: set[Path] = set()
     while waiting:

@@ -65,6 +65,57 @@ def layouts_measured() -> str:
     return _table(["layout", "ranks", "x single (95%)", "memory MiB", "sent KiB an update"], rows)
 
 
+CHINESE = {
+    "layout": "并行方案",
+    "ranks": "rank 数",
+    "parity": "核对结果",
+    "samples/s (95%)": "样本/秒（95% 区间）",
+    "x single": "相对 single",
+    "x single (95%)": "相对 single（95% 区间）",
+    "step ms": "一步（ms）",
+    "epoch s": "一个 epoch（秒）",
+    "eval loss": "验证 loss",
+    "memory MiB": "内存（MiB）",
+    "sent KiB an update": "每次更新发送（KiB）",
+    "algorithm": "算法",
+    "2 ranks: steps, sent": "2 个 rank：步数，发送量",
+    "4 ranks: steps, sent": "4 个 rank：步数，发送量",
+    "8 ranks: steps, sent": "8 个 rank：步数，发送量",
+    "64 ranks: steps, sent": "64 个 rank：步数，发送量",
+    "all_reduce by": "all_reduce 的实现",
+    "gloo's own": "gloo 自带",
+    "operation": "操作",
+    "backend": "后端",
+    "seconds": "耗时",
+    "median and largest error": "误差：中位数，最大值",
+}
+"""Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
+
+
+def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
+    """The same part for a Chinese page: the same numbers, with headers and the words around them in Chinese."""
+
+    def made() -> str:
+        lines = make().splitlines()
+        for number, line in enumerate(lines):
+            if line.startswith("| "):
+                cells = [CHINESE.get(cell, cell) for cell in line[2:-2].split(" | ")]
+                lines[number] = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
+            lines[number] = re.sub(r"x the first: ([^|]+) \|", r"加速比：\1 |", lines[number])
+            lines[number] = lines[number].replace(
+                "How many times as fast: by means, by medians. ",
+                "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。",
+            )
+            lines[number] = re.sub(
+                r"([^。]+), (\d+) cores, (torch \S+), (\S+); medians; (`.+`), by (`.+`)\.",
+                r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
+                lines[number],
+            )
+        return "\n".join(lines)
+
+    return made
+
+
 def house() -> str:
     """The rooms and single files of the package, with the rooms inside them: what each is for."""
     rows: list[tuple[str, str]] = []
@@ -263,6 +314,9 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "README.md": {
         "the speeds of make demo": (DIGITS, lambda: demo_table(0)),
     },
+    "README.zh.md": {
+        "the speeds of make demo": (DIGITS, in_chinese(lambda: demo_table(0))),
+    },
     "CONTRIBUTING.md": {
         "the house": (PACKAGE, house),
         "strategies": (PACKAGE / "strategies", strategies),
@@ -270,6 +324,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
+    "docs/zh/which-layout.md": {"layouts measured": (FAMILIES, in_chinese(layouts_measured))},
     "docs/benchmarks.md": {
         "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
         "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
@@ -283,6 +338,11 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "theory of the algorithms": (ALGORITHMS, theory_of_algorithms),
         "measured algorithms": (COLLECTIVES, measured_algorithms),
         "measured backends": (COLLECTIVES, measured_backends),
+    },
+    "docs/zh/collectives.md": {
+        "theory of the algorithms": (ALGORITHMS, in_chinese(theory_of_algorithms)),
+        "measured algorithms": (COLLECTIVES, in_chinese(measured_algorithms)),
+        "measured backends": (COLLECTIVES, in_chinese(measured_backends)),
     },
     "docs/backends.md": {
         "what backends carry": (COLLECTIVES, what_backends_carry),

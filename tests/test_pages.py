@@ -13,12 +13,15 @@ import pytest
 
 PAGES = (
     "README.md",
+    "README.zh.md",
     "CONTRIBUTING.md",
     "docs/recipes.md",
     "docs/which-layout.md",
     "docs/benchmarks.md",
     "docs/collectives.md",
     "docs/backends.md",
+    "docs/zh/which-layout.md",
+    "docs/zh/collectives.md",
 )
 
 
@@ -50,6 +53,7 @@ def test_pages_follow_from_what_is_there(
             "| ddp | 9.",
             '"where a step of make demo goes" is not what benchmarks/records/dig',
         ),
+        ("README.zh.md", "| 21,", "| 31,", '"the speeds of make demo" is not what benchmarks/records/digits-cpu'),
         ("README.md", "<!-- generated: the speeds", "<!-- generate: the speeds", "give"),
         (
             "CONTRIBUTING.md",
@@ -85,7 +89,7 @@ def test_a_page_that_was_changed_is_found(
 ) -> None:
     """In one line: which part of which page, what it is made from, and what to run; that repairs all but a marker."""
     for name in PAGES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(repository / name, tmp_path / name)
     text = (tmp_path / page).read_text()
     assert old in text
