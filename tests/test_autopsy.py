@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="stacks from outside need Linux's /proc"
 )
 
-QUICK = [("shm", "different_order"), ("gloo", "another_shape"), ("shm", "deadlock_in_the_loader")]
+QUICK = [("shm", "different_order"), ("shm", "deadlock_in_the_loader")]
 ALL = "the group of all 2 ranks"
 
 

@@ -174,6 +174,7 @@ def check_meta(world: World, layout: str, forgets: str) -> str:
         return check_layout(subject, parse_layout(layout), world, f"meta/{layout}/{forgets}")[0].status
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", ["fsdp:meta=true", "tensor:meta=true", "pipeline:meta=true"])
 def test_meta_trains_alike(ranks: Any, layout: str) -> None:
     """And a buffer that nobody fills is found."""

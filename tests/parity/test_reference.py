@@ -92,6 +92,7 @@ def without_mean(model, mesh):
 """
 
 
+@pytest.mark.integration
 def test_own_parallel_code(ranks: Any, tmp_path: Path) -> None:
     """Its gradients first; what is wrong with them is told from how many ranks there are, without one device to ask."""
     path = tmp_path / "own.py"
