@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyrank.errors import UnsupportedLayoutError
 from everyrank.parallel.context import chunk
 from everyrank.parallel.context.apply import ContextParallel
 from everyrank.parallel.context.attention import SequenceGroup, chunk_order, ring_attention
@@ -33,6 +34,24 @@ def attention(query: Tensor, key: Tensor, value: Tensor, ring: bool) -> list[Ten
             output = F.scaled_dot_product_attention(*own, is_causal=True)
         output.sum().backward()  # a person may do that inside, too
     return [output.detach(), *(tensor.grad for tensor in own if tensor.grad is not None)]
+
+
+def test_only_what_the_model_has_now_is_its_own() -> None:
+    """FSDP replaces the parameters; known by the ids of those, what a model computes was at times taken for one.
+
+    On one rank of several, which then refused alone, and the others waited.
+    """
+    model = nn.ParameterList(nn.Parameter(torch.zeros(8)) for _ in range(64))
+    split = ContextParallel(model, SequenceGroup(0, 1, (0,), None), 1, "ring")
+    split.length = 4
+    for place in range(len(model)):
+        model[place] = nn.Parameter(torch.zeros(8))
+    with split.context():
+        computed = [torch.arange(8) for _ in range(256)]
+        for tensor in computed:
+            tensor[:4]
+        with pytest.raises(UnsupportedLayoutError, match="counts 4 positions"):
+            model[5][:4]
 
 
 @pytest.mark.parametrize("is_flash", [True, False])

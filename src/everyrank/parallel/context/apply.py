@@ -48,7 +48,7 @@ class ContextParallel:
         self, model: nn.Module, ring: SequenceGroup, dim: int, method: str, dropout: ExactDropout | None = None
     ) -> None:
         self.ring, self.dim, self.method, self.dropout = ring, dim, method, dropout
-        self.of_model = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self.model = model
         self.length = 0  # of this rank's part
         self.num_attentions = 0
         self.is_checked = False
@@ -56,6 +56,10 @@ class ContextParallel:
     def context(self) -> TorchFunctionMode:
         """What sees the calls of attention."""
         return _Attention(self)
+
+    def is_of_model(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter or buffer that the model has now: FSDP puts others in their places."""
+        return any(tensor is one for one in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def pieces(self) -> tuple[range, ...]:
@@ -149,9 +153,10 @@ class _Attention(TorchFunctionMode):
         length = self.split.length
         if func is torch.arange:  # of integers: real ones are frequencies
             return not result.is_floating_point() and len(result) == length
-        if func is Tensor.__getitem__ and id(args[0]) in self.split.of_model:
+        if func is Tensor.__getitem__:
             keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return any(isinstance(key, slice) and key.stop == length and not key.start for key in keys)
+            is_cut = any(isinstance(key, slice) and key.stop == length and not key.start for key in keys)
+            return is_cut and self.split.is_of_model(args[0])
         return False
 
     def _attend(
