@@ -53,7 +53,20 @@ TORCHRUN = {
 def test_facts_of_torchrun() -> None:
     """torchrun's agent has the store open; restarts meet under another name."""
     info = rank_info_from_environment(TORCHRUN)
-    assert info == RankInfo(1, 1, 2, 2, "torchrun", "tcp://127.0.0.1:29501", is_store_master=False, restart_count=3)
+    expected = RankInfo(1, 1, 2, 2, "torchrun", "tcp://127.0.0.1:29501", restart_count=3, store_round=3)
+    assert info == expected
+
+
+def test_a_store_of_one_start_has_one_name() -> None:
+    """Each host of an elastic job counts restarts for itself: where the store is new, the count names nothing."""
+    counts = []
+    for count in "01":
+        changed = {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": count, "RANK": count}
+        info = rank_info_from_environment({**TORCHRUN, **changed})
+        assert info is not None
+        assert info.is_store_master == (count == "0")
+        counts.append((info.restart_count, info.store_round))
+    assert counts == [(0, 0), (1, 0)]
 
 
 def test_facts_of_nobody() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "Bubble",
     "Collective",
     "Interval",
+    "Membership",
     "Parity",
     "Record",
     "Resources",
@@ -168,6 +169,25 @@ class Scaling:
 
 
 @dataclass(frozen=True)
+class Membership:
+    """Who took part in one start of a training, and what the change to it has cost.
+
+    started            by the clock of rank 0's host, in seconds since 1970
+    first_update       updates that were done where it went on
+    repeated_updates   that the start before had done and no checkpoint held
+    lost_seconds       from the last update of the start before to the first of this one; None where nothing was lost
+                       (the first start, or one after a training that had come to its end), or no update was done
+    """
+
+    started: float
+    world_size: int
+    hosts: list[str]
+    first_update: int
+    repeated_updates: int = 0
+    lost_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Record:
     """All that one run tells. The fields are described in docs/records.md."""
 
@@ -192,6 +212,7 @@ class Record:
     scaling: Scaling | None = None
     bubble: Bubble | None = None
     resources: Resources | None = None
+    memberships: list[Membership] = field(default_factory=list[Membership])
     loss: list[float] = field(default_factory=list[float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -26,13 +26,13 @@ PARTS = {
     "slurm": r"slurm|srun|sbatch|scancel|out_of_time|the_person_is_gone",
     "mpi": r"(\b|_)mpi",
     "ray": r"\bray\b|test_ray",
-    "hosts": r"three_hosts",
+    "hosts": r"three_hosts|four_hosts",
     "recipes": r"test_recipe_commands|test_audit_recipes",
     "benches": r"test_benches|test_benchmarks",
     "package": r"test_wheel|test_notebook",
     "models": r"test_odd_models|test_causal_lm|test_larger_models",
     "layouts": r"test_more_ranks|_model_parallel|_experts",
-    "launchers": r"test_conformance|test_failures",  # spawn and torchrun, and what all of them share
+    "launchers": r"test_conformance|test_failures|test_elastic",  # spawn and torchrun, and what all of them share
     "suite": r"",  # what is marked beside the other tests of a room
 }
 
@@ -214,12 +214,16 @@ class Hosts:
         """Its cable is pulled."""
         ip("-n", self.bridge, "link", "set", f"port{index}", "down")
 
+    def kill(self, name: str) -> None:
+        """All that runs there ends without a word, as if the host had lost its power."""
+        inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        for pid in inside.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+
     def close(self) -> None:
         for name in [*self.names, self.bridge]:
-            inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for pid in inside.stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), 9)
+            self.kill(name)
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
@@ -230,10 +234,20 @@ def ip(*words: str) -> None:
 @pytest.fixture
 def three_hosts() -> Iterator[Hosts]:
     """Three hosts on this machine."""
+    yield from hosts_of(3)
+
+
+@pytest.fixture
+def four_hosts() -> Iterator[Hosts]:
+    """Four of them."""
+    yield from hosts_of(4)
+
+
+def hosts_of(count: int) -> Iterator[Hosts]:
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         absent("Linux, root and iproute2, for hosts in network namespaces")
     try:
-        hosts = Hosts(3)
+        hosts = Hosts(count)
     except subprocess.CalledProcessError as error:
         absent(f"network namespaces: {error.stderr.strip()}")
     yield hosts

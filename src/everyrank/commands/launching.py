@@ -277,7 +277,10 @@ def is_reporting_rank() -> bool:
 
 def _rendered(launch: Launch) -> str:
     """Every command, ready to be read; JOB is a folder made for each run."""
-    return "\n".join(shlex.join(command) for command in launch.row.render(launch, Path("JOB")))
+    row = launch.row
+    variables = [f"{name}={value}" for name, value in row.variables(launch.options).items()]
+    before = ["env", *variables] if variables else []
+    return "\n".join(shlex.join([*before, *command]) for command in row.render(launch, Path("JOB")))
 
 
 def _typed_on(typed: Sequence[str], node_rank: int | None, host: int) -> str:

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     out = None if args.evaluate else _folder(args, layout.strategy, resume)
     launch = launch_of(args, logs=out / "ranks" if out is not None else None, layout=layout)
     layout.mesh(launch.processes)
+    if not args.evaluate:
+        api.check_fewer_hosts(layout, launch, args.out or (out if resume is not None else None))
     source = source_of(args)
     files = [out / "log.jsonl", out / "record.json"] if out is not None else []
     for path in (*files, args.json, args.profile):

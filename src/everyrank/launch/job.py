@@ -102,7 +102,8 @@ class Launch:
             raise UsageError(f"--nodes {self.nodes}: give at least 1")
         if self.processes % self.nodes:
             raise UsageError(
-                f"--processes {self.processes} --nodes {self.nodes}: each node has as many ranks as the others"
+                f"--processes {self.processes} --nodes {self.nodes}: each node has as many ranks as the others, "
+                f"and this is how many all nodes have; give --processes {self.nodes}, or a multiple of it"
             )
         if self.processes_per_node > _MOST_ON_A_HOST:
             raise UsageError(
@@ -152,6 +153,11 @@ class Launch:
     def restarts_ranks(self) -> bool:
         """Whether all ranks are started again after a failure."""
         return self.row.restarts_ranks(self.options)
+
+    @property
+    def min_nodes(self) -> int | None:
+        """With so few hosts it goes on, and takes new ones in; None where their number stays."""
+        return self.row.min_nodes(self.options)
 
     @property
     def processes_per_node(self) -> int:

@@ -71,6 +71,9 @@ class Launcher:
     one_command_per_host  the command is typed on each host, and starts the ranks of that host
     assigns_node_ranks    (its options) -> whether a host need not be told which one it is
     restarts_ranks        (its options) -> whether it starts all ranks again after a failure
+    min_nodes             (its options) -> it goes on with so few hosts, and takes new ones in; None: the number stays
+    limits_start          (its options) -> whether it has a limit of its own for the wait until its ranks start
+    variables             (its options) -> what it wants in its environment
     starts_supervisors    what is started here are the supervisors themselves, one for each rank, or a fork server over
                           them; else a program of the launcher's stands between, whose messages go to a log
     reads_job_folder      its ranks may be on other hosts, which read the job's folder: it is on shared storage
@@ -104,6 +107,9 @@ class Launcher:
     one_command_per_host: bool = False
     assigns_node_ranks: Callable[[Any], bool] = lambda _: False
     restarts_ranks: Callable[[Any], bool] = lambda _: False
+    min_nodes: Callable[[Any], int | None] = lambda _: None
+    limits_start: Callable[[Any], bool] = lambda _: False
+    variables: Callable[[Any], Mapping[str, str]] = lambda _: {}
     starts_supervisors: bool = False
     reads_job_folder: bool = False
     rank_0_is_here: bool = True

@@ -85,7 +85,7 @@ class ProcessMonitor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if self.launcher.output_mark is not None else None,
             stderr=self.launcher_log,
-            env=_child_environment(),
+            env={**_child_environment(), **self.launcher.variables(self.launch.options)},
             # Ctrl-C reaches this process alone, which then ends them all in order.
             start_new_session=True,
         )
@@ -116,7 +116,9 @@ class ProcessMonitor:
             self._wait(question)
 
     def _wait(self, question: Stop) -> None:
-        deadline = time.monotonic() + self.launch.start_seconds
+        # a host that comes to a running job waits until the others take it in; a spare one, until they need it
+        has_limit = not self.launcher.limits_start(self.launch.options)
+        deadline = time.monotonic() + self.launch.start_seconds if has_limit else 0
         is_asked = False
         while True:
             codes = [process.poll() for process in self.processes]

@@ -24,7 +24,9 @@ class RankInfo:
     rendezvous_url          where the ranks meet: file:///path, tcp://host:port, or meet:///path (a file in which
                             rank 0 says where it has opened a store); empty where nobody has said
     is_store_master         whether this process opens the tcp store (else somebody else has it open)
-    restart_count           how often an elastic launcher has started all ranks again
+    restart_count           how often an elastic launcher has started all ranks again; not by how many it has changed
+                            their number, and of several hosts each has a count of its own
+    store_round             what tells this start from earlier ones in a store that outlives them; 0: it does not
     threads                 CPU threads of each process that a person has asked for (OMP_NUM_THREADS); None: nobody has
     fail                    ends this process with an error, where its main thread waits for others and cannot
     keep                    leaves a result so far with whoever started the ranks, for the case that there is no other
@@ -40,6 +42,7 @@ class RankInfo:
     rendezvous_url: str
     is_store_master: bool = False
     restart_count: int = 0
+    store_round: int = 0
     threads: int | None = None
     fail: Callable[[BaseException], None] | None = field(default=None, compare=False)
     keep: Callable[[Any], None] | None = field(default=None, compare=False)

@@ -21,6 +21,12 @@ __all__ = ["LAUNCHER", "RENDEZVOUS_KINDS", "TorchrunOptions", "render"]
 RENDEZVOUS_KINDS = ("static", "c10d")
 _PROGRAM = (*PYTHON, "-m", "torch.distributed.run")
 _MARKER = "TORCHELASTIC_RUN_ID"
+# A host that says nothing for so long is taken for dead (seconds between two signs, how many may be missing), and once
+# the fewest hosts are there, others may come for so long. Torch's own: 15 and 30 seconds.
+_ALIVE_SECONDS, _ALIVE_SIGNS, _LAST_CALL_SECONDS = 2, 5, 10
+# Torchrun keeps the store of its first start for all others, and does not tell hosts that join later where it is: they
+# would wait for ever. So each start gets a store of its own.
+_OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,26 @@ def _rendezvous(launch: Launch, options: TorchrunOptions) -> list[str]:
         "--rdzv-id=everyrank",
         # torchrun compares host names to find out whether it is the one to open the store, and often errs: both
         # sides then wait for the other for a minute
-        f"--rdzv-conf=is_host={int(own is not None and own in (host, *addresses_of(host)))},"
-        f"join_timeout={max(1, int(launch.start_seconds))}",
+        f"--rdzv-conf=is_host={int(own is not None and own in (host, *addresses_of(host)))},{_waits(launch, options)}",
     ]
     return words + ([f"--local-addr={own}"] if own is not None else [])
+
+
+def _waits(launch: Launch, options: TorchrunOptions) -> str:
+    """How long hosts wait for each other: of a job that goes on, until all have noticed that one was lost."""
+    seconds = max(1, int(launch.start_seconds))
+    if not _is_elastic(options):
+        return f"join_timeout={seconds}"
+    seconds += _ALIVE_SECONDS * _ALIVE_SIGNS + _LAST_CALL_SECONDS
+    return (
+        f"join_timeout={seconds},last_call_timeout={_LAST_CALL_SECONDS},"
+        f"keep_alive_interval={_ALIVE_SECONDS},keep_alive_max_attempt={_ALIVE_SIGNS}"
+    )
+
+
+def _is_elastic(options: TorchrunOptions) -> bool:
+    """Whether hosts may come while others train: more than began it, or one in the place of a lost one."""
+    return options.rendezvous_kind == "c10d" and _restarts_ranks(options)
 
 
 def _static(nodes: int, node_rank: int | None, host: str, port: int) -> list[str]:
@@ -144,6 +166,9 @@ LAUNCHER = Launcher(
     one_command_per_host=True,
     assigns_node_ranks=lambda options: options.rendezvous_kind == "c10d",
     restarts_ranks=_restarts_ranks,
+    min_nodes=lambda options: options.min_nodes,
+    limits_start=_is_elastic,
+    variables=lambda options: _OWN_STORES if _is_elastic(options) else {},
     terminates_ranks=True,
     has_own_rendezvous=True,
     trusts_address=lambda _: True,  # its agent has opened a store there, on every interface

@@ -52,6 +52,7 @@ def rank_info_of_person(environment: Mapping[str, str]) -> RankInfo | None:
     port, restart_count = whole_numbers(
         {"TORCHELASTIC_RESTART_COUNT": "0", **environment}, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     )
+    is_of_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankInfo(
         rank=rank,
         local_rank=local_rank,
@@ -59,8 +60,9 @@ def rank_info_of_person(environment: Mapping[str, str]) -> RankInfo | None:
         local_size=local_size,
         started_by="env",
         rendezvous_url=f"tcp://{environment['MASTER_ADDR']}:{port}",
-        is_store_master=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        is_store_master=rank == 0 and not is_of_agent,
         restart_count=restart_count,
+        store_round=restart_count if is_of_agent else 0,
     )
 
 

@@ -52,8 +52,7 @@ def main() -> int:
     except UsageError as error:
         report_error(error, RankInfo(0, 0, 1, 1, job.launcher, ""), directory, job.logs)
         return 1
-    for kind in ("error", "exit", "result", "kept"):  # of the run before a restart by an elastic launcher
-        (directory / f"rank{info.rank}.{kind}").unlink(missing_ok=True)
+    _clear_earlier(directory, info)
     supervise(job, info.rank, directory)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to stop, for a function that listens for it
     with contextlib.suppress(OSError):  # its group is that of its supervisor
@@ -99,6 +98,24 @@ def _rank_info(job: Job) -> RankInfo:
     if job.rendezvous_url is not None:
         info = dataclasses.replace(info, rendezvous_url=job.rendezvous_url, is_store_master=info.rank == 0)
     return dataclasses.replace(info, threads=job.threads)  # what is in the environment here may be ours
+
+
+def _clear_earlier(directory: Path, info: RankInfo) -> None:
+    """Take away what the start before has left, where an elastic launcher starts its ranks again.
+
+    This place of the host may have had another rank then: its error would be taken for the first, and its process
+    number for a process of ours.
+    """
+    place = directory / f"place-{host_name()}-{info.local_rank}"
+    ranks = {info.rank: ("error", "exit", "result", "kept")}
+    with contextlib.suppress(OSError, ValueError):
+        before = int(place.read_text())
+        ranks[before] = ("error", "exit", "result", "kept", "pid")
+    for rank, kinds in ranks.items():
+        for kind in kinds:
+            (directory / f"rank{rank}.{kind}").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        write_whole(place, str(info.rank).encode())
 
 
 def _where_to_signal(job: Job) -> str:

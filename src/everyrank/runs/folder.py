@@ -27,6 +27,7 @@ __all__ = [
     "last_good",
     "mark_best",
     "new_folder",
+    "newest_whole",
     "refuse_damaged",
     "remove_old_checkpoints",
     "require_whole",
@@ -192,6 +193,11 @@ def find_checkpoint(place: Path) -> Checkpoint:
     if (place / ".metadata").is_file():
         raise UsageError(f"{place}: a checkpoint of another program (no {ABOUT}); only everyrank's own can go on")
     raise UsageError(f"{place}: no whole checkpoint there (step-*/{ABOUT}); the run has saved none")
+
+
+def newest_whole(run: Path) -> Checkpoint | None:
+    """The newest checkpoint whose files have their sizes, for a run that goes on by itself; None without one."""
+    return next((one for one in reversed(checkpoints_of(run)) if damage(one, deep=False) is None), None)
 
 
 def _by_its_name(place: Path) -> Path:

@@ -3,6 +3,9 @@
 The kernel's lock on the file ends with the process, however that ends, and network file systems that carry such locks
 hold off other hosts too. Where one does not, the file itself says who holds the folder: on this machine the process is
 looked for; of one elsewhere the file's time is watched, which its holder sets anew every few seconds.
+
+A job whose ranks are started again, on other hosts perhaps, has a name in the file: what an earlier start of the same
+job has left is taken over without watching, because its ranks were ended before new ones could meet.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ LOCK = "everyrank.lock"
 _BEAT_SECONDS = 3.0
 _SILENT_SECONDS = 20.0  # without a beat, its holder has ended
 _LOOK_SECONDS = 0.2
+_HANDOVER_SECONDS = 120.0  # until a file server knows that a host is gone which held a lock
 _CLOCK_SECONDS = 10.0  # what a clock may be set by while a process runs
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -42,18 +46,20 @@ class _Holder(NamedTuple):
     pid: int
     started: float
     since: str
+    job: str = ""  # of ranks that are started again: what is the same in all starts
 
 
 @contextlib.contextmanager
-def hold(run: Path) -> Generator[None]:
+def hold(run: Path, job: str = "") -> Generator[None]:
     """Hold the folder of a run, which is made where it is not there.
 
+    `job` is what all starts of one elastic job have in common.
     Raises `UsageError` that names who holds it, and for a folder that cannot be written.
     """
     path = run / LOCK
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = _take(path)
+        file = _take(path, job)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); give another --out") from error
     stop = threading.Event()
@@ -76,19 +82,24 @@ def _beat(file: int, stop: threading.Event) -> None:
             os.utime(file)
 
 
-def _take(path: Path) -> int:
+def _take(path: Path, job: str) -> int:
     """The open file, which is ours now."""
     silent: set[_Holder] = set()
+    deadline = time.monotonic() + _HANDOVER_SECONDS
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
             is_locked = _lock(file)
             holder = _read(file)
+            is_same_job = holder is not None and holder.job == job != ""
             if not is_locked or (holder is not None and _is_alive(holder)):
-                raise UsageError(_held_by(path, holder))
-            if holder is None or holder in silent or holder.space == pid_namespace():
+                if not is_same_job or time.monotonic() > deadline:
+                    raise UsageError(_held_by(path, holder))
+                time.sleep(_LOOK_SECONDS)
+                continue
+            if holder is None or is_same_job or holder in silent or holder.space == pid_namespace():
                 if _is_here(file, path):  # else its holder has just ended, and taken it away
-                    _write(file, _myself())
+                    _write(file, _myself(job))
                     kept, file = file, -1
                     return kept
                 continue
@@ -152,9 +163,9 @@ def _time_of(path: Path) -> int | None:
     return None
 
 
-def _myself() -> _Holder:
+def _myself(job: str) -> _Holder:
     started = psutil.Process().create_time()
-    return _Holder(host_name(), pid_namespace(), os.getpid(), started, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+    return _Holder(host_name(), pid_namespace(), os.getpid(), started, f"{datetime.now():%Y-%m-%d %H:%M:%S}", job)
 
 
 def _write(file: int, holder: _Holder) -> None:
@@ -169,7 +180,7 @@ def _read(file: int) -> _Holder | None:
         content: Any = json.loads(os.pread(file, 1 << 16, 0))
         found = _Holder(**content)
         is_one = isinstance(found.pid, int) and found.pid > 0 and isinstance(found.started, int | float)
-        is_one = is_one and all(isinstance(text, str) for text in (found.host, found.space, found.since))
+        is_one = is_one and all(isinstance(text, str) for text in (found.host, found.space, found.since, found.job))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     return found if is_one else None

@@ -21,7 +21,6 @@ from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.launch.autopsy import FOLDER, current_state, keep_state
 from everyrank.launch.hosts import host_name
-from everyrank.launch.rank_info import has_driver
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.measure.clock import interval
@@ -34,18 +33,20 @@ from everyrank.runs import (
     best_of,
     checkpoint_named,
     checkpoints_of,
-    find_checkpoint,
     hold,
+    newest_whole,
     score_of,
     set_aside_newer,
 )
 from everyrank.strategies import Prepared, prepare
 from everyrank.train.about import about_of
+from everyrank.train.announce import announce, how_it_ended
 from everyrank.train.course import check_left, course_of
-from everyrank.train.display import Display, format_metrics
+from everyrank.train.display import Display
 from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.kernels import chosen_kernels
 from everyrank.train.log import Log, kept_rows
+from everyrank.train.memberships import Memberships
 from everyrank.train.throughput import ThroughputMeter
 from everyrank.train.trackers import open_tracker
 from everyrank.train.training import Training
@@ -75,10 +76,12 @@ def train_rank(
         stop = stop or stack.enter_context(_listening(launch))
         world = stack.enter_context(open_world(info, launch))
         stack.enter_context(chosen_kernels(options, world.device))
-        options = _agreed(options, world, info.restart_count)
+        options = _agreed(options, world, launch.restarts_ranks or info.restart_count > 0)
         out = options.out if not options.evaluate else None
         if out is not None:
-            on_rank_0(world, "lock", lambda: stack.enter_context(hold(out)))
+            # where hosts meet is the same in all starts of a job that is started again, whichever of them rank 0 is on
+            job_name = launch.rendezvous or "" if launch.restarts_ranks else ""
+            on_rank_0(world, "lock", lambda: stack.enter_context(hold(out, job_name)))
             _keep_state(out, world)
         workload = _loaded(what, options)
         train_data, eval_data = open_data(workload, world, counts_uneven=False)
@@ -92,7 +95,9 @@ def train_rank(
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            results = _train(job, options, about, course_of(job, begin, place), display, stop)
+            results = _train(
+                job, options, about, course_of(job, begin, place), display, stop, launch.min_nodes is not None
+            )
         del prepared, job
         if world.rank != 0:
             return None
@@ -106,7 +111,7 @@ def train_rank(
             provenance=provenance(workload, train_data, world, options.command) | _origin(options, begin),
             **results,
         )
-        display.line(_how_it_ended(record, begin))
+        display.line(how_it_ended(record, begin))
         return record
 
 
@@ -151,14 +156,16 @@ def _prepared(workload: Workload, layout: Layout, world: World) -> Prepared:
     return prepared
 
 
-def _agreed(options: TrainOptions, world: World, restart_count: int) -> TrainOptions:
+def _agreed(options: TrainOptions, world: World, goes_on: bool) -> TrainOptions:
     """Rank 0's folders: where others start the ranks, each has looked for itself, and made up a name of its own.
 
-    Ranks that an elastic launcher starts again go on from what was saved before.
+    `goes_on`: a launcher may have started these ranks again, or on a host that came later. They go on from what is
+    saved now, whatever was there when the command was typed.
     """
     places = {"out": options.out, "resume": options.resume}
-    if world.rank == 0 and restart_count > 0 and options.out is not None and checkpoints_of(options.out):
-        places["resume"] = find_checkpoint(options.out).path
+    if world.rank == 0 and goes_on and options.out is not None and not options.evaluate:
+        newest = newest_whole(options.out)
+        places["resume"] = newest.path if newest is not None else options.resume
     told = from_rank_0(world, "places", lambda: {name: str(place) if place else None for name, place in places.items()})
     return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
 
@@ -192,6 +199,7 @@ def _train(
     updates: KnownUpdates | OpenUpdates,
     display: Display,
     stop: Stop,
+    changes_size: bool,
 ) -> dict[str, Any]:
     """Train; the fields of the Record that come of it."""
     prepared, data = job.prepared, job.train_data
@@ -210,7 +218,7 @@ def _train(
     best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
     score = score_of(best, about.best_by) if best is not None else None
     training = Training(job, updates, options, meter, display, log, saver, stop, losses_before, score)
-    _announce(job.prepared, options, begin, updates.end, display)
+    announce(job.prepared, options, begin, updates.end, display, changes_size)
     startup_seconds = time.time() - options.started
     try:
         with resource_log(_resource_file(options, prepared.world), host_name(), goes_on=begin > 0):
@@ -228,6 +236,7 @@ def _train(
         "epoch_seconds": step.median * epoch.updates if step and epoch else None,
         "checkpoint_stall_seconds": interval(saver.stalls) if saver is not None and saver.stalls else None,
         "startup_seconds": startup_seconds,
+        "memberships": log.memberships.rows if log is not None else [],
         "first_step_seconds": meter.first_step_seconds,
         "loss": training.losses,
         "metrics": metrics,
@@ -239,25 +248,6 @@ def _resource_file(options: TrainOptions, world: World) -> Path | None:
     if options.out is None or world.local_rank != 0 or not options.out.is_dir():  # a host may not share it
         return None
     return options.out / ("resources.csv" if world.rank == 0 else f"resources-rank{world.rank}.csv")
-
-
-def _announce(prepared: Prepared, options: TrainOptions, begin: int, end: int | None, display: Display) -> None:
-    """Say what a reader has to know before the first update, and show the bar."""
-    workload, world = prepared.workload, prepared.world
-    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-    if world.rank == 0 and workload.batch_rule is not None:
-        display.line(workload.batch_rule)
-    hosts = list(dict.fromkeys(world.hosts))
-    if len(hosts) > 1:
-        display.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
-    elif has_driver() and not world.choices["device"].endswith("asked for"):
-        display.line(world.choices["device"])  # a job that was to have a GPU, and has none, says so before its hours
-    if begin:
-        of_all = f" of {end}" if end is not None else ""
-        display.line(f"going on after update {begin}{of_all}, from {options.resume}")
-        if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
-            display.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
-    display.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, begin)
 
 
 def _open_log(
@@ -287,16 +277,5 @@ def _open_log(
     }
     trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
     shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
-    return earlier, Log(options.out, earlier, shown, trackers)
-
-
-def _how_it_ended(record: Record, begin: int) -> str:
-    speed = record.throughput_samples_per_second
-    parts: list[str] = []
-    if record.loss:
-        done = f"{len(record.loss)} updates" if not begin else f"updates from {begin}"
-        parts = [done, f"loss {record.loss[-1]:.6f}"]
-    parts += [f"{speed.median:,.0f} samples/s"] if speed else []
-    parts += [format_metrics(record.metrics)] if record.metrics else []
-    where = f"{record.world_size} on {record.device} ({record.backend})"
-    return f"{record.workload} · {record.layout} · {where}: " + ", ".join(parts)
+    starts = Memberships(options.out, job.prepared.world, begin, display.line)  # before the log of earlier ones is cut
+    return earlier, Log(options.out, earlier, shown, trackers, starts)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyrank.runs import open_file
+from everyrank.train.memberships import Memberships
 from everyrank.train.trackers import Tracker
 
 __all__ = ["Log", "kept_rows"]
@@ -68,14 +69,21 @@ def _belongs(row: Mapping[str, Any], before: int) -> bool:
 class Log:
     """Files of one run; rank 0 alone has one.
 
+    memberships   who takes part, and what the starts of this training have cost
     trouble   why they cannot be written: no reason to stop training
     gone      at the end: what was taken away from the folder while the training ran
     """
 
     def __init__(
-        self, run: Path, rows: Sequence[Mapping[str, Any]], metrics: Sequence[str], trackers: Sequence[Tracker]
+        self,
+        run: Path,
+        rows: Sequence[Mapping[str, Any]],
+        metrics: Sequence[str],
+        trackers: Sequence[Tracker],
+        memberships: Memberships,
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
+        self.memberships = memberships
         self.trackers = list(trackers)
         self.run = run
         self.trouble = ""
@@ -99,6 +107,7 @@ class Log:
         """Write the row of one update."""
         with self._noted():
             self._write(row)
+        self.memberships.first_update(row["time"])
         self._track(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
 
     def event(self, row: Mapping[str, Any]) -> None:

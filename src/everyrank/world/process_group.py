@@ -129,7 +129,7 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
         loader_workers=launch.loader_workers,
         timeout_seconds=launch.start_seconds,
         # A store may outlive a world: a restart, or another world of the same process, has other names in it.
-        store=dist.PrefixStore(f"everyrank/{info.restart_count}/{next(_WORLDS_OPENED)}", meeting.store),
+        store=dist.PrefixStore(f"everyrank/{info.store_round}/{next(_WORLDS_OPENED)}", meeting.store),
         group=None,
         choices={
             "device": describe_device(launch.device, kind),

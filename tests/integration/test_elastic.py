@@ -1,0 +1,159 @@
+"""Hosts and ranks that are lost while a training runs, and come again: the losses are those of an undisturbed one.
+
+Hosts are network namespaces; one that is lost has all its processes killed. The training waits in each update until
+somebody is in a hurry, so that what happens happens in the middle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyrank import read_records
+from integration.conftest import Hosts
+from processes import Cli
+
+EVERYRANK = [sys.executable, "-m", "everyrank"]
+SLOW = """
+import dataclasses
+import time
+from pathlib import Path
+
+from everyrank import find_workload
+
+
+def workload():
+    digits = find_workload("digits")
+
+    def loss(output, batch):
+        if not Path(__file__).with_name("hurry").exists():
+            time.sleep(0.2)
+        return digits.loss(output, batch)
+
+    return dataclasses.replace(digits, loss=loss)
+"""
+# of 24 samples three and four ranks read the same number each
+TRAIN = ["train", "slow.py:workload", "--layout", "ddp:precision=float64", "--batch", "24", "--steps", "70"]
+TRAIN += ["--save-every", "5", "--timeout", "60", "--json", "r.json"]
+
+
+@pytest.fixture
+def undisturbed(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of four ranks to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "slow.py").write_text(SLOW)
+    (folder / "hurry").touch()
+    done = everyrank(folder, *TRAIN, "--processes", "4", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    return read_records(folder / "r.json")[0].loss
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that may be about to be written."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def wait_until(reached: Callable[[], bool], what: str, seconds: float = 150.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def has_gone_on(out: Path, start: int) -> Callable[[], bool]:
+    """Whether the first update of this start is done."""
+
+    def reached() -> bool:
+        rows = lines(out / "memberships.jsonl")
+        return len(rows) > start and rows[start]["lost_seconds"] is not None
+
+    return reached
+
+
+@pytest.mark.timeout(500)
+def test_four_hosts_then_three_then_four(tmp_path: Path, four_hosts: Hosts, undisturbed: list[float]) -> None:
+    """The first host, with rank 0, is lost, and comes again later: the same line typed everywhere, and nothing else."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    names, out = four_hosts.names, tmp_path / "out"
+    words = [*EVERYRANK, *TRAIN, "--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "3:4"]
+    words += ["--rendezvous", f"{four_hosts.addresses[1]}:29660", "--processes", "4", "--restarts", "3"]
+    words += ["--resume", "--out", "out"]
+    started = [four_hosts.start(index, words, tmp_path) for index in range(4)]
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates")
+    four_hosts.kill(names[0])
+    wait_until(has_gone_on(out, 1), "the other three go on")
+    late = four_hosts.start(0, words, tmp_path)
+    wait_until(has_gone_on(out, 2), "four go on")
+    (tmp_path / "hurry").touch()
+    screens = {}
+    for name, process in zip([*names[1:], names[0]], [*started[1:], late], strict=True):
+        screens[name], err = process.communicate(timeout=150)
+        assert (process.returncode, err) == (0, ""), screens[name] + err
+    record = read_records(tmp_path / "r.json")[0]
+    assert record.world_size == 4
+    assert record.loss == pytest.approx(undisturbed, rel=1e-12)
+    first, second, third = record.memberships
+    assert [row.hosts for row in record.memberships] == [names, names[1:], names]
+    assert [row.world_size for row in record.memberships] == [4, 3, 4]
+    assert first.lost_seconds is None
+    for row, before, where in ((second, 4, names[1]), (third, 3, names[0])):
+        assert row.first_update % 5 == 0
+        assert row.repeated_updates < 10
+        assert row.lost_seconds is not None
+        assert 3 < row.lost_seconds < 150
+        said = f"{row.world_size} ranks on {', '.join(row.hosts)} ({before} before): going on after update "
+        said += f"{row.first_update}, {row.repeated_updates} update{'s' * (row.repeated_updates != 1)} repeated, "
+        assert said in screens[where]
+    assert 0 < second.first_update < third.first_update < 70
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -> None:
+    """--restarts: SIGKILL to rank 2 of 4 in the middle; all start again from the last checkpoint, and say the cost."""
+    (cli.folder / "slow.py").write_text(SLOW)
+    out = cli.folder / "out"
+    words = [*TRAIN, "--launcher", "torchrun", "--restarts", "2", "--processes", "4", "--out", "out"]
+    cli.start(*words, is_forked=False)
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates")
+    before = rank_2(out)
+    os.kill(before, signal.SIGKILL)
+    wait_until(has_gone_on(out, 1), "they go on")
+    (cli.folder / "hurry").touch()
+    status, screen, err = cli.end(200)
+    assert (status, err) == (0, ""), err
+    record = read_records(cli.folder / "r.json")[0]
+    assert record.loss == pytest.approx(undisturbed, rel=1e-12)
+    assert [row.world_size for row in record.memberships] == [4, 4]
+    again = record.memberships[1]
+    assert again.first_update >= 5
+    assert f"going on after update {again.first_update}, {again.repeated_updates} update" in screen
+    assert "before)" not in screen  # their number is the same
+    assert rank_2(out) != before
+
+
+def rank_2(out: Path) -> int:
+    """The process, by the first line of its log in its newest start."""
+    heads = [line for line in (out / "ranks" / "rank2.log").read_text().splitlines() if line.startswith("# rank 2 ")]
+    return int(heads[-1].rpartition(" ")[2])
+
+
+def test_ranks_that_do_not_share_a_batch_evenly(everyrank: Any, tmp_path: Path) -> None:
+    """Not refused, for the mathematics stays; said, once."""
+    words = ["train", "digits", "--layout", "ddp", "--steps", "2", "--save-every", "0", "--processes", "3"]
+    words += ["--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "1:1", "--out", "out"]
+    done = everyrank(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("64 samples of an update over 3 ranks: some read one more than others") == 1
+    assert subprocess.run(["ls", "out/memberships.jsonl"], cwd=tmp_path, check=True, capture_output=True).stdout
