@@ -113,8 +113,10 @@ INSIDE = {
     "train": [
         "trackers",
         "kernels",
+        "memberships",
         "log",
         "display",
+        "announce",
         "throughput",
         "job",
         "about",

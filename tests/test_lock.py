@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,16 +31,16 @@ if sys.argv[2] == "elsewhere":
     lock.pid_namespace, lock.host_name, lock._BEAT_SECONDS = lambda: "another", lambda: "node7", 0.1
 if sys.argv[3] == "without":
     lock._lock = lambda file: True
-with lock.hold(pathlib.Path(sys.argv[1])):
+with lock.hold(pathlib.Path(sys.argv[1]), *sys.argv[4:]):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @contextlib.contextmanager
-def held(run: Path, where: str = "here", locks: str = "with") -> Iterator[subprocess.Popen[str]]:
+def held(run: Path, where: str = "here", locks: str = "with", *job: str) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the folder; `without`: on a file system without the kernel's locks."""
-    command = [sys.executable, "-c", HOLDER, str(run), where, locks]
+    command = [sys.executable, "-c", HOLDER, str(run), where, locks, *job]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -115,6 +117,24 @@ def test_a_run_on_another_host_that_has_died(tmp_path: Path, no_locks: None, mon
         process.kill()
         process.wait(timeout=60)
         with hold(tmp_path):
+            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
+def test_the_next_start_of_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is on another host after a loss: the folder is taken over without watching, but for the kernel's lock."""
+    monkeypatch.setattr(lock, "_beats", lambda _: pytest.fail("it was watched"))
+    with held(tmp_path, "elsewhere", "with", "n1:29500") as process:
+        waited = time.monotonic()
+        monkeypatch.setattr(lock, "_HANDOVER_SECONDS", 1.0)
+        with pytest.raises(UsageError, match="another run holds it"), hold(tmp_path, "n1:29500"):
+            pass
+        assert time.monotonic() > waited + 1.0
+        with pytest.raises(UsageError, match="another run holds it"), hold(tmp_path, "n1:29501"):
+            pass
+        assert time.monotonic() < waited + 60.0
+        monkeypatch.setattr(lock, "_HANDOVER_SECONDS", 60.0)
+        threading.Timer(0.5, process.kill).start()
+        with hold(tmp_path, "n1:29500"):
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 

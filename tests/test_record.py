@@ -14,6 +14,7 @@ from everyrank.record import (
     Bubble,
     Collective,
     Interval,
+    Membership,
     Parity,
     Record,
     Resources,
@@ -60,6 +61,7 @@ def full() -> Record:
         checkpoint_stall_seconds=Interval(0.01, 0.001, 0.1, trials=7),
         bubble=Bubble(0.2, 0.25),
         scaling=Scaling("weak", Interval(0.9, 0.8, 1.1, trials=3)),
+        memberships=[Membership(1.5, 4, ["h0"], 0), Membership(2.5, 3, ["h1"], 40, 6, 1 / 3)],
         resources=Resources(0.5, [0.1], [99.9], [2**40], [50.0], [2**41]),
         loss=list(AWKWARD),
         metrics={"top1": 2 / 3, "eval_loss": 1e-300},
@@ -111,7 +113,7 @@ def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
         *("schema", "workload", "layout", "launcher", "backend", "device", "world_size", "parity"),
         *("throughput_samples_per_second", "step_seconds", "epoch_seconds", "breakdown_seconds"),
         *("peak_memory_bytes", "collectives", "startup_seconds", "first_step_seconds", "loss", "metrics"),
-        *("scaling", "resources", "ratio_to_single", "checkpoint_stall_seconds", "bubble"),
+        *("scaling", "resources", "ratio_to_single", "checkpoint_stall_seconds", "bubble", "memberships"),
         "provenance",
     }
     assert set(row["parity"]) >= {

@@ -17,6 +17,7 @@ from processes import Forge
 
 SLURM = DDP + "--launcher slurm --processes 2 --dry-run "
 
+ELASTIC = DDP + "--launcher torchrun --rendezvous-kind c10d --rendezvous 127.0.0.1:29500 --restarts 3 "
 WRONG_CALLS = [
     # nodes
     (DDP + "--nodes 2", ["--nodes 2", "--rendezvous HOST:PORT"]),
@@ -63,6 +64,15 @@ WRONG_CALLS = [
     # words of one launcher
     (DDP + "--restarts 1", ["--restarts 1", "--launcher torchrun"]),
     (DDP + "--restarts -1 --launcher torchrun", ["--restarts -1", "0 or more"]),
+    # hosts that may become fewer
+    (ELASTIC + "--nodes 4:3 --processes 3", ["--nodes 4:3", "MIN:MAX"]),
+    (ELASTIC + "--nodes 0:3 --processes 3", ["--nodes 0:3", "from 1 on"]),
+    (ELASTIC + "--nodes :3 --processes 3", ["--nodes :3", "a number, or MIN:MAX"]),
+    (ELASTIC + "--nodes 3:4 --processes 1", ["--processes 1 --nodes 4", "give --processes 4"]),
+    (ELASTIC + "--nodes 3:4 --processes 4", ["--nodes 3:4", "give --out DIR", "all hosts share"]),
+    (ELASTIC + "--nodes 3:4 --processes 4 --rendezvous-kind static --out o", ["--nodes MIN:MAX", "c10d"]),
+    (ELASTIC + "--nodes 3:4 --processes 4 --layout fsdp:tensor=2 --out o", ["--nodes 3:4, with 3 left", "tensor 2"]),
+    (DDP + "--nodes 3:4 --processes 4 --out o", ["--nodes MIN:MAX", "--launcher torchrun --rendezvous-kind c10d"]),
     (DDP + "--per-node spawn", ["--per-node spawn", "--launcher slurm"]),
     (SLURM + "--per-node mpi", ["--per-node mpi", "spawn or torchrun"]),
     (DDP + "--address n0:1", ["--address n0:1", "--launcher ray"]),

@@ -25,7 +25,7 @@ from everyrank.launch.environments import environment_of, is_rank_0_of_all
 from everyrank.launch.launcher import DEFAULT_LAUNCHER, Scheduler, launcher_named
 from everyrank.layout import Layout, parse_layout
 
-__all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of"]
+__all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of", "quiet_launch_of"]
 
 
 def add_launching(
@@ -104,6 +104,12 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         arguments=_split(args.launcher_args),
         options=options,
     )
+
+
+def quiet_launch_of(args: argparse.Namespace, layout: Layout | None = None) -> Launch:
+    """The same, of this host or the first, before anything is printed for the others. Raises `UsageError`."""
+    quiet = argparse.Namespace(**{**vars(args), "dry_run": True, "node_rank": args.node_rank or 0})
+    return launch_of(quiet, layout=layout)
 
 
 def _own_options(args: argparse.Namespace, launcher: Launcher) -> Any:
@@ -237,7 +243,7 @@ def dry_run_or_submit(args: argparse.Namespace) -> int | None:
         return 0
     if not args.dry_run and not is_queued:
         # the words are looked at before a rank is waited for; the command itself prints what others have to type
-        launch_of(argparse.Namespace(**{**vars(args), "dry_run": True, "node_rank": args.node_rank or 0}), layout=one)
+        quiet_launch_of(args, one)
         return None
     launch = launch_of(args, layout=one)
     if scheduler is None or not is_queued:

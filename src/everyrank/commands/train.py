@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from everyrank.commands.launching import launch_of
+from everyrank.commands.launching import launch_of, quiet_launch_of
 from everyrank.commands.shared import add_common, add_options, check_writable, options_of, say, source_of
 from everyrank.errors import StoppedError, UsageError
 from everyrank.launch import slurm
@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
     layout = parse_layout(args.layout)
     resume = _resumed(args)
     out = None if args.evaluate else _folder(args, layout.strategy, resume)
+    if not args.evaluate:
+        api.check_fewer_hosts(layout, quiet_launch_of(args, layout), args.out or (out if resume is not None else None))
     launch = launch_of(args, logs=out / "ranks" if out is not None else None, layout=layout)
     layout.mesh(launch.processes)
-    if not args.evaluate:
-        api.check_fewer_hosts(layout, launch, args.out or (out if resume is not None else None))
     source = source_of(args)
     files = [out / "log.jsonl", out / "record.json"] if out is not None else []
     for path in (*files, args.json, args.profile):

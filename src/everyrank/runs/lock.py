@@ -163,7 +163,7 @@ def _time_of(path: Path) -> int | None:
     return None
 
 
-def _myself(job: str) -> _Holder:
+def _myself(job: str = "") -> _Holder:
     started = psutil.Process().create_time()
     return _Holder(host_name(), pid_namespace(), os.getpid(), started, f"{datetime.now():%Y-%m-%d %H:%M:%S}", job)
 

@@ -79,9 +79,7 @@ def train_rank(
         options = _agreed(options, world, launch.restarts_ranks or info.restart_count > 0)
         out = options.out if not options.evaluate else None
         if out is not None:
-            # where hosts meet is the same in all starts of a job that is started again, whichever of them rank 0 is on
-            job_name = launch.rendezvous or "" if launch.restarts_ranks else ""
-            on_rank_0(world, "lock", lambda: stack.enter_context(hold(out, job_name)))
+            on_rank_0(world, "lock", lambda: stack.enter_context(hold(out, _job_name(launch))))
             _keep_state(out, world)
         workload = _loaded(what, options)
         train_data, eval_data = open_data(workload, world, counts_uneven=False)
@@ -95,9 +93,8 @@ def train_rank(
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            results = _train(
-                job, options, about, course_of(job, begin, place), display, stop, launch.min_nodes is not None
-            )
+            updates, changes_size = course_of(job, begin, place), launch.min_nodes is not None
+            results = _train(job, options, about, updates, display, stop, changes_size)
         del prepared, job
         if world.rank != 0:
             return None
@@ -121,6 +118,11 @@ def _listening(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
     is_end = launch.rank_launcher.terminates_ranks
     heard = [signal.SIGUSR1] if is_end else [signal.SIGTERM, signal.SIGUSR1]
     return catch_signals(*heard, same_seconds=_SAME_SECONDS)
+
+
+def _job_name(launch: Launch) -> str:
+    """The same in all starts of a job that is started again, on whichever host rank 0 is: where its hosts meet."""
+    return launch.rendezvous or "" if launch.restarts_ranks else ""
 
 
 def _keep_state(out: Path, world: World) -> None:
