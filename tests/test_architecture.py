@@ -234,6 +234,7 @@ INSIDE = {
         "examine",
     ],
     "commands": [
+        "typed",
         "launching",
         "old_words",
         "shared",

@@ -42,8 +42,22 @@ def workload():
     return dataclasses.replace(digits, loss=loss)
 """
 # of 24 samples three and four ranks read the same number each
-TRAIN = ["train", "slow.py:workload", "--layout", "ddp:precision=float64", "--batch", "24", "--steps", "70"]
-TRAIN += ["--save-every", "5", "--timeout", "60", "--json", "r.json"]
+TRAIN = [
+    "train",
+    "slow.py:workload",
+    "--layout",
+    "ddp:precision=float64",
+    "--batch",
+    "24",
+    "--steps",
+    "70",
+    "--save-every",
+    "5",
+    "--timeout",
+    "60",
+    "--json",
+    "r.json",
+]
 
 
 @pytest.fixture
@@ -127,7 +141,7 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -
     words = [*TRAIN, "--launcher", "torchrun", "--restarts", "2", "--processes", "4", "--out", "out"]
     cli.start(*words, is_forked=False)
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates")
-    before = rank_2(out)
+    before = process_of(out, 2)
     os.kill(before, signal.SIGKILL)
     wait_until(has_gone_on(out, 1), "they go on")
     (cli.folder / "hurry").touch()
@@ -140,13 +154,13 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -
     assert again.first_update >= 5
     assert f"going on after update {again.first_update}, {again.repeated_updates} update" in screen
     assert "before)" not in screen  # their number is the same
-    assert rank_2(out) != before
+    assert process_of(out, 2) != before
 
 
-def rank_2(out: Path) -> int:
-    """The process, by the first line of its log in its newest start."""
-    heads = [line for line in (out / "ranks" / "rank2.log").read_text().splitlines() if line.startswith("# rank 2 ")]
-    return int(heads[-1].rpartition(" ")[2])
+def process_of(out: Path, rank: int) -> int:
+    """The process of a rank, by the first line of its log in its newest start."""
+    lines = (out / "ranks" / f"rank{rank}.log").read_text().splitlines()
+    return int([line for line in lines if line.startswith(f"# rank {rank} ")][-1].rpartition(" ")[2])
 
 
 def test_ranks_that_do_not_share_a_batch_evenly(everyrank: Any, tmp_path: Path) -> None:
@@ -157,3 +171,71 @@ def test_ranks_that_do_not_share_a_batch_evenly(everyrank: Any, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("64 samples of an update over 3 ranks: some read one more than others") == 1
     assert subprocess.run(["ls", "out/memberships.jsonl"], cwd=tmp_path, check=True, capture_output=True).stdout
+
+
+# --- Slurm
+
+
+def slurm_says(command: str, slurm: dict[str, str]) -> str:
+    """What a program of Slurm's prints."""
+    done = subprocess.run(
+        command.split(), env={**os.environ, **slurm}, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout
+
+
+def submit(folder: Path, slurm: dict[str, str], words: list[str]) -> str:
+    """Hand a training to the queue; the number of the job."""
+    (folder / "slow.py").write_text(SLOW)
+    command = [*EVERYRANK, *TRAIN, "--launcher", "slurm", "--requeue", "--resume", "--out", "out", *words]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **slurm}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("submitted job ")[2].partition(":")[0]
+
+
+@pytest.mark.timeout(400)
+def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
+    tmp_path: Path, slurm: dict[str, str], undisturbed: list[float]
+) -> None:
+    """It goes back into the queue by itself, and begins with one node where Slurm has no other: the same losses."""
+    number = submit(tmp_path, slurm, ["--nodes", "1:2", "--processes", "4"])
+    out, said = tmp_path / "out", tmp_path / f"slurm-{number}.out"
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates")
+    slurm_says("scontrol update nodename=n2 state=drain reason=broken", slurm)
+    try:
+        os.kill(process_of(out, 3), signal.SIGKILL)
+        wait_until(lambda: "waits in the queue again" in said.read_text(), "the job is queued again")
+        assert "rank 3 of 4 on n2: ended by SIGKILL (often out of memory); job " in said.read_text()
+        time.sleep(5.0)  # as in test_conformance: nodes refuse a job that they have just ended
+
+        def goes_on() -> bool:
+            slurm_says(f"scontrol update job={number} StartTime=now", slurm)  # Slurm would wait for two minutes
+            time.sleep(1.0)
+            return has_gone_on(out, 1)()
+
+        wait_until(goes_on, "it goes on")
+        (tmp_path / "hurry").touch()
+        wait_until(lambda: not slurm_says(f"squeue -h -j {number}", slurm).strip(), "it ends")
+    finally:
+        slurm_says("scontrol update nodename=n2 state=resume", slurm)
+    record = read_records(tmp_path / "r.json")[0]
+    assert record.loss == pytest.approx(undisturbed, rel=1e-12)
+    assert [(row.world_size, row.hosts) for row in record.memberships] == [(4, ["n1", "n2"]), (2, ["n1"])]
+    again = record.memberships[1]
+    assert f"2 ranks on n1 (4 before): going on after update {again.first_update}, " in said.read_text()
+    assert again.first_update >= 5
+
+
+@pytest.mark.timeout(400)
+def test_a_job_of_slurm_that_makes_no_progress(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Killed before it has saved anything, it ends with its error: it would come to the same again and again."""
+    number = submit(tmp_path, slurm, ["--nodes", "2", "--processes", "2", "--save-every", "1000"])
+    out = tmp_path / "out"
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 3, "the first updates")
+    os.kill(process_of(out, 1), signal.SIGKILL)
+    wait_until(lambda: not slurm_says(f"squeue -h -j {number}", slurm).strip(), "it ends")
+    said = (tmp_path / f"slurm-{number}.out").read_text()
+    assert "everyrank: rank 1 of 2 on n2: ended by SIGKILL" in said
+    assert "queue" not in said

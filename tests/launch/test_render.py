@@ -114,6 +114,7 @@ DRY_RUNS: dict[str, tuple[str, dict[str, str]]] = {
     "ray": ("--launcher ray --processes 2 --device cpu", {}),
     "ray_cluster": ("--launcher ray --processes 2 --device cuda --address 10.0.0.1:6379", {}),
     "sbatch": ("--launcher slurm --processes 4 --nodes 2", {}),
+    "sbatch_elastic": ("--launcher slurm --processes 8 --nodes 2:4 --requeue", {}),
     "sbatch_per_node": ("--launcher slurm --processes 8 --nodes 2 --per-node torchrun", {}),
 }
 

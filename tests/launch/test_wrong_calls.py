@@ -73,6 +73,8 @@ WRONG_CALLS = [
     (ELASTIC + "--nodes 3:4 --processes 4 --rendezvous-kind static --out o", ["--nodes MIN:MAX", "c10d"]),
     (ELASTIC + "--nodes 3:4 --processes 4 --layout fsdp:tensor=2 --out o", ["--nodes 3:4, with 3 left", "tensor 2"]),
     (DDP + "--nodes 3:4 --processes 4 --out o", ["--nodes MIN:MAX", "--launcher torchrun --rendezvous-kind c10d"]),
+    (SLURM + "--nodes 3:2", ["--nodes 3:2", "MIN:MAX"]),
+    (DDP + "--launcher mpi --nodes 1:2 --processes 2", ["--nodes MIN:MAX", "--launcher slurm"]),
     (DDP + "--per-node spawn", ["--per-node spawn", "--launcher slurm"]),
     (SLURM + "--per-node mpi", ["--per-node mpi", "spawn or torchrun"]),
     (DDP + "--address n0:1", ["--address n0:1", "--launcher ray"]),

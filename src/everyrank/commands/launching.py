@@ -7,10 +7,12 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from everyrank.api import check_fewer_hosts
+from everyrank.commands.typed import commands_text, typed_on
 from everyrank.errors import UsageError
 from everyrank.launch import (
     LAUNCHERS,
@@ -60,7 +62,7 @@ def add_launching(
         "--start-timeout", type=float, metavar="S", help="the same until the first update is done; default: --timeout"
     )
     words.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
-    words.add_argument("--nodes", metavar="N", help="hosts; MIN:MAX for torchrun that goes on with fewer")
+    words.add_argument("--nodes", metavar="N", help="hosts; MIN:MAX for torchrun, or a batch job of Slurm")
     words.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, where each is typed on")
     words.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: HOST is node 0")
     words.add_argument("--interface", metavar="I", help="network interface between hosts; default: the way to HOST")
@@ -70,6 +72,12 @@ def add_launching(
     for row in launchers():
         row.add_arguments(words)
     words.add_argument("--launcher-args", default="", metavar="'...'", help="further words for mpirun, srun, torchrun")
+
+
+_MIN_NODES = (
+    "--nodes MIN:MAX: --launcher torchrun --rendezvous-kind c10d goes on with fewer hosts, and --launcher slurm begins "
+    "with fewer; no other"
+)
 
 
 def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout | None = None) -> Launch:
@@ -85,6 +93,8 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
     row = _launcher(args)
     nodes, args.min_nodes = _nodes(args, info, os.environ)
     options = _own_options(args, row)
+    if args.min_nodes is not None and row.min_nodes(options) is None:
+        raise UsageError(_MIN_NODES)
     if info is None and row.one_command_per_host and args.rendezvous is not None:
         _tell_other_hosts(args, nodes, is_told=row.assigns_node_ranks(options))
     return Launch(
@@ -138,7 +148,7 @@ def _tell_other_hosts(args: argparse.Namespace, nodes: int, is_told: bool) -> No
         return
     if args.node_rank in (None, 0):
         others = range(nodes) if args.node_rank is None else range(1, nodes)
-        print("\n".join(_typed_on(args.words, None if is_told else node, node) for node in others), flush=True)
+        print("\n".join(typed_on(args.words, None if is_told else node, node) for node in others), flush=True)
     if args.node_rank is None and not is_told:
         raise UsageError(f"--nodes {args.nodes}: which of them is this? type the line above of each host there")
 
@@ -168,17 +178,21 @@ def _check_forgotten(environment: Mapping[str, str]) -> None:
 
 
 def _nodes(args: argparse.Namespace, info: RankInfo | None, environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """(nodes, at least so many); those of the allocation where nothing was said."""
+    """(nodes, at least so many); those of the allocation where nothing was said, or where it was to choose."""
     if info is not None:
         return 1, None
+    scheduler = _launcher(args).scheduler
+    allocated = scheduler.allocated_nodes(environment) if scheduler is not None else None
     if args.nodes is None:
-        scheduler = _launcher(args).scheduler
-        allocated = scheduler.allocated_nodes(environment) if scheduler is not None else None
         return (1 if allocated is None else allocated), None
     least, colon, most = args.nodes.rpartition(":")
     if not most.isdecimal() or (colon and not least.isdecimal()):
         raise UsageError(f"--nodes {args.nodes}: give a number, or MIN:MAX")
-    return int(most), int(least) if colon else None
+    if not colon or allocated is None:
+        return int(most), int(least) if colon else None
+    if not int(least) <= allocated <= int(most):
+        raise UsageError(f"--nodes {args.nodes}, but the allocation has {allocated}: leave --nodes out")
+    return allocated, int(least)
 
 
 def _processes(
@@ -193,7 +207,7 @@ def _processes(
         return info.size
     asked = _asked(args)
     if asked is not None:
-        return asked
+        return asked * nodes // _most_nodes(args, nodes)
     if layout is not None and layout.axis is None:
         return 1
     scheduler = _launcher(args).scheduler
@@ -202,6 +216,11 @@ def _processes(
         return tasks
     here = 0 if args.device == "cpu" else num_accelerators()
     return here * nodes or max(args.default_processes, nodes)
+
+
+def _most_nodes(args: argparse.Namespace, nodes: int) -> int:
+    """The nodes that --processes counts on: of MIN:MAX the most, whatever the allocation has."""
+    return int(args.nodes.rpartition(":")[2]) or nodes if args.nodes is not None and ":" in args.nodes else nodes
 
 
 def _asked(args: argparse.Namespace) -> int | None:
@@ -247,9 +266,9 @@ def dry_run_or_submit(args: argparse.Namespace) -> int | None:
         return None
     launch = launch_of(args, layout=one)
     if scheduler is None or not is_queued:
-        print(_rendered(launch))
+        print(commands_text(launch))
         return 0
-    return _submit(args, launch, scheduler)
+    return _submit(args, launch, scheduler, one)
 
 
 def _print_for_each_host(args: argparse.Namespace, row: Launcher, layout: Layout | None) -> None:
@@ -258,18 +277,20 @@ def _print_for_each_host(args: argparse.Namespace, row: Launcher, layout: Layout
     if row.assigns_node_ranks(_own_options(args, row)):
         nodes = 1  # the command is the same on each host but for what it finds out there
     for args.node_rank in range(max(1, nodes)):
-        print(f"# on host {args.node_rank}\n" * (nodes > 1) + _rendered(launch_of(args, layout=layout)))
+        print(f"# on host {args.node_rank}\n" * (nodes > 1) + commands_text(launch_of(args, layout=layout)))
 
 
-def _submit(args: argparse.Namespace, launch: Launch, scheduler: Scheduler) -> int:
+def _submit(args: argparse.Namespace, launch: Launch, scheduler: Scheduler, layout: Layout | None) -> int:
     """Hand the command to the scheduler's queue, or print what would be handed to it."""
     folder = Path.cwd()
     name = f"everyrank-{Path(args.workload.partition(':')[0]).stem}"
     command = [sys.executable, "-P", "-m", "everyrank", *(word for word in args.words if word != "--dry-run")]
     text = scheduler.script(launch, args, command, folder, name)
     if args.dry_run:
-        print(f"{text}\n# in the allocation:\n{_rendered(launch)}")
+        print(f"{text}\n# in the allocation:\n{commands_text(launch)}")
         return 0
+    if layout is not None and getattr(args, "evaluate", None) is False:
+        check_fewer_hosts(layout, launch, args.out)
     path = folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sbatch"
     job = scheduler.submit(text, path)
     print(f"submitted job {job}: {path}; what it prints: {folder / scheduler.output(job)}")
@@ -279,21 +300,3 @@ def _submit(args: argparse.Namespace, launch: Launch, scheduler: Scheduler) -> i
 def is_reporting_rank() -> bool:
     """Whether this process is the one that reports an error for all that a launcher outside has started with it."""
     return is_rank_0_of_all(os.environ)
-
-
-def _rendered(launch: Launch) -> str:
-    """Every command, ready to be read; JOB is a folder made for each run."""
-    row = launch.row
-    variables = [f"{name}={value}" for name, value in row.variables(launch.options).items()]
-    before = ["env", *variables] if variables else []
-    return "\n".join(shlex.join([*before, *command]) for command in row.render(launch, Path("JOB")))
-
-
-def _typed_on(typed: Sequence[str], node_rank: int | None, host: int) -> str:
-    """What was typed, for another host; there it may have to be told which one it is."""
-    words = ["everyrank", *typed]
-    if "--node-rank" in words:
-        place = words.index("--node-rank")
-        del words[place : place + 2]
-    words += ["--node-rank", str(node_rank)] if node_rank is not None else []
-    return f"on host {host}:  {shlex.join(words)}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from everyrank.commands.launching import launch_of, quiet_launch_of
 from everyrank.commands.shared import add_common, add_options, check_writable, options_of, say, source_of
-from everyrank.errors import StoppedError, UsageError
+from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError
 from everyrank.launch import slurm
 from everyrank.layout import parse_layout
 from everyrank.options import AUTO, GUARDS, TrainOptions
@@ -56,7 +56,8 @@ def _place(text: str) -> Path:
 def run(args: argparse.Namespace) -> int:
     """Train, or evaluate alone; write the Record and what else was asked for; 0.
 
-    Raises what `run` of the Python interface raises; before that a job of Slurm that is out of time is queued again.
+    Raises what `run` of the Python interface raises; before that a job of Slurm that is out of time, or has lost a rank
+    after a checkpoint of its own, is queued again.
     """
     from everyrank import api
 
@@ -72,10 +73,17 @@ def run(args: argparse.Namespace) -> int:
     for path in (*files, args.json, args.profile):
         check_writable(path)
     options = options_of(args, TrainOptions, out=out, resume=resume)
+    before = _newest_step(out)
     try:
         records = api.run(source, layout, launch, options=options)
     except StoppedError as error:
-        if args.requeue:
+        is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
+        if args.requeue and is_time_up:
+            _requeue(error)
+        raise
+    except RankFailedError as error:
+        # what fails again before the next checkpoint would fail for ever
+        if args.requeue and args.resume is _NEWEST and _newest_step(out) > before:
             _requeue(error)
         raise
     except UsageError as error:
@@ -87,13 +95,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _requeue(error: StoppedError) -> None:
-    """Put this job of Slurm into the queue again where it is its time that is up."""
+def _requeue(error: EveryrankError) -> None:
+    """Put this job of Slurm into the queue again, where it is one."""
     job = os.environ.get("SLURM_JOB_ID")
-    is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
-    if job is not None and is_time_up:
+    if job is not None:
         print(f"{error}; job {job} waits in the queue again", flush=True)  # Slurm ends what is left of it
         slurm.requeue(job)
+
+
+def _newest_step(out: Path | None) -> int:
+    """Updates that the newest checkpoint holds; 0 without one."""
+    there = checkpoints_of(out) if out is not None else []
+    return there[-1].about.step if there else 0
 
 
 def _write(records: list[Record], args: argparse.Namespace, out: Path | None) -> None:

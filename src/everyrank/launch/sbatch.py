@@ -24,7 +24,7 @@ class BatchScript:
 
     options    of sbatch, by their long names: {"partition": "gpu", "time": "1:00:00", "exclusive": ""}
     prologue   a file of shell commands that come before (module load ...)
-    requeue    when preempted, or at the end of its time: save, and wait in the queue again
+    requeue    when preempted, or at the end of its time: save, and wait in the queue again; also when a rank is lost
     """
 
     options: Mapping[str, str]
@@ -42,6 +42,12 @@ def script(launch: Launch, batch: BatchScript, command: Sequence[str], folder: P
         "ntasks-per-node": str(per_node),
         "output": str(folder).replace("%", "%%") + "/slurm-%j.out",
     }
+    if launch.min_nodes not in (None, launch.nodes):
+        # tasks are counted when the job first begins, and one that is put back would then wait for as many nodes: so
+        # none are asked for but processors, which srun gives to the tasks
+        options["nodes"] = f"{launch.min_nodes}-{launch.nodes}"
+        options["mincpus"] = str(launch.processes_per_node)
+        del options["ntasks"], options["ntasks-per-node"]
     if batch.requeue:
         # the batch shell alone gets the signal (B:); `exec` below makes it everyrank, which asks the ranks to stop
         options |= {"requeue": "", "open-mode": "append", "signal": f"B:USR1@{WARNING_SECONDS}"}

@@ -43,10 +43,12 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below those that systems give to out
 class SlurmOptions:
     """Slurm's own options.
 
-    per_node   one task on each node, and in it this launcher; None: one task for each rank
+    per_node    one task on each node, and in it this launcher; None: one task for each rank
+    min_nodes   the batch job begins with as few nodes where Slurm has no more; None: with exactly so many
     """
 
     per_node: str | None = None
+    min_nodes: int | None = None
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
@@ -80,7 +82,10 @@ def check_allocation(launch: Launch, environment: Mapping[str, str]) -> None:
 
 
 def _check(launch: Launch) -> None:
-    _check_per_node(launch.options, is_chosen=True)
+    options: SlurmOptions = launch.options
+    _check_per_node(options, is_chosen=True)
+    if options.min_nodes is not None and not 1 <= options.min_nodes <= launch.nodes:
+        raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX, from 1 on")
 
 
 def _check_per_node(options: SlurmOptions, is_chosen: bool) -> None:
@@ -109,11 +114,13 @@ def _add_arguments(group: Any) -> None:
         "--sbatch", nargs="+", action="extend", default=[], metavar="K=V", help="slurm: any options of sbatch"
     )
     group.add_argument("--prologue", type=Path, metavar="F", help="slurm: a file of commands that come before")
-    group.add_argument("--requeue", action="store_true", help="slurm: preempted or out of time: save, and queue again")
+    group.add_argument(
+        "--requeue", action="store_true", help="slurm: preempted, out of time or a rank lost: queue again"
+    )
 
 
 def _read_options(args: argparse.Namespace, is_chosen: bool) -> SlurmOptions:
-    options = SlurmOptions(args.per_node)
+    options = SlurmOptions(args.per_node, args.min_nodes if is_chosen else None)
     _check_per_node(options, is_chosen)
     return options
 
@@ -244,6 +251,7 @@ LAUNCHER = Launcher(
     options=SlurmOptions,
     add_arguments=_add_arguments,
     read_options=_read_options,
+    min_nodes=lambda options: options.min_nodes,
     rank_launcher=lambda options: options.per_node,
     reads_job_folder=True,
     rank_0_is_here=False,

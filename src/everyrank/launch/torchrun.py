@@ -138,8 +138,6 @@ def _read_options(args: argparse.Namespace, is_chosen: bool) -> TorchrunOptions:
     _check_kind(options)
     if options.rendezvous_kind == "c10d":
         raise UsageError("--rendezvous-kind c10d: it is torchrun's; give --launcher torchrun too")
-    if options.min_nodes is not None:
-        raise UsageError(_MIN_NODES)
     if options.restarts:
         raise UsageError(_RESTARTS.format(options.restarts))
     return options

@@ -107,10 +107,9 @@ def _clear_earlier(directory: Path, info: RankInfo) -> None:
     number for a process of ours.
     """
     place = directory / f"place-{host_name()}-{info.local_rank}"
-    ranks = {info.rank: ("error", "exit", "result", "kept")}
+    ranks: dict[int, tuple[str, ...]] = {info.rank: ("error", "exit", "result", "kept")}
     with contextlib.suppress(OSError, ValueError):
-        before = int(place.read_text())
-        ranks[before] = ("error", "exit", "result", "kept", "pid")
+        ranks[int(place.read_text())] = ("error", "exit", "result", "kept", "pid")
     for rank, kinds in ranks.items():
         for kind in kinds:
             (directory / f"rank{rank}.{kind}").unlink(missing_ok=True)
