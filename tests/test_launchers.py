@@ -27,6 +27,7 @@ from everyrank.launch import (
     slurm,
     spawn,
     torchrun,
+    worker,
 )
 from everyrank.launch.environments import is_rank_0_of_all, rank_info_from_environment
 from everyrank.launch.launcher import Environment, Launcher
@@ -282,3 +283,36 @@ def test_a_node_task_wants_a_launcher_that_starts_the_ranks_of_a_node(monkeypatc
     monkeypatch.setattr("sys.argv", ["node", "mpi", "2", "a folder"])
     with pytest.raises(AssertionError, match="mpi starts no ranks of one node"):
         node_main()
+
+
+def test_what_an_earlier_start_has_left_is_no_error_of_this_one(tmp_path: Path) -> None:
+    """An elastic launcher may give a place of a host another rank: what the first of them left is taken away."""
+    kinds = ("error", "exit", "result", "kept", "pid")
+
+    def started(rank: int, local_rank: int) -> None:
+        info = RankInfo(rank, local_rank, 4, 2, "torchrun", "")
+        worker._clear_earlier(tmp_path, info)  # pyright: ignore[reportPrivateUsage]
+        for kind in kinds:
+            (tmp_path / f"rank{rank}.{kind}").write_text("{}")
+
+    for rank, local_rank in ((2, 0), (3, 1)):  # the second of two hosts
+        started(rank, local_rank)
+    for rank, local_rank in ((0, 0), (1, 1)):  # and the first of them, later
+        started(rank, local_rank)
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == sorted(
+        f"rank{rank}.{kind}" for rank in (0, 1) for kind in kinds
+    )
+
+
+def test_torchrun_of_hosts_that_may_come_later() -> None:
+    """A store for each start; and no limit of ours, for torchrun has one that a host may come later than."""
+    for kind, options, is_elastic in (
+        ("c10d", torchrun.TorchrunOptions("c10d", 1, 3), True),
+        ("a lost host is replaced", torchrun.TorchrunOptions("c10d", None, 1), True),
+        ("fixed", torchrun.TorchrunOptions("c10d"), False),
+        ("static", torchrun.TorchrunOptions("static", None, 1), False),
+    ):
+        row = find_launcher("torchrun")
+        assert row is not None
+        expected = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if is_elastic else {}
+        assert (row.limits_start(options), row.variables(options)) == (is_elastic, expected), kind

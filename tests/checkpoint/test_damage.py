@@ -17,7 +17,7 @@ from checkpointing import DIGITS, Going, Mixed, begins, change_about, step, trai
 from everyrank.checkpoint import resume
 from everyrank.cli import main
 from everyrank.errors import UsageError
-from everyrank.runs import checkpoint_named, find_checkpoint
+from everyrank.runs import checkpoint_named, find_checkpoint, newest_whole
 from everyrank.world import World
 from processes import one_line, refused
 
@@ -100,6 +100,23 @@ def test_a_damaged_checkpoint_is_named_and_the_last_good_one_offered(
         line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *place)
         assert str(step(run_folder, 6)) in line
         assert f"--resume {step(run_folder, 4)}" in line
+
+
+@pytest.mark.parametrize("spoil", [cut_tensors, cut_about], ids=lambda spoil: spoil.__name__)
+def test_a_training_that_goes_on_by_itself_takes_the_newest_whole_one(
+    run_folder: Path, spoil: Callable[[Path], None]
+) -> None:
+    """Nobody is there to read what is offered."""
+    found = newest_whole(run_folder)
+    assert found is not None
+    assert found.path == step(run_folder, 6)
+    for number in (6, 4):
+        spoil(step(run_folder, number))
+    found = newest_whole(run_folder)
+    assert found is not None
+    assert found.path == step(run_folder, 2)
+    spoil(step(run_folder, 2))
+    assert newest_whole(run_folder) is None
 
 
 @pytest.mark.parametrize("spoil", [cut_tensors, cut_about], ids=lambda spoil: spoil.__name__)

@@ -43,20 +43,8 @@ def workload():
 """
 # of 24 samples three and four ranks read the same number each
 TRAIN = [
-    "train",
-    "slow.py:workload",
-    "--layout",
-    "ddp:precision=float64",
-    "--batch",
-    "24",
-    "--steps",
-    "70",
-    "--save-every",
-    "5",
-    "--timeout",
-    "60",
-    "--json",
-    "r.json",
+    *("train", "slow.py:workload", "--layout", "ddp:precision=float64", "--batch", "24", "--steps", "70"),
+    *("--save-every", "5", "--timeout", "60", "--json", "r.json"),
 ]
 
 
@@ -79,10 +67,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def wait_until(reached: Callable[[], bool], what: str, seconds: float = 150.0) -> None:
+def wait_until(reached: Callable[[], bool], what: str, logs: Path, seconds: float = 200.0) -> None:
+    """Wait for it; where it does not come, the test ends with what launchers and ranks have said last."""
     deadline = time.monotonic() + seconds
     while not reached():
-        assert time.monotonic() < deadline, what
+        if time.monotonic() > deadline:
+            said = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(logs.rglob("*.log"))]
+            pytest.fail("\n".join([f"not within {seconds:g} s: {what}", *said]))
         time.sleep(0.05)
 
 
@@ -105,11 +96,11 @@ def test_four_hosts_then_three_then_four(tmp_path: Path, four_hosts: Hosts, undi
     words += ["--rendezvous", f"{four_hosts.addresses[1]}:29660", "--processes", "4", "--restarts", "3"]
     words += ["--resume", "--out", "out"]
     started = [four_hosts.start(index, words, tmp_path) for index in range(4)]
-    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates")
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     four_hosts.kill(names[0])
-    wait_until(has_gone_on(out, 1), "the other three go on")
+    wait_until(has_gone_on(out, 1), "the other three go on", out)
     late = four_hosts.start(0, words, tmp_path)
-    wait_until(has_gone_on(out, 2), "four go on")
+    wait_until(has_gone_on(out, 2), "four go on", out)
     (tmp_path / "hurry").touch()
     screens = {}
     for name, process in zip([*names[1:], names[0]], [*started[1:], late], strict=True):
@@ -140,10 +131,10 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -
     out = cli.folder / "out"
     words = [*TRAIN, "--launcher", "torchrun", "--restarts", "2", "--processes", "4", "--out", "out"]
     cli.start(*words, is_forked=False)
-    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates")
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     before = process_of(out, 2)
     os.kill(before, signal.SIGKILL)
-    wait_until(has_gone_on(out, 1), "they go on")
+    wait_until(has_gone_on(out, 1), "they go on", out)
     (cli.folder / "hurry").touch()
     status, screen, err = cli.end(200)
     assert (status, err) == (0, ""), err
@@ -202,11 +193,11 @@ def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
     """It goes back into the queue by itself, and begins with one node where Slurm has no other: the same losses."""
     number = submit(tmp_path, slurm, ["--nodes", "1:2", "--processes", "4"])
     out, said = tmp_path / "out", tmp_path / f"slurm-{number}.out"
-    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates")
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     slurm_says("scontrol update nodename=n2 state=drain reason=broken", slurm)
     try:
         os.kill(process_of(out, 3), signal.SIGKILL)
-        wait_until(lambda: "waits in the queue again" in said.read_text(), "the job is queued again")
+        wait_until(lambda: "waits in the queue again" in said.read_text(), "the job is queued again", out)
         assert "rank 3 of 4 on n2: ended by SIGKILL (often out of memory); job " in said.read_text()
         time.sleep(5.0)  # as in test_conformance: nodes refuse a job that they have just ended
 
@@ -215,9 +206,9 @@ def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
             time.sleep(1.0)
             return has_gone_on(out, 1)()
 
-        wait_until(goes_on, "it goes on")
+        wait_until(goes_on, "it goes on", out)
         (tmp_path / "hurry").touch()
-        wait_until(lambda: not slurm_says(f"squeue -h -j {number}", slurm).strip(), "it ends")
+        wait_until(lambda: not slurm_says(f"squeue -h -j {number}", slurm).strip(), "it ends", out)
     finally:
         slurm_says("scontrol update nodename=n2 state=resume", slurm)
     record = read_records(tmp_path / "r.json")[0]
@@ -233,9 +224,9 @@ def test_a_job_of_slurm_that_makes_no_progress(tmp_path: Path, slurm: dict[str, 
     """Killed before it has saved anything, it ends with its error: it would come to the same again and again."""
     number = submit(tmp_path, slurm, ["--nodes", "2", "--processes", "2", "--save-every", "1000"])
     out = tmp_path / "out"
-    wait_until(lambda: len(lines(out / "log.jsonl")) >= 3, "the first updates")
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 3, "the first updates", out)
     os.kill(process_of(out, 1), signal.SIGKILL)
-    wait_until(lambda: not slurm_says(f"squeue -h -j {number}", slurm).strip(), "it ends")
+    wait_until(lambda: not slurm_says(f"squeue -h -j {number}", slurm).strip(), "it ends", out)
     said = (tmp_path / f"slurm-{number}.out").read_text()
     assert "everyrank: rank 1 of 2 on n2: ended by SIGKILL" in said
     assert "queue" not in said
