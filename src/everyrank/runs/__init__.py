@@ -1,7 +1,7 @@
 """The folder of a run: what is in it, which checkpoints are whole, the newest, the best. Imports no torch.
 
     runs/digits-ddp-.../
-        log.jsonl, log.csv, events.jsonl, epochs.csv, resources.csv, record.json, ranks/
+        log.jsonl, log.csv, events.jsonl, epochs.csv, memberships.jsonl, resources.csv, record.json, ranks/
         everyrank.lock              while a run is under way: who holds the folder
         checkpoints/
             step-00000046/          a whole checkpoint: it got this name when it was complete
