@@ -148,6 +148,19 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -
     assert process_of(out, 2) != before
 
 
+def test_a_command_that_is_killed_takes_its_launcher_along(cli: Cli) -> None:
+    """What restarts ranks would go on to, without their job, and end the job of all other hosts when it gives up."""
+    (cli.folder / "slow.py").write_text(SLOW)
+    out = cli.folder / "out"
+    cli.start(*TRAIN, "--launcher", "torchrun", "--restarts", "3", "--processes", "2", "--out", "out", is_forked=False)
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 2, "the first updates", out)
+    command = next(pid for pid, words in cli.processes().items() if " -m everyrank train" in words)
+    os.kill(command, signal.SIGKILL)
+    cli.end(60)
+    assert cli.left() == {}
+    assert "failed" not in (out / "ranks" / "torchrun.log").read_text()
+
+
 def process_of(out: Path, rank: int) -> int:
     """The process of a rank, by the first line of its log in its newest start."""
     lines = (out / "ranks" / f"rank{rank}.log").read_text().splitlines()

@@ -194,6 +194,7 @@ class Job:
     keeps_logs      whether the folder of the logs is one that was asked for
     threads         CPU threads of each process that the person has asked for
     preload         the module that a fork server imports before it forks the ranks
+    is_restarted    whether what starts the ranks starts them again when they fail
     """
 
     payload: bytes
@@ -207,6 +208,7 @@ class Job:
     keeps_logs: bool
     threads: int | None = None
     preload: str = "torch"
+    is_restarted: bool = False
 
     def function(self) -> Callable[..., Any]:
         """What to call. One that was given by name is imported here, not in the process that has sent it."""

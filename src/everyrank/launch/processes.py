@@ -117,6 +117,7 @@ def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Pa
         keeps_logs=launch.logs is not None,
         threads=threads_asked(os.environ),
         preload=preload,
+        is_restarted=launch.restarts_ranks,
     )
 
 

@@ -69,6 +69,10 @@ def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> No
         is_orphan = not lives()
         if is_orphan or os.getppid() != starter:
             ending.set()
+            if is_orphan and job.is_restarted and os.getppid() == starter > 1:
+                # it would start ranks again whose job is gone, and when it gives up end that of all other hosts
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(starter, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
             if is_orphan and pid_namespace() == job.pid_namespace:  # nobody else is left to tidy up
