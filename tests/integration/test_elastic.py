@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from everyrank import read_records
-from integration.conftest import Hosts
+from integration.conftest import Hosts, needs_ray
 from processes import Cli
 
 EVERYRANK = [sys.executable, "-m", "everyrank"]
@@ -175,6 +176,33 @@ def test_ranks_that_do_not_share_a_batch_evenly(everyrank: Any, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("64 samples of an update over 3 ranks: some read one more than others") == 1
     assert subprocess.run(["ls", "out/memberships.jsonl"], cwd=tmp_path, check=True, capture_output=True).stdout
+
+
+@pytest.mark.parametrize("lost", ["rank", "actor"])
+def test_ray_places_what_was_lost_again(cli: Cli, undisturbed: list[float], lost: str) -> None:
+    """SIGKILL to a rank, or to its actor, as when a node of Ray's is lost: all are placed and started again."""
+    needs_ray()
+    (cli.folder / "slow.py").write_text(SLOW)
+    out = cli.folder / "out"
+    words = [*TRAIN, "--launcher", "ray", "--restarts", "1", "--processes", "2", "--out", "out"]
+    cli.start(*words, is_forked=False)
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
+    rank = psutil.Process(process_of(out, 1))
+    supervisor = rank.parent()
+    assert supervisor is not None
+    actor = supervisor.parent()
+    assert actor is not None
+    assert "Place" in actor.cmdline()[0]
+    (rank if lost == "rank" else actor).kill()
+    wait_until(has_gone_on(out, 1), "they go on", out)
+    (cli.folder / "hurry").touch()
+    status, screen, err = cli.end(150)
+    assert (status, err) == (0, ""), err
+    record = read_records(cli.folder / "r.json")[0]
+    assert record.loss == pytest.approx(undisturbed, rel=1e-12)
+    assert [row.world_size for row in record.memberships] == [2, 2]
+    assert f"2 ranks on {record.memberships[1].hosts[0]}: going on after update " in screen
+    assert cli.left() == {}
 
 
 # --- Slurm

@@ -95,6 +95,8 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
     options = _own_options(args, row)
     if args.min_nodes is not None and row.min_nodes(options) is None:
         raise UsageError(_MIN_NODES)
+    if args.restarts and not row.restarts_ranks(options):
+        raise UsageError(f"--restarts {args.restarts}: give 0 or more, with --launcher torchrun or ray")
     if info is None and row.one_command_per_host and args.rendezvous is not None:
         _tell_other_hosts(args, nodes, is_told=row.assigns_node_ranks(options))
     return Launch(

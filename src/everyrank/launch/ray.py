@@ -22,17 +22,20 @@ __all__ = ["LAUNCHER", "RayOptions", "find", "render"]
 class RayOptions:
     """Ray's own options.
 
-    address   of its cluster; None: one of this machine, started for the run
+    address    of its cluster; None: one of this machine, started for the run
+    restarts   how often all ranks are placed and started again after one, or its actor or node, was lost
     """
 
     address: str | None = None
+    restarts: int = 0
 
 
 def render(launch: Launch, directory: Path) -> list[list[str]]:
     """One argv: the driver, which asks the cluster for a place for each rank."""
     devices = {"cuda": "gpu", "cpu": "cpu"}.get(launch.device or "", "any")
     command = [*PYTHON, "-m", "everyrank.launch.ray_driver", str(directory), str(launch.processes), devices]
-    return [[*command, launch.options.address or "local"]]
+    restarts = [str(launch.options.restarts)] if launch.options.restarts else []
+    return [[*command, launch.options.address or "local", *restarts]]
 
 
 def find() -> str:
@@ -43,6 +46,8 @@ def find() -> str:
 
 
 def _check(launch: Launch) -> None:
+    if launch.options.restarts < 0:
+        raise UsageError(f"--restarts {launch.options.restarts}: give 0 or more")
     if launch.nodes > 1:
         raise UsageError(f"--nodes {launch.nodes}: Ray chooses the hosts itself; leave it out")
 
@@ -54,7 +59,7 @@ def _add_arguments(group: Any) -> None:
 def _read_options(args: argparse.Namespace, is_chosen: bool) -> RayOptions:
     if args.address is not None and not is_chosen:
         raise UsageError(f"--address {args.address}: it is that of a Ray cluster; give --launcher ray too")
-    return RayOptions(args.address)
+    return RayOptions(args.address, args.restarts if is_chosen else 0)
 
 
 LAUNCHER = Launcher(
@@ -66,6 +71,7 @@ LAUNCHER = Launcher(
     add_arguments=_add_arguments,
     read_options=_read_options,
     takes_arguments=False,
+    restarts_ranks=lambda options: options.restarts > 0,
     needs_sigterm=True,
     needs_package=("ray", "pip install 'everyrank[ray]'"),
 )

@@ -1,12 +1,13 @@
 """Ask a Ray cluster for a place for each rank: one actor a rank, which starts it as a process of its own there.
 
-`python -P -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu|any ADDRESS|local`; any: GPUs where there are
-enough. The actors carry bytes between the job's folder here and one like it on their host, so no storage has to
-be shared: the job there, results and errors back.
+`python -P -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu|any ADDRESS|local [RESTARTS]`; any: GPUs where there
+are enough; RESTARTS: how often all are placed and started again after one was lost. The actors carry bytes between the
+job's folder here and one like it on their host, so no storage has to be shared: the job there, results and errors back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -26,6 +27,7 @@ __all__ = ["main"]
 ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
 _LOOK_SECONDS = 0.1
 _PLACE_SECONDS = 120.0
+_END_SECONDS = 10.0
 
 
 @ray.remote
@@ -94,17 +96,25 @@ class Place:
         return new, status
 
     def end(self) -> None:
-        """End the rank and take the folder away."""
+        """End the rank, with its data loader workers, and take the folder away: ranks may be started anew at once."""
         import shutil
 
+        import psutil
+
         if self.process is not None and self.process.poll() is None:
-            self.process.kill()
+            supervisor = psutil.Process(self.process.pid)
+            ending = [*supervisor.children(recursive=True), supervisor]
+            for process in ending:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(ending, timeout=_END_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def main() -> int:
     """0 when all ranks ended well, else the status of the first that did not."""
     directory, count, devices, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    restarts = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     signal.signal(signal.SIGTERM, _terminated)
     content = (directory / "job.pickle").read_bytes()
     job: Job = pickle.loads(content)  # noqa: S301  (our own parent wrote it)
@@ -113,20 +123,42 @@ def main() -> int:
         local = {"num_cpus": max(count, os.cpu_count() or 1), "include_dashboard": False}
         local["_node_ip_address"] = "127.0.0.1"
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
-    places = _places(count, devices)
+    try:
+        for left in range(restarts, -1, -1):
+            status = _attempt(count, devices, content, directory, job)
+            if status == 0 or left == 0 or (directory / "stop").exists():
+                return status
+            for kind in ("result", "error", "exit", "pid"):
+                for path in directory.glob(f"rank*.{kind}"):
+                    path.unlink(missing_ok=True)
+        raise AssertionError("one attempt is made")
+    finally:
+        ray.shutdown()
+
+
+def _attempt(count: int, devices: str, content: bytes, directory: Path, job: Job) -> int:
+    """Place all, start all, and follow them; how that ended. An actor that dies is a rank that failed."""
+    group, places = _places(count, devices)
     try:
         return _follow(places, content, directory, job)
+    except ray.exceptions.RayActorError as error:
+        print(f"Ray has lost an actor: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return 1
     finally:
-        ray.get([place.end.remote() for place in places])
-        ray.shutdown()
+        for place in places:
+            with contextlib.suppress(ray.exceptions.RayError):  # of the lost one
+                ray.get(place.end.remote(), timeout=2 * _END_SECONDS)
+        for place in places:
+            ray.kill(place)
+        importlib.import_module("ray.util").remove_placement_group(group)
 
 
 def _terminated(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _places(count: int, devices: str) -> list[Any]:
-    """An actor for each rank, those of one node beside each other: then local ranks count up from 0."""
+def _places(count: int, devices: str) -> tuple[Any, list[Any]]:
+    """(Ray's reservation, an actor for each rank): those of one node beside each other, so local ranks count from 0."""
     groups, strategies = importlib.import_module("ray.util"), importlib.import_module("ray.util.scheduling_strategies")
     has_devices = devices == "any" and ray.cluster_resources().get("GPU", 0) >= count
     wanted = {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" or has_devices else {})}
@@ -143,7 +175,7 @@ def _places(count: int, devices: str) -> list[Any]:
     places = [actor.options(scheduling_strategy=one, **options).remote() for one in strategy]
     nodes = [node for node, _ in ray.get([place.host.remote() for place in places])]
     order = sorted(range(count), key=lambda index: (nodes.index(nodes[index]), index))
-    return [places[index] for index in order]
+    return group, [places[index] for index in order]
 
 
 def _follow(places: list[Any], content: bytes, directory: Path, job: Job) -> int:

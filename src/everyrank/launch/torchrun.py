@@ -122,13 +122,15 @@ def _check_kind(options: TorchrunOptions) -> None:
 
 
 _MIN_NODES = "--nodes MIN:MAX: --launcher torchrun --rendezvous-kind c10d alone goes on with fewer hosts"
-_RESTARTS = "--restarts {}: give 0 or more, with --launcher torchrun"
+_RESTARTS = "--restarts {}: give 0 or more"
 
 
 def _add_arguments(group: Any) -> None:
     kinds = " or ".join(RENDEZVOUS_KINDS)
     group.add_argument("--rendezvous-kind", default="static", metavar="R", help=f"torchrun's, between hosts: {kinds}")
-    group.add_argument("--restarts", type=int, default=0, metavar="K", help="torchrun: start all ranks again so often")
+    group.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="torchrun, ray: start all ranks again so often"
+    )
 
 
 def _read_options(args: argparse.Namespace, is_chosen: bool) -> TorchrunOptions:
@@ -138,8 +140,6 @@ def _read_options(args: argparse.Namespace, is_chosen: bool) -> TorchrunOptions:
     _check_kind(options)
     if options.rendezvous_kind == "c10d":
         raise UsageError("--rendezvous-kind c10d: it is torchrun's; give --launcher torchrun too")
-    if options.restarts:
-        raise UsageError(_RESTARTS.format(options.restarts))
     return options
 
 
