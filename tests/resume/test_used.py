@@ -252,7 +252,7 @@ def test_a_run_leaves_what_it_says(digits: tuple[Path, str]) -> None:
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
     assert f"{len(there)} checkpoints, the newest step-00000030" in said
     assert {path.name for path in run.iterdir() if path.is_file()} == {
-        "log.jsonl", "log.csv", "events.jsonl", "epochs.csv", "resources.csv", "record.json"
+        "log.jsonl", "log.csv", "events.jsonl", "epochs.csv", "memberships.jsonl", "resources.csv", "record.json"
     }  # fmt: skip
 
 
