@@ -100,6 +100,7 @@ def test_four_hosts_then_three_then_four(tmp_path: Path, four_hosts: Hosts, undi
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     four_hosts.kill(names[0])
     wait_until(has_gone_on(out, 1), "the other three go on", out)
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 12, "a checkpoint of the three", out)
     late = four_hosts.start(0, words, tmp_path)
     wait_until(has_gone_on(out, 2), "four go on", out)
     (tmp_path / "hurry").touch()
