@@ -1,6 +1,6 @@
 """The same training over each backend: layouts beside each other on gloo, shm and mpi, the backends in turns.
 
-    python benchmarks/backends.py                            # about six minutes, on a machine that does nothing else
+    python benchmarks/backends.py                            # about ten minutes, on a machine that does nothing else
     python docs/generate.py                                  # the table of docs/backends.md
 
 Each round is one `everyrank bench` of each workload over each backend; a ratio is of one round, so that what slows the
@@ -24,6 +24,7 @@ LAYOUTS = {
     "digits": ["ddp", "zero1", "fsdp"],
     "text": ["ddp", "zero1", "fsdp", "tensor", "context", "pipeline:microbatches=4"],
 }
+WORDS = {"digits": ["--steps", "40"], "text": ["--steps", "10", "--batch", "8"]}  # text: some minutes else
 
 
 def bench(workload: str, backend: str, words: list[str], folder: Path) -> list[Record]:
@@ -43,16 +44,14 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path, default=DEFAULT)
     args = parser.parse_args()
-    words = ["--trials", str(args.trials), "--steps", str(args.steps)]
     found: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
         asked = list(itertools.product(range(args.rounds), args.workload, args.backend))
         for number, (_, workload, backend) in enumerate(asked, 1):
             print(f"{number} of {len(asked)}: {workload} over {backend}", file=sys.stderr)
-            found += bench(workload, backend, words, Path(folder))
+            found += bench(workload, backend, ["--trials", str(args.trials), *WORDS[workload]], Path(folder))
     write_records(found, args.json)
     print(f"wrote {args.json}")
 

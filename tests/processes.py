@@ -17,7 +17,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,9 @@ import cloudpickle
 import pytest
 
 from everyrank.cli import main
+from everyrank.launch import Launch
+from everyrank.launch.job import WORKER
+from everyrank.launch.mpi import LAUNCHER, render
 from forkserver import MARK, Forked, ForkServer
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -51,6 +54,9 @@ def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
 # --- ranks that stay, and call functions
 
 
+BACKEND = os.environ.get("EVERYRANK_TEST_BACKEND")  # what carries the calls of a pool: gloo or mpi; else the default
+
+
 class Pool:
     """`count` ranks that wait for calls. They meet over a file, so no port is opened."""
 
@@ -58,6 +64,9 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-pool-"))
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
+        if BACKEND == "mpi":
+            self._start_by_mpirun(count)
+            return
         for rank in range(count):
             ours, theirs = multiprocessing.Pipe()
             self.processes.append(self._start(server, rank, count, theirs))
@@ -72,6 +81,21 @@ class Pool:
         process = spawn.Process(target=serve_calls, args=(rank, count, self.folder, pipe))
         process.start()
         return process
+
+    def _start_by_mpirun(self, count: int) -> None:
+        """MPI starts its ranks itself: they come to a socket, and say which they are."""
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        words = render(Launch("mpi", processes=count), self.folder)[0][: -len(WORKER) - 1]
+        code = "import processes, sys; processes.come_to(sys.argv[1])"
+        with Listener(str(self.folder / "socket"), "AF_UNIX") as listening:
+            command = [*words, sys.executable, "-c", code, str(self.folder)]
+            log = (self.folder / "mpirun.log").open("wb")
+            self.processes = [subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)]
+            there: dict[int, Connection] = {}
+            for _ in range(count):
+                connection = listening.accept()
+                there[connection.recv()] = connection
+        self.pipes = [there[rank] for rank in range(count)]
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
         """Results by rank. Raises AssertionError with the traceback of the rank that failed first."""
@@ -110,14 +134,24 @@ class Pool:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            if isinstance(process, Forked):
+            if isinstance(process, Forked | subprocess.Popen):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5.0)
             else:
                 process.join(5.0)
             process.kill()
-            process.close()
+            if not isinstance(process, subprocess.Popen):
+                process.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def come_to(folder: str) -> None:
+    """In a rank that mpirun has started."""
+    info = LAUNCHER.environment.read(os.environ) if LAUNCHER.environment is not None else None
+    assert info is not None
+    pipe = Client(str(Path(folder) / "socket"), "AF_UNIX")
+    pipe.send(info.rank)
+    serve_calls(info.rank, info.size, Path(folder), pipe)
 
 
 def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = None) -> None:
@@ -130,14 +164,16 @@ def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = N
 
     import everyrank.world.barrier
     import everyrank.world.process_group
-    from everyrank.launch import Launch, RankInfo
+    from everyrank.launch import RankInfo
     from everyrank.world import open_world
 
     # The models of the tests are tiny: a second thread would only wait for the first.
     everyrank.world.process_group.use_threads = lambda threads: torch.set_num_threads(1)
     everyrank.world.barrier.use_threads = everyrank.world.process_group.use_threads
     info = RankInfo(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
-    with open_world(info, Launch(processes=count, device="cpu", timeout_seconds=60)) as world:
+    launch = Launch(processes=count, device="cpu", backend=BACKEND, timeout_seconds=60)
+    with open_world(info, launch) as world:
+        assert BACKEND in (None, world.backend)
         while True:
             try:
                 function, arguments = cloudpickle.loads(pipe.recv_bytes())

@@ -53,7 +53,7 @@ ORDER = [
 ]
 INSIDE = {
     "api": ["calls", "scaling"],
-    "chaos": ["faults", "inject", "attempt", "person", "compare", "disturb"],
+    "chaos": ["faults", "two_hosts", "inject", "attempt", "person", "compare", "disturb"],
     "workload": ["workload", "batch", "find"],
     "layout": ["options", "table", "layout", "reference", "contract"],
     "runs": ["about", "folder", "lock"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import everyrank
 from everyrank.chaos import FAULTS
 from everyrank.chaos.compare import compare_runs
 from everyrank.chaos.disturb import _status
-from everyrank.chaos.faults import why_unseen
+from everyrank.chaos.faults import TWO_HOSTS, why_unseen
 from everyrank.cli import main
 from everyrank.layout import parse_layout
 from everyrank.record import Parity, Record, read_records, write_records
@@ -64,10 +65,23 @@ def test_a_spoilt_checkpoint_is_refused_and_the_one_before_taken(everyrank: Any,
 
 
 @pytest.mark.integration
+def test_a_link_between_two_hosts(everyrank: Any, tmp_path: Path) -> None:
+    """Two network namespaces and a link of their own: gone, the ranks of one say so; slow, the training goes on."""
+    dropped, delayed = struck(everyrank, tmp_path, "fsdp", "link-dropped", "link-delayed", timeout=15)
+    if told(dropped)["status"] == "not run here":
+        pytest.skip(f"not verified here: {told(dropped)['reason']}")
+    assert (told(dropped)["status"], told(delayed)["status"]) == ("held", "held"), (dropped, delayed)
+    assert (dropped.backend, dropped.parity.bitwise, delayed.parity.bitwise) == ("gloo", True, True)
+    assert re.search(r"no sign for \d+ s: .* the link to it is down", told(dropped)["said"])
+    assert told(dropped)["resumed_at"] == told(dropped)["newest_whole"]
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str) -> None:
     """All of the table, on two ranks: noticed in time, recovered, nothing left, the same training."""
-    for record in struck(everyrank, tmp_path, layout, *FAULTS, timeout=15):
+    on_one_host = [name for name, fault in FAULTS.items() if fault.needs != TWO_HOSTS]
+    for record in struck(everyrank, tmp_path, layout, *on_one_host, timeout=15):
         found = told(record)
         if found["fault"] == "flipped-bit" and layout == "fsdp":
             assert found["status"] == "unseen"
@@ -192,6 +206,12 @@ def test_which_flips_nobody_can_see() -> None:
 )
 def test_calls_that_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], line: str) -> None:
     assert line in refused(capsys, "chaos", "digits", *words)
+
+
+def test_ranks_that_do_not_divide_over_two_hosts(everyrank: Any, tmp_path: Path) -> None:
+    """It is said; what needs no hosts is not in the way of that."""
+    [record] = struck(everyrank, tmp_path, "single", "link-dropped", size=1)
+    assert (told(record)["status"], told(record)["reason"]) == ("not run here", "1 ranks do not divide over two hosts")
 
 
 def test_a_training_that_fails_without_a_fault(everyrank: Any, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import re
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -512,7 +513,10 @@ def test_other_starts_are_equal(forge: Forge, tmp_path: Path, name: str, size: i
 def test_low_precision_is_low_and_trains(
     forge: Forge, tmp_path: Path, name: str, words: str, before: str, after: str
 ) -> None:
-    """Losses differ from float64's by a hundredth on average; without what asks for bf16, by what float32 rounds."""
+    """Most losses differ from float64's by a hundredth; without what asks for bf16, by what float32 rounds.
+
+    Not their mean: on some processors one unit of a ReLU ends up on the other side of zero, which is more.
+    """
     text = text_of(name)
     assert text.count(before) == 1
     exact = by_the_library(forge, LAYOUTS[name], len(DIGITS)).loss
@@ -521,7 +525,7 @@ def test_low_precision_is_low_and_trains(
         beside(tmp_path, name, written)
         write_digits(tmp_path, len(DIGITS))
         found = read(output(forge, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
-        gaps.append(sum(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)) / len(exact))
+        gaps.append(statistics.median(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)))
     assert 1e-3 < gaps[0] < 0.05
     assert 1e-9 < gaps[1] < 1e-5
 

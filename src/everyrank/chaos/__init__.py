@@ -3,6 +3,7 @@
 faults.py    the faults there are: what each does, and what has to come of it
 inject.py    inside a rank: a fault at one update, through `TrainOptions.before_update`
 person.py    a process that trains as `everyrank train` does, with a fault in it
+two_hosts.py the same call on two hosts of this machine, with a link between them
 attempt.py   starts that process, watches it, and sees what is left of it
 compare.py   a disturbed run beside one that nothing happened to
 disturb.py   a training that nothing happens to, then each fault: strike, recover, compare

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from everyrank.chaos.two_hosts import in_own_network
 from everyrank.launch.job import PYTHON
 
 __all__ = ["Attempt", "TrainCall", "attempt", "why_no_disk"]
@@ -74,12 +75,14 @@ class Attempt:
 def attempt(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int = 0) -> Attempt:
     """Train as `call` says; `folder` is for what is left beside the run.
 
-    With `disk_bytes` the run lies on a disk of this size, made for it.
+    With `disk_bytes` the run lies on a disk of this size, made for it. A launch of two nodes has two hosts made for it.
     """
     folder.mkdir(parents=True)
     injections = [{**injection, "journal": str(folder / "journal")} for injection in call.injections]
     call = dataclasses.replace(call, injections=injections)
-    command = [*PYTHON, "-m", "everyrank.chaos.person", str(folder / "call.json")]
+    is_one_host = call.launch["nodes"] == 1
+    command = [*PYTHON, "-m", f"everyrank.chaos.{'person' if is_one_host else 'two_hosts'}", str(folder / "call.json")]
+    command = command if is_one_host else in_own_network(f"exec {shlex.join(command)}")
     if disk_bytes:
         disk = folder / "disk"
         disk.mkdir()

@@ -19,7 +19,8 @@ from typing import Any
 
 from everyrank.chaos.attempt import Attempt, TrainCall, attempt, why_no_disk
 from everyrank.chaos.compare import compare_runs, logged_updates
-from everyrank.chaos.faults import FAULTS, Fault, faults_named, why_unseen
+from everyrank.chaos.faults import FAULTS, OWN_DISK, TWO_HOSTS, Fault, faults_named, why_unseen
+from everyrank.chaos.two_hosts import NUM_HOSTS, RENDEZVOUS, why_no_link
 from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import Launch
 from everyrank.layout import Layout
@@ -67,14 +68,33 @@ def disturb(
     try:
         for number, layout in enumerate(layouts):
             quiet = train_undisturbed(source, layout, launch, options, place / str(number))
+            linked: Undisturbed | None = None
             for name in names:
-                found = strike(quiet, name, options, place / str(number) / name)
+                one = quiet
+                if FAULTS[name].needs == TWO_HOSTS and not _why_not(quiet, name):
+                    on_hosts = place / f"{number}-on-hosts"
+                    linked = linked or train_undisturbed(source, layout, _over_link(launch), options, on_hosts)
+                    one = linked
+                found = strike(one, name, options, place / str(number) / name)
                 records.append(found)
                 note(found)
                 shutil.rmtree(place / str(number) / name, ignore_errors=True)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return records
+
+
+def _over_link(launch: Launch) -> Launch:
+    """The same ranks on two hosts. Through gloo: memory that is shared would not notice the link."""
+    return Launch(
+        processes=launch.processes,
+        device="cpu",
+        backend="gloo",
+        timeout_seconds=launch.timeout_seconds,
+        nodes=NUM_HOSTS,
+        node_rank=0,
+        rendezvous=RENDEZVOUS,
+    )
 
 
 def train_undisturbed(
@@ -143,8 +163,8 @@ def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) ->
 
 def _why_not(quiet: Undisturbed, name: str) -> str:
     """Why this fault cannot be tried here; "" where it can."""
-    if FAULTS[name].needs == "two hosts":
-        return "it needs ranks on two hosts (or network namespaces), and all of these are started on this one"
+    if FAULTS[name].needs == TWO_HOSTS:
+        return f"{quiet.size} ranks do not divide over two hosts" if quiet.size % NUM_HOSTS else why_no_link()
     if quiet.size == 1 and name in _OF_SEVERAL:
         return "one rank waits for nobody, and nobody has what it has"
     return why_no_disk(quiet.run.parent) if FAULTS[name].needs else ""
@@ -160,7 +180,7 @@ def _limit_seconds(timeout_seconds: float, options: ChaosOptions) -> float:
 
 def _disk_bytes(quiet: Undisturbed, name: str) -> int:
     """The size of a disk of its own; 0 where the fault needs none."""
-    if not FAULTS[name].needs:
+    if FAULTS[name].needs != OWN_DISK:
         return 0
     files = find_checkpoint(quiet.run).about.files.values()
     return _DISK_CHECKPOINTS * sum(size for size, _ in files) + _DISK_BYTES

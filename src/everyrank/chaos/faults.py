@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from everyrank.errors import UsageError
 from everyrank.layout import Layout
 
-__all__ = ["FAULTS", "Fault", "faults_named", "why_unseen"]
+__all__ = ["FAULTS", "OWN_DISK", "TWO_HOSTS", "Fault", "faults_named", "why_unseen"]
+
+OWN_DISK, TWO_HOSTS = "a disk of its own", "two hosts"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Fault:
     ends       whether the training ends by it; else it goes on by itself, and nobody has to do anything
     all_ranks  whether it strikes every rank, not one
     spoils     what is done to the newest checkpoint after the training has ended: "", "cut" or "flip"
-    needs      what this machine has to allow: "", "a disk of its own" (mount namespaces, tmpfs), or "two hosts"
+    needs      what this machine has to allow: "", `OWN_DISK` (mount namespaces, tmpfs), or `TWO_HOSTS` (of networks)
     """
 
     what: str
@@ -49,7 +51,7 @@ FAULTS: dict[str, Fault] = {
         r"could not be saved: .*No space left",
         "rank 0, which goes on without",
         ends=False,
-        needs="a disk of its own",
+        needs=OWN_DISK,
     ),
     "cut-checkpoint": Fault(
         "SIGKILL of all ranks, and the newest checkpoint loses its end",
@@ -75,8 +77,15 @@ FAULTS: dict[str, Fault] = {
     "out-of-memory": Fault(
         "one rank allocates more than it may (rlimit)", r"(?i)rank {rank}\b.*memory", "the rank itself"
     ),
-    "link-dropped": Fault("the link between two hosts is gone", "", "the ranks", needs="two hosts"),
-    "link-delayed": Fault("the link between two hosts is slow", "", "nobody has to", ends=False, needs="two hosts"),
+    "link-dropped": Fault(
+        "the link between two hosts is gone",
+        r"the link to it is down",
+        "the ranks, which wait for those of the other host (--timeout)",
+        needs=TWO_HOSTS,
+    ),
+    "link-delayed": Fault(
+        "the link between two hosts carries 1 Mbit/s in five updates", "", "nobody has to", ends=False, needs=TWO_HOSTS
+    ),
 }
 """By the names that `everyrank chaos --fault` takes, in the order of its table."""
 

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyrank.chaos.faults import FAULTS
+from everyrank.chaos.two_hosts import LINK
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,6 +52,8 @@ class Injection:
             return
         if self.fault == "slow-rank" and self.update < number < self.update + _SLOW_UPDATES:
             time.sleep(_SLOW_SECONDS)
+        if self.fault == "link-delayed" and number == self.update + _SLOW_UPDATES:
+            _run("tc", "qdisc", "del", "dev", LINK, "root")
         if self.fault == "full-disk" and number == self.until:
             self._ballast.unlink(missing_ok=True)
         if number == self.update:
@@ -100,6 +104,18 @@ def _fill_disk(own: Injection, _: Any) -> None:
     free = os.statvfs(place.parent)
     with place.open("wb") as file:
         file.write(bytes(max(0, free.f_bavail * free.f_frsize - _LEFT_BYTES)))
+
+
+def _drop_link(_: Injection, __: Any) -> None:
+    _run("ip", "link", "set", LINK, "down")
+
+
+def _delay_link(_: Injection, __: Any) -> None:
+    _run("tc", "qdisc", "add", "dev", LINK, "root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "2s")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, timeout=20)  # noqa: S603
 
 
 def _nan_gradient(_: Injection, prepared: Any) -> None:
@@ -159,4 +175,6 @@ _STRIKES: dict[str, Callable[[Injection, Any], None]] = {
     "flipped-bit": _flip_bit,
     "mismatched-collective": _mismatched_collective,
     "out-of-memory": _out_of_memory,
+    "link-dropped": _drop_link,
+    "link-delayed": _delay_link,
 }

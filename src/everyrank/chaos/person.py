@@ -1,8 +1,9 @@
 """What a person does who trains: one call, and its last line. A process of its own, so that it can be killed.
 
-    python -m everyrank.chaos.person CALL.json
+    python -m everyrank.chaos.person CALL.json [NODE]
 
-How it ended is written beside the call as ended.json, unless it was killed.
+How it ended is written beside the call as ended.json, unless it was killed. NODE says which of several hosts this is;
+host 0 alone writes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from everyrank.workload import Source
 __all__: list[str] = []
 
 
-def train(call: TrainCall) -> int:
+def train(call: TrainCall, node: int | None) -> int:
     """Do it; the exit status that the command line would have."""
     injections = tuple(dataclasses.replace(Injection(**fields), launcher=os.getpid()) for fields in call.injections)
     out = Path(call.run)
@@ -42,10 +43,11 @@ def train(call: TrainCall) -> int:
         resume=Path(call.resume) if call.resume else None,
         before_update=Injections(injections) if injections else None,
     )
-    launch = dataclasses.replace(_launch(call.launch), logs=out / "ranks")
+    launch = _launch(call.launch | {"node_rank": node, "logs": out / "ranks"})
     records = api.run(Source(**call.source), parse_layout(call.layout), launch, options=options)
-    (out / "record.json").unlink(missing_ok=True)
-    write_records(records, out / "record.json")
+    if not node:
+        (out / "record.json").unlink(missing_ok=True)
+        write_records(records, out / "record.json")
     return 0
 
 
@@ -57,16 +59,17 @@ def _launch(fields: dict[str, Any]) -> Launch:
 
 def main() -> None:
     """Train, and leave a note of how it ended."""
-    place = Path(sys.argv[1])
+    place, node = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None
     call = TrainCall(**json.loads(place.read_text(encoding="utf-8")))
     try:
-        message, status = "", train(call)
+        message, status = "", train(call, node)
     except EveryrankError as error:
         message, status = str(error), error.exit_status
     finally:
         if call.kept:
             shutil.copytree(call.run, call.kept, symlinks=True)
-    place.with_name("ended.json").write_text(json.dumps({"message": message, "status": status}), encoding="utf-8")
+    if not node:
+        place.with_name("ended.json").write_text(json.dumps({"message": message, "status": status}), encoding="utf-8")
     sys.exit(status)
 
 

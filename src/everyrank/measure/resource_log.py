@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from everyrank.measure.resources import Gpus, Processors, until_input_ends
+from everyrank.measure.resources import Gpus, Processors, end_sampler, start_sampler, until_input_ends
 
 __all__ = ["COLUMNS", "resource_log"]
 
@@ -41,7 +41,7 @@ def resource_log(path: Path | None, host: str, goes_on: bool, begin_seconds: flo
         yield
         return
     started: list[subprocess.Popen[bytes]] = []
-    timer = threading.Timer(begin_seconds, lambda: started.append(_start(file, host)))
+    timer = threading.Timer(begin_seconds, lambda: started.append(start_sampler(__name__, [host], file)))
     timer.daemon = True
     timer.start()
     try:
@@ -50,7 +50,7 @@ def resource_log(path: Path | None, host: str, goes_on: bool, begin_seconds: flo
         timer.cancel()
         timer.join()  # it may be starting the process just now
         for process in started:
-            _end(process)
+            end_sampler(process)
         os.close(file)
 
 
@@ -68,26 +68,6 @@ def _opened(path: Path, goes_on: bool) -> int | None:
     except OSError:
         return None
     return file
-
-
-def _start(file: int, host: str) -> subprocess.Popen[bytes]:
-    # it ends when this pipe closes, however this process ends
-    return subprocess.Popen(  # noqa: S603
-        [sys.executable, "-P", "-m", "everyrank.measure.resource_log", host],
-        stdin=subprocess.PIPE,
-        stdout=file,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import psutil
 
 from everyrank.record import Resources
 
-__all__ = ["Gpus", "Processors", "Sampler", "sampling", "until_input_ends"]
+__all__ = ["Gpus", "Processors", "Sampler", "end_sampler", "sampling", "start_sampler", "until_input_ends"]
 
 INTERVAL_SECONDS = 0.5
 
@@ -83,24 +83,33 @@ def sampling(started: float, active: bool, cards: Sequence[str] = ()) -> Generat
     if not active:
         yield Sampler(started)
         return
-    command = [sys.executable, "-P", "-m", "everyrank.measure.resources", *cards]
     with tempfile.TemporaryFile() as file:  # it has no name: nothing is left however this process ends
-        # it ends when this pipe closes, however this process ends
-        process = subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL
-        )
+        process = start_sampler("everyrank.measure.resources", cards, file)
         sampler = Sampler(started, file)
         try:
             yield sampler
         finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            end_sampler(process)
             sampler.look()
             sampler.file = None
+
+
+def start_sampler(module: str, words: Sequence[str], file: int | IO[bytes]) -> subprocess.Popen[bytes]:
+    """`python -m module words`, which writes to `file`, and ends when this process does, however that ends."""
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-P", "-m", module, *words], stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL
+    )
+
+
+def end_sampler(process: subprocess.Popen[bytes]) -> None:
+    """Close what it reads from, and wait until it has written what it had."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:

@@ -17,41 +17,45 @@ from everyrank.parallel.precision import param_dtype
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["building", "updating"]
+__all__ = ["building", "predicting", "updating"]
 
 
-@contextlib.contextmanager
-def building(workload: Workload, layout: Layout, world: World) -> Generator[None]:
+def building(workload: Workload, layout: Layout, world: World) -> contextlib.AbstractContextManager[None]:
     """While the model is built and laid out. Raises `CannotRunError` where the memory does not suffice.
 
     That of one rank among several is a `RankFailedError`: the others wait for it.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not _is_for_memory(error):
-            raise
-        kind = CannotRunError if _is_alone(layout, world) else RankFailedError
-        what = f"no memory here to build the model{_about(error, workload, layout)}"
-        raise kind(f"layout {layout}: {what}; {_split(layout)}") from None
+    return _in_memory(workload, layout, world, CannotRunError, "to build the model", "")
 
 
-@contextlib.contextmanager
-def updating(workload: Workload, layout: Layout, world: World) -> Generator[None]:
-    """While an update is done, or an output computed. Raises `NoRoomError` where the memory does not suffice.
+def updating(workload: Workload, layout: Layout, world: World) -> contextlib.AbstractContextManager[None]:
+    """While an update is done. Raises `NoRoomError` where the memory does not suffice.
 
     That of one rank among several is a `RankFailedError`: the others wait for it.
     """
+    return _in_memory(
+        workload, layout, world, NoRoomError, "for an update", "give accumulate=N for fewer samples at once, or "
+    )
+
+
+def predicting(workload: Workload, layout: Layout, world: World) -> contextlib.AbstractContextManager[None]:
+    """While an output is computed. Raises as `updating` does."""
+    return _in_memory(workload, layout, world, NoRoomError, "to predict", "give fewer samples at once, or ")
+
+
+@contextlib.contextmanager
+def _in_memory(
+    workload: Workload, layout: Layout, world: World, alone: type[EveryrankError], purpose: str, less: str
+) -> Generator[None]:
+    """Turn what Python and torch raise for want of memory into one line: an `alone`, where no other rank waits."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not _is_for_memory(error):
             raise
-        kind = NoRoomError if _is_alone(layout, world) else RankFailedError
-        what = f"no memory here for an update{_about(error, workload, layout)}"
-        raise kind(
-            f"layout {layout}: {what}; give accumulate=N for fewer samples at once, or {_split(layout)}"
-        ) from None
+        kind = alone if _is_alone(layout, world) else RankFailedError
+        what = f"no memory here {purpose}{_about(error, workload, layout)}"
+        raise kind(f"layout {layout}: {what}; {less}{_split(layout)}") from None
 
 
 def _is_alone(layout: Layout, world: World) -> bool:

@@ -19,6 +19,10 @@ _NOT_BITWISE = (
     "equal (x): the losses are at most x apart. DDP rebuilds its buckets after its first update, also after a restart: "
     "from there to where the first run had done so, gradients are added up in another order"
 )
+_GLOO_NOT_BITWISE = (
+    "equal (x): the losses are at most x apart. gloo adds what more than two ranks send in the order of its coming: "
+    "two runs without a fault differ by as much"
+)
 _NUMBERS = ("update", "rank", "after s", "back after s", "updates lost")
 
 
@@ -53,14 +57,14 @@ def has_held(record: Record) -> bool:
 
 
 def print_chaos(records: Sequence[Record]) -> None:
-    """A table for each layout; below it what was said of faults that did not hold, or could not be tried."""
+    """A table for each layout and backend; below it what was said of faults that did not hold, or were not tried."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=180)
-    for layout in dict.fromkeys(record.layout for record in records):
-        rows = [record for record in records if record.layout == layout]
+    for layout, backend in dict.fromkeys((record.layout, record.backend) for record in records):
+        rows = [record for record in records if (record.layout, record.backend) == (layout, backend)]
         first = rows[0]
-        title = f"{first.workload} · {layout} · {first.world_size} on {first.device} ({first.backend})"
+        title = f"{first.workload} · {layout} · {first.world_size} on {first.device} ({backend})"
         table = Table(title=printable(title), title_justify="left")
         for name in _COLUMNS:
             table.add_column(name, justify="right" if name in _NUMBERS else "left")
@@ -68,7 +72,7 @@ def print_chaos(records: Sequence[Record]) -> None:
             table.add_row(*map(Text, _cells(record)))
         console.print(table)
         if any(record.parity.status == "equal" and not record.parity.bitwise for record in rows):
-            console.print(Text(_NOT_BITWISE, style="dim"))
+            console.print(Text(_GLOO_NOT_BITWISE if backend == "gloo" else _NOT_BITWISE, style="dim"))
         for record in rows:
             for line in _below(record):
                 console.print(Text(printable(line), style="dim"))

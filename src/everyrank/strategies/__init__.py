@@ -28,7 +28,7 @@ from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parallel.precision import param_dtype
-from everyrank.parallel.room import building, updating
+from everyrank.parallel.room import building, predicting, updating
 from everyrank.parallel.trainable import Trainable
 from everyrank.workload import Workload
 from everyrank.world import World, single_process_world
@@ -177,7 +177,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             return prepared.step(batches)
 
     def predict(batch: Batch) -> Any:
-        with updating(workload, layout, world):
+        with predicting(workload, layout, world):
             return prepared.predict(batch)
 
     return dataclasses.replace(prepared, step=step, predict=predict)
