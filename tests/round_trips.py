@@ -23,7 +23,7 @@ import everyrank.checkpoint.copies as copies
 import everyrank.checkpoint.saver as saver
 import zoo
 from checkpointing import Going, everything_in, same, schedule, step
-from everyrank import Workload
+from everyrank import Workload, parse_layout
 from everyrank.builtin import DECODER_EXPERTS, DECODER_PLAN, Decoder, DecoderShape
 from everyrank.checkpoint import resume
 from everyrank.layout import STRATEGIES
@@ -61,16 +61,18 @@ class Long(zoo.Passages):
 
 def workload_of(layout: str, size: int) -> Workload:
     """A small decoder that eight ranks can split in every way; with experts where the layout splits these."""
-    shape = {"num_heads": 8, "width": 16, "hidden": 32, "vocabulary": 16, "tied": True}
+    chosen = parse_layout(layout)
+    num_blocks = max(2, chosen.mesh(size).get("pipeline", 1))
+    shape = {"num_blocks": num_blocks, "num_heads": 8, "width": 16, "hidden": 32, "vocabulary": 16, "tied": True}
+    own: dict[str, Any] = {"tensor_plan": DECODER_PLAN}
     if "expert" in layout:
+        shape["experts"] = 8
         plan = {key: word for key, word in DECODER_PLAN.items() if ".feed" not in key}
-        own: dict[str, Any] = {"tensor_plan": plan, "experts": DECODER_EXPERTS}
-        shape |= {"num_blocks": 2, "experts": 8}
-    else:
-        own = {"tensor_plan": DECODER_PLAN}
-        shape |= {"num_blocks": size if "pipeline" in layout else 2}
+        own = {"tensor_plan": plan, "experts": DECODER_EXPERTS}
+    if chosen.strategy != "local_sgd":  # whose replicas would have averages of their own
+        own["ema_decay"] = 0.9
     common = {"model": lambda: Decoder(DecoderShape(**shape)), "train_data": lambda: Long(40), "global_batch": 8}
-    return zoo.workload("decoder", "adamw", schedule=schedule, ema_decay=0.9, eval_data=None, **common, **own)
+    return zoo.workload("decoder", "adamw", schedule=schedule, eval_data=None, **common, **own)
 
 
 # --- mistakes that a round trip has to show
