@@ -108,7 +108,7 @@ INSIDE = {
         "sweep",
         "strides",
     ],
-    "checkpoint": ["generators", "contents", "storage", "saver", "weights"],
+    "checkpoint": ["generators", "contents", "copies", "storage", "saver", "weights"],
     "loop": ["open_data", "finite", "updates", "evaluation"],
     "train": [
         "trackers",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+import everyrank.tasks.bench
 import zoo
 from everyrank import Launch, api, parse_layout, read_records
 from everyrank.api import scaling
@@ -21,7 +23,9 @@ from everyrank.errors import RankFailedError, UsageError
 from everyrank.launch import RankInfo, run_ranks
 from everyrank.options import BenchOptions
 from everyrank.record import Parity, Record
-from everyrank.tasks.bench import bench_rank
+from everyrank.strategies import Prepared, prepare
+from everyrank.tasks.bench import _on_host, bench_rank
+from pretended_card import moved_to_card, pretended_cards
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +34,22 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Record]
     kept: list[list[Record]] = []
     place = (tmp_path_factory.mktemp("bench") / "rendezvous").as_uri()
     info = RankInfo(0, 0, 1, 1, "spawn", place, threads=1, keep=kept.append)
-    layouts = [parse_layout(text) for text in ("single", "dataparallel", "ddp")]
+    screen = io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        records = run_bench(["single", "dataparallel", "ddp"], info)
+    assert records is not None
+    return kept, records, screen.getvalue().splitlines()
+
+
+def run_bench(layouts: Sequence[str], info: RankInfo) -> list[Record] | None:
+    """A short one on this rank."""
     options = BenchOptions(command=["x"], trials=2, steps=2, verify_steps=2, load_before=3.5)
     workload = zoo.workload("frozen", model=Chatty, metrics={"_hits": zoo.half_top}, derived={"miss": miss})
     threads = torch.get_num_threads()
-    screen = io.StringIO()
     try:
-        with contextlib.redirect_stdout(screen):
-            records = bench_rank(info, workload, layouts, Launch(device="cpu"), options)
+        return bench_rank(info, workload, [parse_layout(text) for text in layouts], Launch(device="cpu"), options)
     finally:
         torch.set_num_threads(threads)
-    assert records is not None
-    return kept, records, screen.getvalue().splitlines()
 
 
 def miss(means: Any) -> float:
@@ -86,6 +94,27 @@ def test_what_is_known_is_left_behind_after_each_part(benched: Any) -> None:
     assert all(record.provenance["trials_asked"] == 2 for record in kept[0])
     timeless = [dataclasses.replace(record, resources=None, provenance={}) for record in records]
     assert [dataclasses.replace(record, resources=None, provenance={}) for record in kept[-1]] == timeless
+
+
+def test_arms_leave_the_device_to_each_other(tmp_path: Path) -> None:
+    """Between its turns an arm has no gradients, and its initial state is in the host's memory."""
+    arms: list[Prepared] = []
+
+    def kept(*arguments: Any) -> Prepared:
+        arms.append(prepare(*arguments))
+        return arms[-1]
+
+    with mock.patch.object(everyrank.tasks.bench, "prepare", kept):
+        run_bench(["single", "ddp"], RankInfo(0, 0, 1, 1, "spawn", (tmp_path / "rendezvous").as_uri(), threads=1))
+    assert len(arms) == 2
+    for arm in arms:
+        assert all(parameter.grad is None for parameter in arm.trainable.parameters)
+    with pretended_cards():
+        there = {"tensors": [moved_to_card(torch.ones(2))], "ema": [moved_to_card(torch.zeros(2))], "scaler": 1}
+        saved = _on_host(there)
+    assert [tensor.device.type for tensor in (*saved["tensors"], *saved["ema"])] == ["cpu"] * 2
+    assert torch.equal(saved["tensors"][0], torch.ones(2))
+    assert saved["scaler"] == 1
 
 
 def test_load_and_threads_are_recorded_with_why(benched: Any) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from everyrank import parse_layout
 from everyrank.backends import PythonGroup
 from everyrank.errors import CannotRunError, UsageError
+from everyrank.launch.ray import visible_devices
 from everyrank.layout import STRATEGIES
 from everyrank.measure.resources import Gpus
 from everyrank.parallel.mesh import make_device_mesh, open_mesh
@@ -188,6 +189,17 @@ def test_recipes_share_no_card(repository: Path) -> None:
     recipes = (repository / "src/everyrank/recipes").glob("*.py")
     found = {path.stem for path in recipes if "cuda.is_available()" in path.read_text()}
     assert found == TAKE_WHAT_IS_THERE
+
+
+# --- Ray
+
+
+def test_what_ray_shows() -> None:
+    """A rank sees the cards of all ranks of its node: on ROCm, too, where Ray shows its actor one by another name."""
+    assert visible_devices("0,1", {"CUDA_VISIBLE_DEVICES": "1"}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    both = {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1"}
+    assert visible_devices("0,1", {"HIP_VISIBLE_DEVICES": "1"}) == both
+    assert visible_devices("", {"HIP_VISIBLE_DEVICES": ""}) == {}
 
 
 # --- groups

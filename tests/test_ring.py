@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import everyrank.parallel.context.attention as attention_module
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.parallel.context import chunk
 from everyrank.parallel.context.apply import ContextParallel
@@ -135,6 +136,46 @@ def merged_without_maximum(world: World, is_flash: bool) -> Any:
     """The same, where the maximum is not taken out."""
     with mock.patch.object(torch, "logaddexp", lambda one, other: (one.exp() + other.exp()).log()):
         return by_ring(world, is_flash, 8, 2, True, 1e3)
+
+
+def order_in_backward(world: World) -> list[str]:
+    """What a rank does, in order, from the output's gradient to those of queries, keys and values."""
+    done = list[str]()
+    send, compute = attention_module.ring_send_recv, attention_module.attend_backward
+
+    def sent(tensor: Tensor, ring: SequenceGroup) -> Callable[[], Tensor]:
+        what = "gradients" if tensor.dtype is torch.float32 else "keys and values"
+        done.append(f"send {what}")
+        receive = send(tensor, ring)
+
+        def wait() -> Tensor:
+            done.append(f"wait for {what}")
+            return receive()
+
+        return wait
+
+    def computed(*arguments: Any) -> Any:
+        done.append("compute")
+        return compute(*arguments)
+
+    ring = SequenceGroup(world.rank, world.size, tuple(range(world.size)), world.group)
+    q, k, v = (torch.randn(2, 4, 8, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    output = ring_attention(q, k, v, False, 0.3, ring)
+    with (
+        mock.patch.object(attention_module, "ring_send_recv", sent),
+        mock.patch.object(attention_module, "attend_backward", computed),
+    ):
+        output.backward(torch.ones_like(output))
+    return done
+
+
+def test_gradients_travel_while_the_next_ones_are_computed(ranks: Any) -> None:
+    """Those of keys and values go home from rank to rank: only the last way is one that nothing else happens on."""
+    step = ["send keys and values", "compute", "wait for keys and values"]
+    between = [*step, "wait for gradients", "send gradients"]
+    last = ["compute", "wait for gradients", "send gradients", "wait for gradients"]
+    for found in ranks(4, order_in_backward):
+        assert found == [*step, "send gradients", *between, *between, *last]
 
 
 def test_flash_attention_is_there() -> None:

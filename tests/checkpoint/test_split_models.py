@@ -9,14 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-import everyrank.checkpoint.saver
 import zoo
-from checkpointing import END, SAVED, Going, everything_in, interrupted, losses_of, same, schedule
+from checkpointing import END, SAVED, Going, interrupted, losses_of, same, schedule
 from everyrank import Workload
 from everyrank.checkpoint import resume
-from everyrank.checkpoint.contents import tensors_of
 from everyrank.runs import find_checkpoint
 from everyrank.world import World
 
@@ -121,30 +118,3 @@ def test_a_split_model_goes_on_to_the_last_bit(ranks: Any, tmp_path: Path, layou
         for one, other in zip(row["whole"][0], row["again"][0], strict=True):
             assert torch.equal(one, other)
         same(row["whole"][1], row["again"][1])
-
-
-def saves_from_afar(world: World, layout: str, run: Path) -> bool:
-    """One checkpoint written at once, and one in the background as from a device that is not the CPU."""
-    going = Going(world, decoding("adamw"), in_float64(layout))
-    going.updates(0, 3)
-    going.saver(run / "at once").save(3, {})
-    on_cpu = everyrank.checkpoint.saver._on_cpu
-    everyrank.checkpoint.saver._on_cpu = everyrank.checkpoint.saver._twin_on_cpu
-    try:
-        saver = going.saver(run / "later", in_background=True)
-        saver.save(3, {})
-        saver.finish()
-    finally:
-        everyrank.checkpoint.saver._on_cpu = on_cpu
-    return any(isinstance(tensor, DTensor) for tensor in tensors_of(going.prepared.trainable, world).values())
-
-
-@pytest.mark.parametrize("layout", ["fsdp:tensor=2", "pipeline:shard=2"])
-def test_in_the_background_parts_of_a_mesh_stay_where_they_are(ranks: Any, tmp_path: Path, layout: str) -> None:
-    """A part of the mesh is not its first ranks: on a GPU the copies were put together wrongly."""
-    assert any(ranks(4, saves_from_afar, layout, tmp_path))
-    (tensors, values), (later, values_later) = (
-        everything_in(find_checkpoint(tmp_path / name)) for name in ("at once", "later")
-    )
-    same(tensors, later)
-    assert values == values_later

@@ -31,7 +31,7 @@ PARTS = {
     "benches": r"test_benches|test_benchmarks",
     "package": r"test_wheel|test_notebook",
     "models": r"test_odd_models|test_causal_lm|test_larger_models",
-    "layouts": r"test_more_ranks|_model_parallel|_experts",
+    "layouts": r"test_more_ranks|test_saving_meshes|_model_parallel|_experts",
     "launchers": r"test_conformance|test_failures|test_elastic",  # spawn and torchrun, and what all of them share
     "suite": r"",  # what is marked beside the other tests of a room
 }

@@ -168,6 +168,41 @@ def test_a_checkpoint_learns_how_good_it_is(forge: Forge, tmp_path: Path, words:
     assert (tmp_path / "run" / "checkpoints" / "best").resolve() == there[-1].path.resolve()
 
 
+AS_ON_CUDA = """
+import torch
+from everyrank.parallel import trainable
+from everyrank import Workload
+
+trainable.check_total = lambda *_: None  # reading the loss would be a wait in every update
+
+class Counted(torch.optim.SGD):
+    done = 0
+    def step(self, *_):
+        Counted.done += 1
+        return super().step()
+
+def loss(output, target):
+    return ((output - target) ** 2).sum() * (float("nan") if Counted.done == 12 else 1.0), len(target)
+
+workload = Workload(
+    name="nan", model=lambda: torch.nn.Linear(1, 1), train_data=lambda: [(torch.ones(1), torch.ones(1))] * 200,
+    loss=loss, optimizer=lambda model: Counted(model.parameters(), lr=0.1), global_batch=2)
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
+def test_nan_that_is_seen_late_is_named_and_not_saved(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """On CUDA losses are looked at some updates later: the one that began it is named, what is saved is from before."""
+    (tmp_path / "nan.py").write_text(AS_ON_CUDA)
+    more = ("--layout", "ddp", "--steps", "60", "--save-every", "5", "--out", "run", "--device", "cpu")
+    done = forge(tmp_path, "train", "nan.py", *more, *words, size=2)
+    assert done.status == 4, done
+    assert "update 12: the loss is nan" in done.err
+    there = checkpoints_of(tmp_path / "run")
+    assert [(one.about.step, damage(one)) for one in there] == [(5, None), (10, None)]
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 12, "the good losses before it"
+
+
 @pytest.mark.parametrize("words", [(), ("--evaluate-every", "1")], ids=["at the end", "within"])
 def test_what_the_last_update_spoils_is_not_saved(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
     """No loss shows it any more: the parameters do."""

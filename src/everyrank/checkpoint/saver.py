@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from everyrank.checkpoint.contents import load_state, targets_for, tensors_of, values_of
+from everyrank.checkpoint.copies import Writers, copies_on_cpu
 from everyrank.checkpoint.storage import (
     SaveError,
     check_values,
@@ -69,6 +67,7 @@ class Saver:
     ) -> None:
         self.run, self.prepared, self.world, self.about, self.keep = run, prepared, world, about, keep
         self.group = group_for_saving(prepared, world)
+        self.writers = Writers(self.group)
         self.thread = ThreadPoolExecutor(1, "everyrank-save") if in_background else None
         self.waiting: Future[None] | None = None
         self.stalls: list[float] = []
@@ -103,9 +102,7 @@ class Saver:
             if self.thread is None:
                 self._write(tensors, values, about)
             else:
-                copies = {name: _copied(tensor) for name, tensor in tensors.items()}
-                if self.world.device.type == "cuda":
-                    torch.cuda.synchronize(self.world.device)
+                copies = copies_on_cpu(self.writers.own_of(tensors))
                 self.waiting = self.thread.submit(self._write, copies, values, about)
             self.last_saved = step
         finally:
@@ -193,28 +190,6 @@ class Saver:
         """Give the room back: on a full disk the next attempt needs it."""
         if self.world.rank == 0:
             discard(folder)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy on CPU that training does not change."""
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local().to("cpu", copy=True)
-        mesh = _on_cpu(tensor.device_mesh)
-        return DTensor.from_local(
-            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
-    return tensor.to("cpu", copy=True, non_blocking=True)
-
-
-def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
-    """The same mesh on CPU: a part of a tensor would be moved to the device of its mesh."""
-    return mesh if mesh.device_type == "cpu" else _twin_on_cpu(mesh)
-
-
-@functools.cache
-def _twin_on_cpu(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of the very same ranks, which may be a part of all; nothing is sent over it, so it needs no groups."""
-    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 
 
 def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: About) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.job import PYTHON, Launch
 from everyrank.launch.launcher import Launcher
 
-__all__ = ["LAUNCHER", "RayOptions", "find", "render"]
+__all__ = ["LAUNCHER", "RayOptions", "find", "render", "visible_devices"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ def render(launch: Launch, directory: Path) -> list[list[str]]:
     command = [*PYTHON, "-m", "everyrank.launch.ray_driver", str(directory), str(launch.processes), devices]
     restarts = [str(launch.options.restarts)] if launch.options.restarts else []
     return [[*command, launch.options.address or "local", *restarts]]
+
+
+def visible_devices(devices: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that show a rank these devices ("0,1"; "": as it is), where Ray has shown its actor one alone.
+
+    ROCm goes by HIP_VISIBLE_DEVICES, which Ray sets there, and looks at CUDA's name where that is not set.
+    """
+    names = ["CUDA_VISIBLE_DEVICES"]
+    if "HIP_VISIBLE_DEVICES" in environment:
+        names.append("HIP_VISIBLE_DEVICES")
+    return dict.fromkeys(names, devices) if devices else {}
 
 
 def find() -> str:

@@ -52,6 +52,7 @@ class Place:
         import subprocess
 
         from everyrank.launch.hosts import pid_namespace
+        from everyrank.launch.ray import visible_devices
 
         here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)
         own = dataclasses.replace(
@@ -67,7 +68,7 @@ class Place:
         with (self.folder / "screen").open("wb") as screen:  # of rank 0; the others write to their logs
             command = [*WORKER, *words]
             # a rank picks its device by its local rank, so it sees those of all ranks of the node
-            environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": devices} if devices else {})}
+            environment = {**os.environ, **visible_devices(devices, os.environ)}
             self.process = subprocess.Popen(
                 command, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL, env=environment
             )

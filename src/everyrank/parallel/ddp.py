@@ -64,6 +64,7 @@ def apply_ddp(
         bucket_cap_mb=options.bucket_mb,  # pyright: ignore[reportArgumentType]  (None: torch's own)
         find_unused_parameters=options.find_unused,
         static_graph=options.static_graph,
+        gradient_as_bucket_view=True,  # else there are two copies of all gradients: theirs, and the buckets'
     )
 
 

@@ -70,6 +70,10 @@ class Trainable:
     def zero_grad(self, *others: nn.Parameter) -> None:
         """Forget the gradients of the last update, also those of `others`, which are not the model's."""
         self.enter_phase("forward")
+        self.forget_gradients(*others)
+
+    def forget_gradients(self, *others: nn.Parameter) -> None:
+        """The same where no update begins: their memory is free for something else."""
         for parameter in (*self.parameters, *others):
             parameter.grad = None
 

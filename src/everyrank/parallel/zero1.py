@@ -6,6 +6,9 @@ here the person's optimizer is built over everything and then pruned to what thi
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +18,8 @@ from everyrank.parallel.flat import flatten, write_back
 from everyrank.world import World
 
 __all__ = ["assign_owners", "broadcast_from_owners", "keep_owned_parameters"]
+
+_HELD_BYTES = 64 << 20  # of copies on their way: enough to keep links busy
 
 
 def assign_owners(parameters: list[nn.Parameter], count: int) -> list[int]:
@@ -38,16 +43,46 @@ def keep_owned_parameters(optimizer: Optimizer, owned: set[nn.Parameter]) -> Non
 
 
 @torch.no_grad()
-def broadcast_from_owners(parameters: list[nn.Parameter], owners: list[int], world: World) -> None:
-    """Give every rank the parameters that their owners have just updated: one broadcast per owner and dtype."""
-    waiting: list[tuple[dist.Work | None, Tensor, list[nn.Parameter]]] = []
-    for owner in range(world.size):
-        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-            own = [p for p, who in zip(parameters, owners, strict=True) if who == owner and p.dtype is dtype]
-            if own:
-                flat = flatten(own)
-                waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, own))
-    for work, flat, own in waiting:
+def broadcast_from_owners(
+    parameters: list[nn.Parameter], owners: list[int], world: World, held_bytes: int = _HELD_BYTES
+) -> None:
+    """Give every rank the parameters that their owners have just updated: one broadcast per owner and dtype.
+
+    What travels is a copy. No more than `held_bytes` of copies are there at a time, or one parameter that is larger: an
+    owner of more sends it in several broadcasts, and the first are written back before the last are made.
+    """
+    waiting: deque[tuple[dist.Work | None, Tensor, list[nn.Parameter]]] = deque()
+
+    def write_first_back() -> None:
+        work, flat, own = waiting.popleft()
         if work is not None:
             work.wait()
         write_back(flat, own)
+
+    for owner, own in _pieces(parameters, owners, held_bytes // 2):
+        while waiting and sum(flat.nbytes for _, flat, _ in waiting) + sum(one.nbytes for one in own) > held_bytes:
+            write_first_back()
+        flat = flatten(own)
+        waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, own))
+    while waiting:
+        write_first_back()
+
+
+def _pieces(
+    parameters: list[nn.Parameter], owners: list[int], most_bytes: int
+) -> Iterator[tuple[int, list[nn.Parameter]]]:
+    """(owner, parameters of one dtype), in the same order on every rank; each at most so large, or one parameter."""
+    for owner in sorted(set(owners)):
+        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+            piece: list[nn.Parameter] = []
+            num_bytes = 0
+            for parameter, who in zip(parameters, owners, strict=True):
+                if who != owner or parameter.dtype is not dtype:
+                    continue
+                if piece and num_bytes + parameter.nbytes > most_bytes:
+                    yield owner, piece
+                    piece, num_bytes = [], 0
+                piece.append(parameter)
+                num_bytes += parameter.nbytes
+            if piece:
+                yield owner, piece

@@ -9,6 +9,9 @@
 After each of these what is known is said, and left with whoever started the ranks: a bench may be stopped.
 
 Inside the timed region is the loop and nothing else: no reading of the loss, no barrier, no metric, no print.
+
+All arms are there at a time. Between its turns an arm keeps parameters and optimizer state on its device; its initial
+state lies in the host's memory, and it has no gradients.
 """
 
 from __future__ import annotations
@@ -99,6 +102,8 @@ def _measure(results: Results, world: World, begin: Callable[[str], None]) -> No
             begin(f"{part} {arm.layout}")
             results.sampler.now_running(str(index))
             _in_place(arm, world, f"bench/{part}/{index}", function, bench)
+            if arm.prepared is not None:
+                arm.prepared.trainable.forget_gradients()
             results.told(_line(arm, bench, options) if function is _time_once else "")
 
 
@@ -150,7 +155,7 @@ def _look_inside(arm: Arm, bench: Bench) -> None:
 def _train_once(arm: Arm, bench: Bench) -> None:
     """Prepare the arm, keep its initial state, train: losses, metrics, and the warm-up."""
     arm.prepared = prepare(bench.workload, arm.layout, arm.world)
-    arm.saved = arm.prepared.trainable.snapshot()
+    arm.saved = _on_host(arm.prepared.trainable.snapshot())
     start = now(arm.world.device)
     shares: list[Tensor] = []
     for share in _updates(arm, bench, bench.run_updates):
@@ -164,6 +169,11 @@ def _train_once(arm: Arm, bench: Bench) -> None:
         raise NotFiniteError(f"layout {arm.layout}, update {bad}: the loss is {arm.losses[bad]}")
     if bench.eval_data is not None:
         arm.metrics = mean_metrics(bench.workload, evaluate(arm.prepared, bench.eval_data))
+
+
+def _on_host(saved: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot whose tensors of the model lie in the host's memory: other arms need the device's."""
+    return {**saved, **{name: [tensor.cpu() for tensor in saved[name]] for name in ("tensors", "ema")}}
 
 
 def _time_once(arm: Arm, bench: Bench) -> None:

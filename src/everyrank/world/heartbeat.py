@@ -39,7 +39,9 @@ __all__ = [
 _BEAT_SECONDS = 1.0
 _SLOW_BEAT_SECONDS = 10.0  # where the store is a file, which grows with each
 _ASK_SECONDS = 3.0  # after a failure, to find out whose it was
+_REPORTED_SECONDS = 5.0  # more than that: for a rank to meet by itself what another one has reported
 _SILENT_AFTER = 0.8  # of the timeout: before the backend's own, which names nobody
+_FAILURES = "failures"  # how many ranks have reported one
 # what a backend says when another rank went away
 _ANSWERS = re.compile(
     r"closed by peer|reset by peer|broken pipe|timed? ?out|"
@@ -169,6 +171,7 @@ class PeerMonitor:
         now = time.monotonic()
         self.heard = [now] * len(hosts)  # when each was last heard of
         self.answered = now  # when the store last answered
+        self.reported: tuple[float, RankFailedError] | None = None  # what another rank met, and when that was heard
         self.beat_seconds = _BEAT_SECONDS if self.store.has_extended_api() else _SLOW_BEAT_SECONDS
         self.over = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch)]
@@ -194,13 +197,26 @@ class PeerMonitor:
             if beat != self.beats[rank]:
                 self.beats[rank], self.heard[rank] = beat, now
         self.answered = now
+        if self.reported is None and self.store.check([_FAILURES]):  # one question, however many ranks there are
+            error = self._first_report()
+            self.reported = (now, error) if error is not None else None
 
     def _watch(self) -> None:
         """In a thread of its own: the one above may wait for a store that no longer answers."""
         while not self.over.wait(_BEAT_SECONDS / 2):
-            error = self._lost(self.limit_seconds)
+            error = self._lost(self.limit_seconds) or self._unanswered()
             if error is not None and self.fail is not None:
                 self.fail(error)
+
+    def _unanswered(self) -> RankFailedError | None:
+        """What another rank has reported, where this one has met no end by itself.
+
+        gloo's connections break with the rank that ends; in a kernel of nccl nothing happens, until its watchdog ends
+        this process without a word of whose failure it was.
+        """
+        if self.reported is None or time.monotonic() < self.reported[0] + _REPORTED_SECONDS:
+            return None
+        return self.reported[1]
 
     def _lost(self, seconds: float) -> RankFailedError | None:
         """Whoever has not been heard of for so long."""
@@ -221,6 +237,16 @@ class PeerMonitor:
         """Tell the others what this rank met, where it was the first to."""
         with contextlib.suppress(Exception):
             self.store.set(f"failed/{self.rank}", describe(error))
+            self.store.add(_FAILURES, 1)
+
+    def _first_report(self) -> RankFailedError | None:
+        """What another rank has told of itself; None where none has."""
+        for rank, host in enumerate(self.hosts):
+            with contextlib.suppress(Exception):
+                if rank != self.rank and self.store.check([f"failed/{rank}"]):
+                    message: Any = self.store.get(f"failed/{rank}")
+                    return RankFailedError(f"rank {rank} of {len(self.hosts)} on {host}: {message.decode()}")
+        return None
 
     def find_first_failure(self) -> RankFailedError | None:
         """After an error that is but an answer: what another rank has reported, or who is no longer there.
@@ -230,11 +256,8 @@ class PeerMonitor:
         begun = time.monotonic()
         answered_before = self.answered
         while time.monotonic() < begun + _ASK_SECONDS:
-            for rank, host in enumerate(self.hosts):
-                with contextlib.suppress(Exception):
-                    if self.store.check([f"failed/{rank}"]):
-                        message: Any = self.store.get(f"failed/{rank}")
-                        return RankFailedError(f"rank {rank} of {len(self.hosts)} on {host}: {message.decode()}")
+            if (error := self._first_report()) is not None:
+                return error
             time.sleep(0.1)
         if self.answered == answered_before:
             return RankFailedError(

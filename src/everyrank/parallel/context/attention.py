@@ -144,9 +144,11 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(q_wide)
         kv = torch.cat([k, v], dim=-1)
         dkv = torch.zeros_like(kv, dtype=wide)  # gradients of the keys and values that are here now
+        receive_grads: Callable[[], Tensor] | None = None
         for step in range(ring.count):
             source = (ring.index - step) % ring.count
             receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
+            dkv = torch.zeros_like(dkv) if step else dkv  # those of the step before are on their way
             k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
             for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
                 dq_part, dkv_part = attend_backward(
@@ -164,8 +166,12 @@ class _RingAttention(torch.autograd.Function):
                 dkv[..., columns, :] += dkv_part
             if receive is not None:
                 kv = receive()
+            if receive_grads is not None:
+                dkv += receive_grads()  # what the ranks before have found, which came while this one computed
             if ring.count > 1:
-                dkv = ring_send_recv(dkv, ring)()  # at the last step they come home
+                receive_grads = ring_send_recv(dkv, ring)
+        if receive_grads is not None:
+            dkv = receive_grads()  # home again
         dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 

@@ -1,0 +1,80 @@
+"""What an update takes beside what is kept: copies of gradients, and of parameters on their way."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor, nn
+
+import everyrank.parallel.zero1 as zero1
+import everyrank.strategies.zero1
+import zoo
+from checkpointing import Going, same
+from everyrank.measure.memory import peak_memory
+from everyrank.world import World
+
+LAYER = 4 * 256 * 257  # bytes
+
+
+def wide() -> nn.Module:
+    """Ten layers, nearly all of them alike: parameters count, activations do not."""
+    layers = [nn.Linear(256, 256) for _ in range(8)]
+    return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), *layers, nn.Linear(256, 2))
+
+
+def taken_by_an_update(world: World) -> float:
+    """Most bytes alive in an update beside those that were there before it, over those of the parameters."""
+    going = Going(world, zoo.workload("frozen", "sgd", model=wide, blocks=None), "ddp")
+    num_bytes = sum(parameter.nbytes for parameter in going.prepared.trainable.parameters)
+    going.updates(0, 3)  # by then buckets are made again, and the optimizer has its state
+    with peak_memory(world.device) as found:
+        going.updates(3, 5)
+    return found.bytes / num_bytes
+
+
+def test_gradients_are_there_once(ranks: Any) -> None:
+    """In DDP's buckets, and not beside them as well: what an update takes are activations and one gradient."""
+    for taken in ranks(2, taken_by_an_update):
+        assert taken < 0.6
+
+
+def held_at_most(world: World, held_bytes: int | None) -> tuple[int, int, dict[str, Tensor]]:
+    """(most bytes of copies that are on their way at a time, broadcasts of an update, the model after three)."""
+    going = Going(world, zoo.workload("frozen", "sgd", model=wide, blocks=None), "zero1")
+    flatten, write_back = zero1.flatten, zero1.write_back
+    held: list[int] = [0]
+
+    def counted(tensors: Any) -> Tensor:
+        held.append(held[-1] + sum(tensor.nbytes for tensor in tensors))
+        return flatten(tensors)
+
+    def let_go(flat: Tensor, tensors: Any) -> None:
+        held.append(held[-1] - flat.nbytes)
+        write_back(flat, tensors)
+
+    send = zero1.broadcast_from_owners
+    if held_bytes is not None:
+        send = functools.partial(send, held_bytes=held_bytes)
+    with (
+        mock.patch.object(zero1, "flatten", counted),
+        mock.patch.object(zero1, "write_back", let_go),
+        mock.patch.object(everyrank.strategies.zero1, "broadcast_from_owners", send),
+    ):
+        going.updates(0, 3)
+    assert held[-1] == 0
+    return max(held), (len(held) - 1) // 2 // 3, going.state()[0]
+
+
+@pytest.mark.parametrize(("limit", "most", "count"), [(LAYER // 2, LAYER, 8), (int(2.5 * LAYER), int(2.5 * LAYER), 7)])
+def test_what_owners_send_is_held_in_pieces(ranks: Any, limit: int, most: int, count: int) -> None:
+    """Owners of zero1 send copies: of a few layers at a time, or of one parameter, however many they own."""
+    whole, parts = ranks(2, held_at_most, None), ranks(2, held_at_most, limit)
+    for (all_of_it, num_broadcasts, state), (held, num_parts, same_state) in zip(whole, parts, strict=True):
+        assert all_of_it > 8 * LAYER
+        assert num_broadcasts == 2, "one of each owner, as long as all of it is small"
+        assert held <= most
+        assert num_parts >= count
+        same(state, same_state)
