@@ -129,6 +129,9 @@ def goes_on(world: World, layout: str, optimizer: str, run: Path) -> tuple[list[
     return going.updates(begun, END), going.prepared.full_state()
 
 
+NO_GRADIENT = ("blocks.0.0.bias", "blocks.1.0.bias")  # before batch norm: AdamW steps by what rounding leaves of it
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("saved", "then"),
@@ -150,4 +153,7 @@ def test_another_layout_goes_on(
     for layout, size in then:
         rows = ranks(size, goes_on, layout, optimizer, tmp_path)
         assert losses_of(rows) == pytest.approx(expected, rel=1e-10, abs=0.0), (layout, size)
-        same(rows[0][1], whole[0][1], relative=1e-10)
+        found, right = (
+            {name: row[1][name] for name in row[1] if name not in NO_GRADIENT} for row in (rows[0], whole[0])
+        )
+        same(found, right, relative=1e-10)
