@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import everyrank.parallel.zero1 as zero1
@@ -14,6 +15,7 @@ import everyrank.strategies.zero1
 import zoo
 from checkpointing import Going, same
 from everyrank.measure.memory import peak_memory
+from everyrank.parallel.flat import buckets
 from everyrank.world import World
 
 LAYER = 4 * 256 * 257  # bytes
@@ -78,3 +80,15 @@ def test_what_owners_send_is_held_in_pieces(ranks: Any, limit: int, most: int, c
         assert held <= most
         assert num_parts >= count
         same(state, same_state)
+
+
+def test_buckets_are_no_larger_than_asked() -> None:
+    """Each tensor once, in order, by dtype; a larger one, or an empty first one, has a bucket of its own."""
+    sizes = [0, 3, 5, 20, 2, 6, 3]
+    tensors = [torch.empty(size, dtype=torch.float32) for size in sizes]
+    tensors.insert(2, torch.empty(1, dtype=torch.float64))
+    found = buckets(tensors, 4 * 8)
+    assert [[tensor.numel() for tensor in bucket] for bucket in found] == [[0, 3, 5], [20], [2, 6], [3], [1]]
+    assert [bucket[0].dtype for bucket in found] == [torch.float32] * 4 + [torch.float64]
+    assert buckets([], 1) == []
+    assert [len(bucket) for bucket in buckets(tensors[:1], 0)] == [1]

@@ -176,7 +176,7 @@ def test_ranks_that_do_not_share_a_batch_evenly(everyrank: Any, tmp_path: Path) 
     done = everyrank(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("64 samples of an update over 3 ranks: some read one more than others") == 1
-    assert subprocess.run(["ls", "out/memberships.jsonl"], cwd=tmp_path, check=True, capture_output=True).stdout
+    assert (tmp_path / "out" / "memberships.jsonl").exists()
 
 
 @pytest.mark.parametrize("lost", ["rank", "actor"])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyrank.chaos.faults import FAULTS
-from everyrank.chaos.two_hosts import LINK
+from everyrank.chaos.two_hosts import LINK, SLOW_LINK
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -111,7 +111,7 @@ def _drop_link(_: Injection, __: Any) -> None:
 
 
 def _delay_link(_: Injection, __: Any) -> None:
-    _run("tc", "qdisc", "add", "dev", LINK, "root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "2s")
+    _run(*SLOW_LINK)
 
 
 def _run(*command: str) -> None:

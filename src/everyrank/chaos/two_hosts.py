@@ -7,6 +7,7 @@ A process of its own in a namespace of its own: what it makes is gone when it en
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import subprocess
@@ -16,18 +17,16 @@ from pathlib import Path
 
 from everyrank.launch.job import PYTHON
 
-__all__ = ["LINK", "NUM_HOSTS", "RENDEZVOUS", "in_own_network", "why_no_link"]
+__all__ = ["LINK", "NUM_HOSTS", "RENDEZVOUS", "SLOW_LINK", "in_own_network", "why_no_link"]
 
 NUM_HOSTS = 2
 LINK = "eth0"  # its name on both
+SLOW_LINK = f"tc qdisc add dev {LINK} root tbf rate 1mbit burst 16kb latency 2s".split()
 RENDEZVOUS = "10.77.0.1:29511"
 _START_SECONDS = 20.0
 # waits for a line: by then it has its end of the link
-_HOST = "read -r _; ip link set lo up; ip addr add {address}/24 dev eth0; ip link set eth0 up; exec {command}"
-_PROBE = """\
-ip link add name eth0 type veth peer name other
-tc qdisc add dev eth0 root tbf rate 1mbit burst 16kb latency 2s
-"""
+_HOST = "read -r _; ip link set lo up; ip addr add {address}/24 dev {link}; ip link set {link} up; exec {command}"
+_PROBE = f"ip link add name {LINK} type veth peer name other; {shlex.join(SLOW_LINK)}"
 
 
 def in_own_network(script: str) -> list[str]:
@@ -36,6 +35,7 @@ def in_own_network(script: str) -> list[str]:
     return ["unshare", *own_user, "--net", "sh", "-ec", script]
 
 
+@functools.cache
 def why_no_link() -> str:
     """Why no hosts with a link can be made here; "" where they can."""
     try:
@@ -64,7 +64,7 @@ def _start(node: int, call: Path) -> subprocess.Popen[bytes]:
     """A host that waits for its end of the link, and then trains."""
     address = RENDEZVOUS.partition(":")[0][:-1] + str(node + 1)
     person = [*PYTHON, "-m", "everyrank.chaos.person", str(call), str(node)]
-    script = _HOST.format(address=address, command=shlex.join(person))
+    script = _HOST.format(address=address, link=LINK, command=shlex.join(person))
     host = subprocess.Popen(in_own_network(script), stdin=subprocess.PIPE)  # noqa: S603
     deadline = time.monotonic() + _START_SECONDS
     while _network(host.pid) == _network(os.getpid()):

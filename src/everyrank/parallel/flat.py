@@ -7,7 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["flatten", "pieces", "write_back"]
+__all__ = ["buckets", "flatten", "pieces", "write_back"]
+
+
+def buckets(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
+    """The tensors in order, by dtype, in buckets of up to `most_bytes` or one tensor: the same on every rank."""
+    found: list[list[Tensor]] = []
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        size = most_bytes + 1  # the first begins a bucket, also where it is empty
+        for tensor in (tensor for tensor in tensors if tensor.dtype is dtype):
+            if size + tensor.nbytes > most_bytes:
+                found.append([])
+                size = 0
+            found[-1].append(tensor)
+            size += tensor.nbytes
+    return found
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

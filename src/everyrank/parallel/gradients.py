@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from everyrank.layout import AXES, DATA_AXES
-from everyrank.parallel.flat import flatten, write_back
+from everyrank.parallel.flat import buckets, flatten, write_back
 from everyrank.parallel.mesh import Mesh, local_tensor
 from everyrank.world import World
 
@@ -121,7 +121,7 @@ def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: st
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     waiting: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
     if group is not None:
-        for bucket in _buckets(gradients):
+        for bucket in buckets(gradients, _BUCKET_BYTES):
             flat = flatten(bucket)
             waiting.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
     for work, flat, bucket in waiting:
@@ -129,17 +129,3 @@ def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: st
         work.wait()
         flat /= mesh.size("replicate", "shard", "context")
         write_back(flat, bucket)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in order, by dtype, in buckets of up to 25 MiB or one tensor."""
-    buckets: list[list[Tensor]] = []
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        size = _BUCKET_BYTES
-        for tensor in (tensor for tensor in tensors if tensor.dtype is dtype):
-            if size >= _BUCKET_BYTES:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(tensor)
-            size += tensor.nbytes
-    return buckets

@@ -7,14 +7,13 @@ here the person's optimizer is built over everything and then pruned to what thi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from everyrank.parallel.flat import flatten, write_back
+from everyrank.parallel.flat import buckets, flatten, write_back
 from everyrank.world import World
 
 __all__ = ["assign_owners", "broadcast_from_owners", "keep_owned_parameters"]
@@ -51,7 +50,7 @@ def broadcast_from_owners(
     What travels is a copy. No more than `held_bytes` of copies are there at a time, or one parameter that is larger: an
     owner of more sends it in several broadcasts, and the first are written back before the last are made.
     """
-    waiting: deque[tuple[dist.Work | None, Tensor, list[nn.Parameter]]] = deque()
+    waiting: deque[tuple[dist.Work | None, Tensor, list[Tensor]]] = deque()
 
     def write_first_back() -> None:
         work, flat, own = waiting.popleft()
@@ -59,30 +58,12 @@ def broadcast_from_owners(
             work.wait()
         write_back(flat, own)
 
-    for owner, own in _pieces(parameters, owners, held_bytes // 2):
-        while waiting and sum(flat.nbytes for _, flat, _ in waiting) + sum(one.nbytes for one in own) > held_bytes:
-            write_first_back()
-        flat = flatten(own)
-        waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, own))
+    for owner in range(world.size):
+        owned = [parameter for parameter, who in zip(parameters, owners, strict=True) if who == owner]
+        for own in buckets(owned, held_bytes // 2):
+            while waiting and sum(flat.nbytes for _, flat, _ in waiting) + sum(one.nbytes for one in own) > held_bytes:
+                write_first_back()
+            flat = flatten(own)
+            waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, own))
     while waiting:
         write_first_back()
-
-
-def _pieces(
-    parameters: list[nn.Parameter], owners: list[int], most_bytes: int
-) -> Iterator[tuple[int, list[nn.Parameter]]]:
-    """(owner, parameters of one dtype), in the same order on every rank; each at most so large, or one parameter."""
-    for owner in sorted(set(owners)):
-        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-            piece: list[nn.Parameter] = []
-            num_bytes = 0
-            for parameter, who in zip(parameters, owners, strict=True):
-                if who != owner or parameter.dtype is not dtype:
-                    continue
-                if piece and num_bytes + parameter.nbytes > most_bytes:
-                    yield owner, piece
-                    piece, num_bytes = [], 0
-                piece.append(parameter)
-                num_bytes += parameter.nbytes
-            if piece:
-                yield owner, piece

@@ -15,12 +15,13 @@ from everyrank.record import Record
 __all__ = ["chaos_line", "has_held", "is_of_chaos", "print_chaos"]
 
 _COLUMNS = ("fault", "update", "rank", "noticed by", "after s", "back after s", "updates lost", "trajectory", "")
+_APART = "equal (x): the losses are at most x apart. "
 _NOT_BITWISE = (
-    "equal (x): the losses are at most x apart. DDP rebuilds its buckets after its first update, also after a restart: "
+    f"{_APART}DDP rebuilds its buckets after its first update, also after a restart: "
     "from there to where the first run had done so, gradients are added up in another order"
 )
 _GLOO_NOT_BITWISE = (
-    "equal (x): the losses are at most x apart. gloo adds what more than two ranks send in the order of its coming: "
+    f"{_APART}gloo adds what more than two ranks send in the order of its coming: "
     "two runs without a fault differ by as much"
 )
 _NUMBERS = ("update", "rank", "after s", "back after s", "updates lost")
