@@ -84,11 +84,11 @@ def test_what_owners_send_is_held_in_pieces(ranks: Any, limit: int, most: int, c
 
 def test_buckets_are_no_larger_than_asked() -> None:
     """Each tensor once, in order, by dtype; a larger one, or an empty first one, has a bucket of its own."""
-    sizes = [0, 3, 5, 20, 2, 6, 3]
+    sizes = [0, 3, 4, 20, 2, 7, 3]
     tensors = [torch.empty(size, dtype=torch.float32) for size in sizes]
     tensors.insert(2, torch.empty(1, dtype=torch.float64))
     found = buckets(tensors, 4 * 8)
-    assert [[tensor.numel() for tensor in bucket] for bucket in found] == [[0, 3, 5], [20], [2, 6], [3], [1]]
-    assert [bucket[0].dtype for bucket in found] == [torch.float32] * 4 + [torch.float64]
+    assert [[tensor.numel() for tensor in bucket] for bucket in found] == [[0, 3, 4], [20], [2], [7], [3], [1]]
+    assert [bucket[0].dtype for bucket in found] == [torch.float32] * 5 + [torch.float64]
     assert buckets([], 1) == []
     assert [len(bucket) for bucket in buckets(tensors[:1], 0)] == [1]
