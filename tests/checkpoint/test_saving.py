@@ -34,6 +34,33 @@ from forkserver import ForkServer
 # --- in the background
 
 
+def groups_after(world: World, folder: Path) -> list[int]:
+    """How many process groups there are after one, two and three trainings have each saved."""
+    counts = []
+    for number in range(3):
+        going = Going(world, zoo.workload("tied"), "ddp")
+        going.updates(0, 1)
+        going.saver(folder / str(number)).save(1, {})
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_one_group_for_all_that_is_saved(ranks: Any, tmp_path: Path) -> None:
+    """The threads of each group of gloo wake up a hundred times a second, as long as the process lives."""
+    for counts in ranks(2, groups_after, tmp_path):
+        assert counts == [counts[0]] * 3
+
+
+def are_apart(world: World, folder: Path) -> bool:
+    going = Going(world, zoo.workload("tied"), "ddp")
+    return going.saver(folder / "at once").group is not going.saver(folder / "later", in_background=True).group
+
+
+def test_what_is_saved_in_the_background_has_a_group_apart(ranks: Any, tmp_path: Path) -> None:
+    """Two threads of a rank on one group would take each other's answers, and wait for ever."""
+    assert all(ranks(2, are_apart, tmp_path))
+
+
 def with_rate_in_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     """torch changes such a rate in place, as it must where a graph of CUDA reads it."""
     return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))

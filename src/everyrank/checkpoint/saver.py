@@ -59,14 +59,14 @@ class Saver:
     run        the folder of the run
     about      what all its checkpoints say of themselves; step, metrics and files are filled in
     keep       how many of the last checkpoints stay, beside the best
-    in_background   copy the state, and write the copy while the training goes on
+    in_background   copy the state, and write the copy while the training goes on; of these a world has one at a time
     """
 
     def __init__(
         self, run: Path, prepared: Prepared, world: World, about: About, keep: int, in_background: bool
     ) -> None:
         self.run, self.prepared, self.world, self.about, self.keep = run, prepared, world, about, keep
-        self.group = group_for_saving(prepared, world)
+        self.group = group_for_saving(prepared, world, in_background)
         self.writers = Writers(self.group)
         self.thread = ThreadPoolExecutor(1, "everyrank-save") if in_background else None
         self.waiting: Future[None] | None = None

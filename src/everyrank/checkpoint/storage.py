@@ -17,7 +17,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,16 +57,20 @@ class SaveError(EveryrankError):
     """A checkpoint could not be written; what was there before is as it was."""
 
 
-def group_for_saving(prepared: Prepared, world: World) -> dist.ProcessGroup | None:
-    """A group of its own, on CPU: what saves in the background must not meet the collectives of the training.
+def group_for_saving(prepared: Prepared, world: World, in_background: bool = False) -> dist.ProcessGroup | None:
+    """A group of its own, on CPU: what saves in the background must not meet other collectives.
 
-    None for a layout of one process, which has nothing to agree on with others.
+    One for all that this world saves and reads, and one for all that it saves in the background: each has threads that
+    wake up a hundred times a second, as long as it is there. None for a layout of one process, which has nothing to
+    agree on with others.
     """
     if world.group is None or prepared.world.size == 1:
         return None
-    timeout = datetime.timedelta(seconds=world.timeout_seconds)
-    group: Any = dist.new_group(backend="gloo", timeout=timeout)
-    return group
+    groups = world.group_cache.saving
+    if in_background not in groups:
+        timeout = datetime.timedelta(seconds=world.timeout_seconds)
+        groups[in_background] = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+    return groups[in_background]
 
 
 def write(

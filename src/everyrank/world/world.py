@@ -33,11 +33,13 @@ class GroupCache:
 
     groups          process groups along axes of a layout
     device_meshes   torch's meshes
+    saving          of all ranks on CPU: for what saves in the background (True), and for what saves at once
     at_end          by name, what ends communication that is not torch's (Horovod), called by every rank
     """
 
     groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict[Any, Any])
     device_meshes: dict[Any, DeviceMesh] = field(default_factory=dict[Any, Any])
+    saving: dict[bool, dist.ProcessGroup] = field(default_factory=dict[bool, Any])
     at_end: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
 
     def clear(self) -> None:
@@ -47,6 +49,7 @@ class GroupCache:
         self.at_end.clear()
         self.groups.clear()
         self.device_meshes.clear()
+        self.saving.clear()
 
 
 @dataclass(frozen=True)
