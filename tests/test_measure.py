@@ -33,6 +33,7 @@ from everyrank.measure.resources import Sampler, sampling
 from everyrank.measure.split import PHASES, _shares_in, breakdown, exposed_shares, phases
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.strategies import prepare
+from everyrank.train.throughput import ThroughputMeter
 from everyrank.workload import load
 from everyrank.world import World, single_process_world
 
@@ -462,3 +463,19 @@ def test_resource_log_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with resource_log(link, "here", goes_on=False, begin_seconds=100.0):
         pass
     assert not (tmp_path / "mine.csv").exists()
+
+
+def test_an_evaluation_at_the_end_of_an_epoch_belongs_to_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch ends in the middle of what stands between two updates: neither it nor the next one has these seconds."""
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = ThroughputMeter(0, lambda step: 10 * step)
+    epochs = []
+    for seconds in (3.0, 0.5):
+        now += seconds  # of updates
+        with meter.pause():
+            now += 7.0  # of evaluating
+            epochs.append(meter.epoch())
+            now += 2.0  # of saving
+    assert epochs == [3.0, 0.5]
+    assert meter.paused == 18.0

@@ -24,6 +24,7 @@ class ThroughputMeter:
         self.seconds = 0.0  # of all updates after the first
         self.started = self.epoch_started = time.perf_counter()
         self.paused = self.paused_in_epoch = 0.0
+        self.pause_started: float | None = None
 
     def start(self) -> None:
         """The first update begins."""
@@ -41,17 +42,19 @@ class ThroughputMeter:
     @contextlib.contextmanager
     def pause(self) -> Generator[None]:
         """What happens in here is no update."""
-        start = time.perf_counter()
+        start = self.pause_started = time.perf_counter()
         try:
             yield
         finally:
-            self.paused += time.perf_counter() - start
-            self.paused_in_epoch += time.perf_counter() - start
+            now, self.pause_started = time.perf_counter(), None
+            self.paused += now - start
+            self.paused_in_epoch += now - max(start, self.epoch_started)  # an epoch may have begun in here
 
     def epoch(self) -> float:
         """Seconds of the epoch that ends here (of its part in this run), and the next one begins."""
         now = time.perf_counter()
-        seconds = now - self.epoch_started - self.paused_in_epoch
+        pausing = 0.0 if self.pause_started is None else now - self.pause_started
+        seconds = now - self.epoch_started - self.paused_in_epoch - pausing
         self.epoch_started, self.paused_in_epoch = now, 0.0
         return seconds
 
