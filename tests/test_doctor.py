@@ -460,13 +460,14 @@ def test_the_installed_versions_are_those_of_the_environment() -> None:
 # --- what can run, and what is pasted
 
 
-def test_layouts_need_ranks_and_dataparallel_two_devices() -> None:
-    def status(num_cuda: int, runs: bool) -> dict[str, str]:
-        return {finding.what: finding.status for finding in layouts_here(num_cuda, runs)}
+def test_layouts_need_ranks_dataparallel_two_devices_and_horovod_itself() -> None:
+    def status(num_cuda: int, runs: bool, has_horovod: bool = True) -> dict[str, str]:
+        return {finding.what: finding.status for finding in layouts_here(num_cuda, runs, has_horovod)}
 
     assert {name for name, value in status(0, runs=True).items() if value == ABSENT} == {"dataparallel"}
     assert {name for name, value in status(1, runs=True).items() if value == ABSENT} == {"dataparallel"}
     assert set(status(2, runs=True).values()) == {OK}
+    assert {name for name, value in status(2, True, has_horovod=False).items() if value == ABSENT} == {"horovod"}
     assert set(status(2, runs=False).values()) == {ABSENT}
 
 

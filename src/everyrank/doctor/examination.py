@@ -66,7 +66,7 @@ def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda
     )
     num_cuda = len(torch_facts["devices"]) if torch_facts else 0
     begin("layouts")
-    sections["layouts"] = layouts_here(num_cuda, runs=torch_facts is not None)
+    sections["layouts"] = layouts_here(num_cuda, runs=torch_facts is not None, has_horovod="horovod" in versions)
     sections["optional"] = check_optional(versions)
     return Examination(sections, versions)
 
@@ -136,7 +136,7 @@ def _devices(facts: dict[str, Any]) -> CheckResult:
     return absent("devices", f"CPU alone: {why}")
 
 
-def layouts_here(num_cuda: int, runs: bool) -> list[CheckResult]:
+def layouts_here(num_cuda: int, runs: bool, has_horovod: bool) -> list[CheckResult]:
     """Which layouts can run here."""
     found: list[CheckResult] = []
     for name in STRATEGIES:
@@ -144,6 +144,8 @@ def layouts_here(num_cuda: int, runs: bool) -> list[CheckResult]:
             found.append(absent(name, "not verified here: no rank came up"))
         elif name == "dataparallel" and num_cuda < 2:
             found.append(absent(name, "not verified here: needs 2 CUDA devices"))
+        elif name == "horovod" and not has_horovod:
+            found.append(absent(name, "not verified here: Horovod is not installed"))
         else:
             where = f"{num_cuda} CUDA device{'s' * (num_cuda > 1)}" if num_cuda else "CPU"
             found.append(ok(name, f"runs on {where}"))
