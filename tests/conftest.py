@@ -16,6 +16,9 @@ from forkserver import ForkServer
 from processes import Cli, Forge, Pool, command_line, run_cli
 
 os.environ.pop("PYTEST_ADDOPTS", None)  # this run has read it; a pytest that a test starts is another one
+# where bytecode is not kept, each of some thousand processes compiles what it imports
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 _STARTED_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -244,6 +244,7 @@ def _preload() -> None:
     import torch.distributed.fsdp
     import torch.nn.parallel
 
+    import everyrank.audit.watch.install
     import everyrank.builtin.digits
     import everyrank.cli
     import everyrank.commands

@@ -620,29 +620,37 @@ def test_the_report_can_be_made_without_files(tmp_path: Path, capsys: pytest.Cap
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"throughput_samples_per_second": Interval(0.0, 0.0, 0.0, trials=1)},
-        {"throughput_samples_per_second": Interval(5.0, math.nan, math.inf, trials=1)},
-        {"loss": [1.0] + [math.nan] * 19},
-        {"loss": [0.0] * 20},
-        {"scaling": Scaling("weak", Interval(0.5, 0.7, 0.1, trials=1))},
-        {"resources": Resources(0.5, [1.0, 2.0], [1.0], [1])},
-        {"breakdown_seconds": Breakdown(0.0, 0.0, 0.0, 0.0, 0.0)},
-        {"collectives": [], "peak_memory_bytes": 0, "breakdown_seconds": None},
-        {"layout": "ddp \ud800", "workload": "\ud800"},
-    ],
-    ids=lambda values: next(iter(values)),
-)
-def test_odd_records_can_be_shown(report: Callable[..., Report], values: dict[str, object]) -> None:
-    """A file from elsewhere may hold any number: a report is made of it, alone and beside another."""
-    odd = dataclasses.replace(timed("ddp", EQUAL, 7), **values)  # type: ignore[arg-type]
+ODD: list[dict[str, Any]] = [
+    {"throughput_samples_per_second": Interval(0.0, 0.0, 0.0, trials=1)},
+    {"throughput_samples_per_second": Interval(5.0, math.nan, math.inf, trials=1)},
+    {"loss": [1.0] + [math.nan] * 19},
+    {"loss": [0.0] * 20},
+    {"scaling": Scaling("weak", Interval(0.5, 0.7, 0.1, trials=1))},
+    {"resources": Resources(0.5, [1.0, 2.0], [1.0], [1])},
+    {"breakdown_seconds": Breakdown(0.0, 0.0, 0.0, 0.0, 0.0)},
+    {"collectives": [], "peak_memory_bytes": 0, "breakdown_seconds": None},
+    {"layout": "ddp \ud800", "workload": "\ud800"},
+]
+
+
+@pytest.mark.parametrize("values", ODD, ids=lambda values: next(iter(values)))
+def test_odd_records_can_be_shown(report: Callable[..., Report], values: dict[str, Any]) -> None:
+    """A file from elsewhere may hold any number: a report is made of it."""
+    shown = report([dataclasses.replace(timed("ddp", EQUAL, 7), **values)])
+    assert "ddp" in shown.markdown
+    svgs(shown.html)
+
+
+def test_odd_records_can_be_shown_beside_others(report: Callable[..., Report]) -> None:
+    """All of them, and usual ones, in each of two files that are laid beside each other."""
+    odd = [
+        dataclasses.replace(timed(f"ddp:accumulate={number + 2}", EQUAL, 7), **values)
+        for number, values in enumerate(ODD)
+    ]
     usual = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)]
-    for sets in ([[odd]], [[*usual, odd], [odd]]):
-        shown = report(*sets)
-        assert "ddp" in shown.markdown
-        svgs(shown.html)
+    shown = report([*usual, *odd], [*odd, *usual])
+    assert all(record.layout in shown.markdown for record in odd[:-1])
+    svgs(shown.html)
 
 
 def test_a_loss_that_was_nan_is_not_called_close(undrawn: Callable[..., Report]) -> None:

@@ -19,6 +19,7 @@ A message is one line: the value, the rule, the fix. Errors travel between proce
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import sys
@@ -163,6 +164,7 @@ def _describe_text(text: str) -> str:
     return f"{Path(own[-1][0]).name}:{own[-1][1]} in {own[-1][2]}: {shortened(what)}"
 
 
+@functools.lru_cache(maxsize=4096)
 def is_own(filename: str) -> bool:
     """Whether a person wrote this file, as opposed to us, Python or an installed package."""
     path = Path(filename)
