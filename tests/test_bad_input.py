@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 import re
 import signal
 import socket
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from everyrank import EveryrankError, Launch, Layout, run
 from everyrank.cli import main
 from everyrank.workload import Source
-from processes import Forge, one_line
+from processes import Forge, by_hand, one_line
 
 WORKLOAD = '''\
 """A small workload; what a test changes stands between its functions and its end."""
@@ -526,3 +527,38 @@ def test_all_held(everyrank: Any, tmp_path: Path) -> None:
     [record] = json.loads((tmp_path / "r.json").read_text())
     assert record["world_size"] == 2
     assert len(record["loss"]) == 6
+
+
+# --- signals
+
+
+@pytest.mark.parametrize(("number", "status", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_all_ranks_one_says_what_ended_them(
+    rank: int,
+    number: str,
+    status: int,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A launcher outside passes a signal on to each rank, and they share a screen."""
+
+    def end(*_: object) -> None:
+        os.kill(os.getpid(), getattr(signal, number))
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    before = signal.getsignal(signal.SIGTERM)
+    for name, value in {**by_hand(rank, "1"), "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("everyrank.cli.dry_run_or_submit", end)
+    monkeypatch.setattr(os, "_exit", leave)
+    try:
+        with pytest.raises(SystemExit) as left:
+            main(["train", "digits"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left.value.code == status
+    assert capsys.readouterr().err == ("" if rank else f"everyrank: {word}; all ranks are ended\n")

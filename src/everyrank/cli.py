@@ -52,10 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
         status = _say(str(error), error.log, error.exit_status)
-    except KeyboardInterrupt:
-        status = _say("interrupted; all ranks are ended", None, INTERRUPTED)
-    except _TerminatedError:
-        status = _say("terminated; all ranks are ended", None, TERMINATED)
+    except (KeyboardInterrupt, _TerminatedError) as end:
+        word, status = (
+            ("interrupted", INTERRUPTED) if isinstance(end, KeyboardInterrupt) else ("terminated", TERMINATED)
+        )
+        if is_reporting_rank():  # of those that a launcher outside ends, one says it
+            _say(f"{word}; all ranks are ended", None, status)
     except BrokenPipeError:
         close_output()  # `everyrank new ddp_torchrun | head`
         status = 0

@@ -136,6 +136,37 @@ def test_mutation_differs(forge: Forge, tmp_path: Path, name: str, before: str, 
 # --- reinforcement
 
 
+WEIGHTS = """
+import contextlib, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch, rpc_rnn as recipe
+names = "embedding", "decoder"
+right = [recipe.make_part(name, torch.float64).state_dict() for name in names]
+both, manual_seed = threading.Barrier(2), torch.manual_seed
+
+def seed_and_wait(seed):  # until the other has seeded, too, or cannot
+    manual_seed(seed)
+    with contextlib.suppress(threading.BrokenBarrierError):
+        both.wait(1.0)
+
+torch.manual_seed = seed_and_wait
+with ThreadPoolExecutor(2) as pool:
+    made = pool.map(recipe.make_part, names, [torch.float64] * 2)
+    for part, weights in zip(made, right, strict=True):
+        for key, value in part.state_dict().items():
+            assert value.equal(weights[key]), f"{key} is another one"
+"""
+
+
+@pytest.mark.parametrize(("before", "after", "status"), [("", "", 0), ("with alone:", "if True:", 1)])
+def test_parts_that_are_made_at_once_are_the_same_ones(tmp_path: Path, before: str, after: str, status: int) -> None:
+    """The server makes them in two threads, which share the generator of the process."""
+    beside(tmp_path, "rpc_rnn", mutated("rpc_rnn", before, after) if before else "")
+    (tmp_path / "weights.py").write_text(WEIGHTS)
+    done = typed(tmp_path, "python weights.py", status)
+    assert ("is another one" in done.stderr) == bool(status)
+
+
 @cache
 def episodes_in_one_process() -> str:
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,8 @@ What goes wrong:
   its ports can run anything. Here they are on loopback; open them (TP_SOCKET_IFNAME=eth0) on trusted networks only.
 - loss.backward() goes as far as this process. dist_autograd.backward(context, [loss]) follows the graph through the
   decoder on the server, back here through the LSTM, and to the embedding on the server.
+- A server answers calls in several threads, and torch.manual_seed() sets what they all draw from: without the lock,
+  embedding and decoder, made at once, now and then took each other's random numbers, and the training was another one.
 - One optimizer for all: DistributedOptimizer over RRefs to the parameters of both sides, those here, too.
 - A hidden state that is kept from one sequence to the next belongs to the context of its own update: detach() it.
 - Scores are the largest thing that travels, 256 a byte. Where the loss is computed beside the decoder, a number does.
@@ -28,6 +30,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import warnings
 from itertools import islice
 from pathlib import Path
@@ -71,9 +74,13 @@ class Adam(optim.Adam):
 # --- called by name, on the server
 
 
+alone = threading.Lock()
+
+
 def make_part(name, dtype):
     """All parts are made, so that each draws the weights that it has in the whole."""
-    return build()[name].to(dtype)
+    with alone:
+        return build()[name].to(dtype)
 
 
 def refer_to_parameters(part):
