@@ -19,6 +19,7 @@ from everyrank.backends.engine import ENGINE
 from everyrank.backends.lane import Lane
 from everyrank.backends.shm import no_shared_memory, segment
 from everyrank.backends.shm.group import slot_and_cell
+from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
@@ -306,6 +307,22 @@ def test_a_receive_is_entered_under_the_lock() -> None:
     with contextlib.suppress(Exception):
         PythonGroup(transport, 0, 1, "of this test").recv([torch.zeros(1)], 0, 0)
     assert held == [True]
+
+
+def test_a_sender_that_is_ahead_fills_no_memory() -> None:
+    """Of what is in the ring already a receive takes its own message, and none that comes after it."""
+    words, cells = [0] * words_of_rings(2), torch.zeros(4, NUM_CELLS, 64, dtype=torch.uint8)
+    sender, receiver = (
+        Rings(rank, 2, (0, 1), words, 0, cells, lambda is_any: Lane([0, 1], 1.0, is_any_enough=is_any))
+        for rank in (0, 1)
+    )
+    for number in range(4):
+        assert list(sender.send(torch.full((20,), float(number)), 1, 7)[1]) == []
+    for number in range(4):
+        found = torch.zeros(20)
+        assert list(receiver.receive(found, 0 if number % 2 else None, 7)[1]) == []
+        assert found.tolist() == [number] * 20
+        assert receiver.unasked == []
 
 
 def again(world: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 A message takes as many cells as it needs; the first says how long it is and its tag. A receiver that waits empties the
 rings it listens to: into the tensor of the first `recv` that fits by source and tag, or, where nobody has asked for the
 message yet, into memory of its own. So messages of other tags never stand in the way of the one that is waited for.
+What comes after that one stays in the ring: a sender that is ahead waits, and fills no memory of the receiver's.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Rings:
         missing = list(sources)
         try:
             while not awaited.is_whole:
-                if sum(self._empty(rank) for rank in sources):
+                if sum(self._empty(rank, awaited) for rank in sources):
                     missing = list(sources)  # something has come: another wait
                 if not awaited.is_whole:
                     yield missing
@@ -144,11 +145,11 @@ class Rings:
         elif not awaited.is_whole:
             awaited.content = torch.empty_like(awaited.content)
 
-    def _empty(self, source: int) -> int:
-        """Take what has come from that rank; how many cells."""
+    def _empty(self, source: int, awaited: _Incoming) -> int:
+        """Take what has come from that rank, up to the end of the message that is waited for; how many cells."""
         ring, words = self._ring(source, self.rank), self.words
         before = ring.count
-        while words[ring.first_word] > ring.count:
+        while not awaited.is_whole and words[ring.first_word] > ring.count:
             cell = ring.count % NUM_CELLS
             if ring.current is None:
                 header = ring.first_word + 2 * LINE + 2 * cell
