@@ -6,13 +6,14 @@ somebody is in a hurry, so that what happens happens in the middle.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,51 @@ def test_ray_places_what_was_lost_again(cli: Cli, undisturbed: list[float], lost
     assert record.loss == pytest.approx(undisturbed, rel=1e-12)
     assert [row.world_size for row in record.memberships] == [2, 2]
     assert f"2 ranks on {record.memberships[1].hosts[0]}: going on after update " in screen
+    assert cli.left() == {}
+
+
+@pytest.fixture
+def ray_nodes() -> Iterator[Any]:
+    """A cluster of Ray with one node of one core; more can be added, and removed.
+
+    It is at the address of this machine: whoever connects to one at 127.0.0.1 is sent there by Ray.
+    """
+    needs_ray()
+    made = importlib.import_module("ray.cluster_utils").Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    yield made
+    made.shutdown()
+    os.environ.pop("RAY_CLIENT_MODE", None)  # it sets that
+
+
+@pytest.mark.timeout(400)
+def test_ray_goes_on_with_the_nodes_there_are(cli: Cli, undisturbed: list[float], ray_nodes: Any) -> None:
+    """Two ranks; one, when a node is lost, which takes no restart; and two again, without an update done twice."""
+    second = ray_nodes.add_node(num_cpus=1)
+    (cli.folder / "slow.py").write_text(SLOW)
+    out = cli.folder / "out"
+    words = [*TRAIN, "--launcher", "ray", "--address", ray_nodes.address, "--processes", "2", "--min-processes", "1"]
+    cli.start(*words, "--device", "cpu", "--out", "out", is_forked=False)
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
+    ray_nodes.remove_node(second, allow_graceful=False)
+    wait_until(has_gone_on(out, 1), "one goes on", out)
+    wait_until(lambda: len(lines(out / "log.jsonl")) >= 12, "further updates", out)
+    ray_nodes.add_node(num_cpus=1)
+    wait_until(has_gone_on(out, 2), "two go on", out)
+    (cli.folder / "hurry").touch()
+    status, screen, err = cli.end(150)
+    assert (status, err) == (0, ""), err
+    record = read_records(cli.folder / "r.json")[0]
+    assert record.world_size == 2
+    assert record.loss == pytest.approx(undisturbed, rel=1e-12)
+    lost, taken_in = record.memberships[1:]
+    assert [row.world_size for row in record.memberships] == [2, 1, 2]
+    assert lost.first_update % 5 == 0
+    assert taken_in.repeated_updates == 0
+    assert taken_in.first_update >= 12
+    assert f" (2 before): going on after update {lost.first_update}, " in screen
+    assert f" (1 before): going on after update {taken_in.first_update}, 0 updates repeated, " in screen
     assert cli.left() == {}
 
 

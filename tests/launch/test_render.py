@@ -112,6 +112,7 @@ DRY_RUNS: dict[str, tuple[str, dict[str, str]]] = {
         {},
     ),
     "ray": ("--launcher ray --processes 2 --device cpu", {}),
+    "ray_elastic": ("--launcher ray --processes 4 --min-processes 2 --restarts 1 --device cpu --out o", {}),
     "ray_cluster": ("--launcher ray --processes 2 --device cuda --address 10.0.0.1:6379", {}),
     "sbatch": ("--launcher slurm --processes 4 --nodes 2", {}),
     "sbatch_elastic": ("--launcher slurm --processes 8 --nodes 2:4 --requeue", {}),

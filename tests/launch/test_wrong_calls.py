@@ -17,6 +17,7 @@ from processes import Forge
 
 SLURM = DDP + "--launcher slurm --processes 2 --dry-run "
 
+RAY = DDP + "--launcher ray "
 ELASTIC = DDP + "--launcher torchrun --rendezvous-kind c10d --rendezvous 127.0.0.1:29500 --restarts 3 "
 WRONG_CALLS = [
     # nodes
@@ -71,13 +72,21 @@ WRONG_CALLS = [
     (ELASTIC + "--nodes 3:4 --processes 1", ["--processes 1 --nodes 4", "give --processes 4"]),
     (ELASTIC + "--nodes 3:4 --processes 4", ["--nodes 3:4", "give --out DIR", "all hosts share"]),
     (ELASTIC + "--nodes 3:4 --processes 4 --rendezvous-kind static --out o", ["--nodes MIN:MAX", "c10d"]),
-    (ELASTIC + "--nodes 3:4 --processes 4 --layout fsdp:tensor=2 --out o", ["--nodes 3:4, with 3 left", "tensor 2"]),
+    (
+        ELASTIC + "--nodes 3:4 --processes 4 --layout fsdp:tensor=2 --out o",
+        ["--nodes 3:4, with 3 ranks left", "tensor 2"],
+    ),
     (DDP + "--nodes 3:4 --processes 4 --out o", ["--nodes MIN:MAX", "--launcher torchrun --rendezvous-kind c10d"]),
     (SLURM + "--nodes 3:2", ["--nodes 3:2", "MIN:MAX"]),
     (DDP + "--launcher mpi --nodes 1:2 --processes 2", ["--nodes MIN:MAX", "--launcher slurm"]),
     (DDP + "--per-node spawn", ["--per-node spawn", "--launcher slurm"]),
     (SLURM + "--per-node mpi", ["--per-node mpi", "spawn or torchrun"]),
     (DDP + "--address n0:1", ["--address n0:1", "--launcher ray"]),
+    (DDP + "--min-processes 1 --processes 2", ["--min-processes 1", "--launcher ray"]),
+    (RAY + "--min-processes 3 --processes 2 --out o", ["--min-processes 3", "1 to 2"]),
+    (RAY + "--min-processes 0 --processes 2 --out o", ["--min-processes 0", "1 to 2"]),
+    (RAY + "--min-processes 2 --processes 4", ["--min-processes 2", "give --out DIR"]),
+    (RAY + "--min-processes 2 --processes 4 --layout fsdp:tensor=2 --out o", ["with 3 ranks left", "tensor 2"]),
     (DDP + "--launcher-args=-v", ["--launcher-args -v", "spawn takes none"]),
     (DDP + "--requeue", ["--requeue", "--launcher slurm"]),
     (DDP + "--requeue --dry-run", ["--requeue", "--launcher slurm"]),

@@ -4,7 +4,7 @@ calls.py     run, verify, bench and predict
 scaling.py   bench on several numbers of ranks
 """
 
-from everyrank.api.calls import bench, check_fewer_hosts, predict, run, verify
+from everyrank.api.calls import bench, check_fewer_ranks, predict, run, verify
 from everyrank.api.scaling import bench_scaling
 
-__all__ = ["bench", "bench_scaling", "check_fewer_hosts", "predict", "run", "verify"]
+__all__ = ["bench", "bench_scaling", "check_fewer_ranks", "predict", "run", "verify"]

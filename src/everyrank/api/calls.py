@@ -20,7 +20,7 @@ from everyrank.runs import find_checkpoint, require_whole
 from everyrank.tasks.predictions import check_predictions_suffix
 from everyrank.workload import Source, Workload, check_place
 
-__all__ = ["bench", "check_fewer_hosts", "predict", "run", "verify"]
+__all__ = ["bench", "check_fewer_ranks", "predict", "run", "verify"]
 
 _Options = TypeVar("_Options", TrainOptions, PredictOptions, VerifyOptions, BenchOptions)
 
@@ -48,7 +48,7 @@ def run(
     _check_choices(options)
     _check_one_process(layout, launch)
     if not options.evaluate:
-        check_fewer_hosts(layout, launch, options.out)
+        check_fewer_ranks(layout, launch, options.out)
     options = dataclasses.replace(
         options,
         out=_absolute(options.out),
@@ -108,24 +108,25 @@ def _check_one_process(layout: Layout, launch: Launch) -> None:
         raise LayoutError(f"layout {layout} runs in one process, not in {launch.processes}; use --processes 1")
 
 
-def check_fewer_hosts(layout: Layout, launch: Launch, out: Path | None) -> None:
-    """Whether a training whose hosts may become fewer can go on: every number has to make a mesh of the layout.
+def check_fewer_ranks(layout: Layout, launch: Launch, out: Path | None) -> None:
+    """Whether a training whose ranks may become fewer can go on: every number has to make a mesh of the layout.
 
     Raises `LayoutError` for one that does not, and `UsageError` without a folder to go on from.
     """
-    least, most = launch.min_nodes, launch.nodes
-    if least is None:
+    if launch.fewer_processes is None:
         return
+    on_nodes = f"--nodes {launch.min_nodes}:{launch.nodes}"
+    said = on_nodes if launch.min_nodes is not None else f"--min-processes {launch.fewer_processes.start}"
     if out is None:
         raise UsageError(
-            f"--nodes {least}:{most}: give --out DIR, a folder that all hosts share: those that go on without one that "
-            "was lost look for its checkpoints there"
+            f"{said}: give --out DIR, a folder that all hosts share: those that go on without one that was lost look "
+            "for its checkpoints there"
         )
-    for nodes in range(least, most):
+    for count in launch.fewer_processes:
         try:
-            layout.mesh(nodes * launch.processes_per_node)
+            layout.mesh(count)
         except LayoutError as error:
-            raise LayoutError(f"--nodes {least}:{most}, with {nodes} left: {error}") from None
+            raise LayoutError(f"{said}, with {count} ranks left: {error}") from None
 
 
 def _checkpoint(place: Path | None) -> Path | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everyrank.api import check_fewer_hosts
+from everyrank.api import check_fewer_ranks
 from everyrank.commands.typed import commands_text, typed_on
 from everyrank.errors import UsageError
 from everyrank.launch import (
@@ -292,7 +292,7 @@ def _submit(args: argparse.Namespace, launch: Launch, scheduler: Scheduler, layo
         print(f"{text}\n# in the allocation:\n{commands_text(launch)}")
         return 0
     if layout is not None and getattr(args, "evaluate", None) is False:
-        check_fewer_hosts(layout, launch, args.out)
+        check_fewer_ranks(layout, launch, args.out)
     path = folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sbatch"
     job = scheduler.submit(text, path)
     print(f"submitted job {job}: {path}; what it prints: {folder / scheduler.output(job)}")

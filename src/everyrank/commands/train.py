@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     resume = _resumed(args)
     out = None if args.evaluate else _folder(args, layout.strategy, resume)
     if not args.evaluate:
-        api.check_fewer_hosts(layout, quiet_launch_of(args, layout), args.out or (out if resume is not None else None))
+        api.check_fewer_ranks(layout, quiet_launch_of(args, layout), args.out or (out if resume is not None else None))
     launch = launch_of(args, logs=out / "ranks" if out is not None else None, layout=layout)
     layout.mesh(launch.processes)
     source = source_of(args)

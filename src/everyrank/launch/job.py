@@ -160,6 +160,14 @@ class Launch:
         return self.row.min_nodes(self.options)
 
     @property
+    def fewer_processes(self) -> range | None:
+        """The numbers of ranks below `processes` with which it begins, or goes on; None where their number stays."""
+        if self.min_nodes is not None:
+            return range(self.min_nodes * self.processes_per_node, self.processes, self.processes_per_node)
+        least = self.row.min_processes(self.options)
+        return None if least is None else range(least, self.processes)
+
+    @property
     def processes_per_node(self) -> int:
         """Ranks on each host."""
         return self.processes // self.nodes

@@ -72,6 +72,7 @@ class Launcher:
     assigns_node_ranks    (its options) -> whether a host need not be told which one it is
     restarts_ranks        (its options) -> whether it starts all ranks again after a failure
     min_nodes             (its options) -> it goes on with so few hosts, and takes new ones in; None: the number stays
+    min_processes         (its options) -> the same for ranks, where it chooses the hosts itself
     limits_start          (its options) -> whether it has a limit of its own for the wait until its ranks start
     variables             (its options) -> what it wants in its environment
     starts_supervisors    what is started here are the supervisors themselves, one for each rank, or a fork server over
@@ -108,6 +109,7 @@ class Launcher:
     assigns_node_ranks: Callable[[Any], bool] = lambda _: False
     restarts_ranks: Callable[[Any], bool] = lambda _: False
     min_nodes: Callable[[Any], int | None] = lambda _: None
+    min_processes: Callable[[Any], int | None] = lambda _: None
     limits_start: Callable[[Any], bool] = lambda _: False
     variables: Callable[[Any], Mapping[str, str]] = lambda _: {}
     starts_supervisors: bool = False

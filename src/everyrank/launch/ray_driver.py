@@ -3,6 +3,9 @@
 `python -P -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu|any ADDRESS|local [RESTARTS]`; any: GPUs where there
 are enough; RESTARTS: how often all are placed and started again after one was lost. The actors carry bytes between the
 job's folder here and one like it on their host, so no storage has to be shared: the job there, results and errors back.
+
+COUNT is N or MIN:MAX: as many as there is room for. Where that is fewer than MAX, one more stays asked for; once Ray
+has it, the ranks are asked to stop, which saves, and all are placed anew. A node that is lost takes no restart.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from everyrank.launch.job import Job
 from everyrank.launch.spawn import WORKER
@@ -27,6 +31,8 @@ __all__ = ["main"]
 ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
 _LOOK_SECONDS = 0.1
 _PLACE_SECONDS = 120.0
+_SETTLE_SECONDS = 10.0  # until Ray has noticed what is free again, and what is gone
+_SAVE_SECONDS = 120.0  # for ranks that were asked to stop, where new ones are taken in
 _END_SECONDS = 10.0
 
 
@@ -46,8 +52,11 @@ class Place:
         """Which of Ray's nodes this is on, and the GPUs that Ray has given to it."""
         return ray.get_runtime_context().get_node_id(), [str(number) for number in ray.get_gpu_ids()]
 
-    def start(self, job: bytes, rank: int, local_rank: int, local_size: int, devices: str) -> None:
-        """Start the rank. `job` comes from the driver, over Ray's own connections; `devices` are those of the node."""
+    def start(self, job: bytes, cwd: str, rank: int, size: int, local_rank: int, local_size: int, devices: str) -> None:
+        """Start the rank. `job` comes from the driver, over Ray's own connections; `devices` are those of the node.
+
+        The rank runs in the folder of the driver, where this host has it too; else in that of Ray.
+        """
         import dataclasses
         import subprocess
 
@@ -57,6 +66,7 @@ class Place:
         here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)
         own = dataclasses.replace(
             here,
+            processes=size,
             rendezvous_url="meet://" + (self.folder / "address").as_uri().removeprefix("file://"),
             pid_namespace=pid_namespace(),
             sys_path=[*here.sys_path, *sys.path],
@@ -70,7 +80,12 @@ class Place:
             # a rank picks its device by its local rank, so it sees those of all ranks of the node
             environment = {**os.environ, **visible_devices(devices, os.environ)}
             self.process = subprocess.Popen(
-                command, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL, env=environment
+                command,
+                stdout=screen,
+                stderr=screen,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                cwd=cwd if Path(cwd).is_dir() else None,
             )
 
     def give(self, name: str, content: bytes) -> None:
@@ -112,66 +127,135 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """How many ranks, and what of the cluster each takes."""
+
+    least: int
+    most: int
+    each: dict[str, float]
+
+    def room_in(self, resources: dict[str, float]) -> int:
+        """How many ranks these suffice for."""
+        return int(min(resources.get(name, 0.0) // amount for name, amount in self.each.items()))
+
+
+class Ended(NamedTuple):
+    """How an attempt ended: the first status that is not 0; whether ranks failed, or only their number changes."""
+
+    status: int
+    is_failure: bool
+
+
 def main() -> int:
     """0 when all ranks ended well, else the status of the first that did not."""
-    directory, count, devices, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    restarts = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    directory, devices, address = Path(sys.argv[1]), sys.argv[3], sys.argv[4]
+    least, most = (int(number) for number in (sys.argv[2].partition(":")[0], sys.argv[2].rpartition(":")[2]))
+    left = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     signal.signal(signal.SIGTERM, _terminated)
     content = (directory / "job.pickle").read_bytes()
     job: Job = pickle.loads(content)  # noqa: S301  (our own parent wrote it)
     local: dict[str, Any] = {}
     if address == "local":  # one of this machine, which nothing else has to reach
-        local = {"num_cpus": max(count, os.cpu_count() or 1), "include_dashboard": False}
+        local = {"num_cpus": max(most, os.cpu_count() or 1), "include_dashboard": False}
         local["_node_ip_address"] = "127.0.0.1"
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
     try:
-        for left in range(restarts, -1, -1):
-            status = _attempt(count, devices, content, directory, job)
-            if status == 0 or left == 0 or (directory / "stop").exists():
+        has_devices = devices == "any" and ray.cluster_resources().get("GPU", 0) >= least
+        wanted = Wanted(least, most, {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" or has_devices else {})})
+        while True:
+            status, is_failure = _attempt(wanted, content, directory, job)
+            if status == 0 or (is_failure and left == 0) or (directory / "stop").exists():
                 return status
+            left -= is_failure
             for kind in ("result", "error", "exit", "pid"):
                 for path in directory.glob(f"rank*.{kind}"):
                     path.unlink(missing_ok=True)
-        raise AssertionError("one attempt is made")
     finally:
         ray.shutdown()
 
 
-def _attempt(count: int, devices: str, content: bytes, directory: Path, job: Job) -> int:
-    """Place all, start all, and follow them; how that ended. An actor that dies is a rank that failed."""
-    group, places = _places(count, devices)
+def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended:
+    """Place as many as there is room for, start all, and follow them. An actor that dies is a rank that failed."""
+    group, places = _places(wanted)
+    more = _reserve(wanted, 1) if len(places) < wanted.most else None
+    nodes: set[str] = set()
     try:
-        return _follow(places, content, directory, job)
+        hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
+        nodes = {node for node, _ in hosts}
+        _start(places, hosts, content)
+        ended = _follow(places, more, directory, job)
     except ray.exceptions.RayActorError as error:
         print(f"Ray has lost an actor: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        return 1
+        ended = Ended(1, is_failure=True)
     finally:
         for place in places:
             with contextlib.suppress(ray.exceptions.RayError):  # of the lost one
                 ray.get(place.end.remote(), timeout=2 * _END_SECONDS)
         for place in places:
             ray.kill(place)
-        importlib.import_module("ray.util").remove_placement_group(group)
+        for one in (group, more):
+            if one is not None:
+                importlib.import_module("ray.util").remove_placement_group(one)
+    if ended.is_failure and wanted.least < wanted.most and _has_lost_one_of(nodes):
+        return Ended(ended.status, is_failure=False)
+    return ended
 
 
 def _terminated(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _places(count: int, devices: str) -> tuple[Any, list[Any]]:
+def _reserve(wanted: Wanted, count: int) -> Any:
+    """Ray's reservation for so many ranks, which it may not have yet."""
+    return importlib.import_module("ray.util").placement_group([wanted.each] * count, strategy="PACK")
+
+
+def _is_there(group: Any) -> bool:
+    """Whether Ray has found room for a reservation."""
+    return importlib.import_module("ray.util").placement_group_table(group)["state"] == "CREATED"
+
+
+def _has_lost_one_of(nodes: set[str]) -> bool:
+    """Whether one of these nodes is gone, of which Ray may hear later than of the actors on it."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < deadline:
+        if nodes - {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
+
+
+def _room(wanted: Wanted) -> int:
+    """For how many ranks there is room. What an attempt before this one had is free a moment later."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        in_all = sum(wanted.room_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        free = min(in_all, wanted.room_in(ray.available_resources()), wanted.most)
+        if free == min(in_all, wanted.most) or time.monotonic() > deadline:
+            return max(free, wanted.least)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _places(wanted: Wanted) -> tuple[Any, list[Any]]:
     """(Ray's reservation, an actor for each rank): those of one node beside each other, so local ranks count from 0."""
-    groups, strategies = importlib.import_module("ray.util"), importlib.import_module("ray.util.scheduling_strategies")
-    has_devices = devices == "any" and ray.cluster_resources().get("GPU", 0) >= count
-    wanted = {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" or has_devices else {})}
-    group = groups.placement_group([wanted] * count, strategy="PACK")
-    if not group.wait(_PLACE_SECONDS):
-        there = ray.available_resources()
-        has = ", ".join(f"{there.get(name, 0):g} {name}" for name in wanted)
-        print(f"Ray found no place for {count} ranks within {_PLACE_SECONDS:g} s; it has {has} free", file=sys.stderr)
-        raise SystemExit(1)
+    count = wanted.most if wanted.least == wanted.most else _room(wanted)
+    group = _reserve(wanted, count)
+    while not group.wait(_PLACE_SECONDS if count == wanted.least else _SETTLE_SECONDS):
+        if count == wanted.least:
+            there = ray.available_resources()
+            has = ", ".join(f"{there.get(name, 0):g} {name}" for name in wanted.each)
+            print(
+                f"Ray found no place for {count} ranks within {_PLACE_SECONDS:g} s; it has {has} free", file=sys.stderr
+            )
+            raise SystemExit(1)
+        importlib.import_module("ray.util").remove_placement_group(group)  # somebody else was faster
+        count -= 1
+        group = _reserve(wanted, count)
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
     place_in: Any = strategies.PlacementGroupSchedulingStrategy
     strategy = [place_in(group, placement_group_bundle_index=index) for index in range(count)]
-    options = {"num_cpus": 1, "num_gpus": wanted.get("GPU", 0)}
+    options = {"num_cpus": 1, "num_gpus": wanted.each.get("GPU", 0)}
     actor: Any = Place
     places = [actor.options(scheduling_strategy=one, **options).remote() for one in strategy]
     nodes = [node for node, _ in ray.get([place.host.remote() for place in places])]
@@ -179,31 +263,48 @@ def _places(count: int, devices: str) -> tuple[Any, list[Any]]:
     return group, [places[index] for index in order]
 
 
-def _follow(places: list[Any], content: bytes, directory: Path, job: Job) -> int:
-    """Start all, and carry what they leave until they have ended."""
-    hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
+def _start(places: list[Any], hosts: list[tuple[str, list[str]]], content: bytes) -> None:
+    """Start all ranks; `hosts` are the node of each and its GPUs."""
     nodes = [node for node, _ in hosts]
     sizes, seen = Counter(nodes), Counter[str]()
     starts: list[Any] = []
     for rank, (place, node) in enumerate(zip(places, nodes, strict=True)):
         devices = ",".join(device for other, own in hosts if other == node for device in own)
-        starts.append(place.start.remote(content, rank, seen[node], sizes[node], devices))
+        starts.append(place.start.remote(content, str(Path.cwd()), rank, len(places), seen[node], sizes[node], devices))
         seen[node] += 1
     ray.get(starts)
-    is_stopping = False
+
+
+def _follow(places: list[Any], more: Any, directory: Path, job: Job) -> Ended:
+    """Carry what the ranks leave until they have ended, or until there is room for `more` and they have saved."""
+    is_stopping, grows_until = False, 0.0
+    held: list[tuple[str, bytes]] = []  # how ranks ended that were asked to, for more of them
     while True:
         time.sleep(_LOOK_SECONDS)
-        taken = ray.get([place.take.remote() for place in places])
-        for files, _ in taken:
-            for name, text in files.items():
-                _carry(name, text, directory, job, places)
-        if not is_stopping and (directory / "stop").exists():
+        is_asked = (directory / "stop").exists()
+        if not grows_until and not is_asked and more is not None and _is_there(more):
+            grows_until = time.monotonic() + _SAVE_SECONDS
+        if (is_asked or grows_until) and not is_stopping:
             is_stopping = True
             ray.get([place.give.remote("stop", b"") for place in places])
+        taken = ray.get([place.take.remote() for place in places])
         statuses = [status for _, status in taken]
+        for files, _ in taken:
+            for name, text in files.items():
+                if grows_until and Path(name).suffix in (".error", ".exit"):
+                    held.append((name, text))
+                else:
+                    _carry(name, text, directory, job, places)
         failed = [status for status in statuses if status]
-        if failed or all(status == 0 for status in statuses):
-            return abs(failed[0]) if failed else 0
+        has_ended = all(status is not None for status in statuses)
+        if grows_until and not is_asked and not (has_ended and not failed):  # all have ended well: the training is over
+            if has_ended or time.monotonic() > grows_until:
+                return Ended(1, is_failure=False)
+            continue
+        if failed or has_ended:
+            for name, text in held:
+                _carry(name, text, directory, job, places)
+            return Ended(abs(failed[0]) if failed else 0, is_failure=bool(failed))
 
 
 def _carry(name: str, text: bytes, directory: Path, job: Job, places: list[Any]) -> None:

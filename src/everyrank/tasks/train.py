@@ -93,7 +93,7 @@ def train_rank(
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            updates, changes_size = course_of(job, begin, place), launch.min_nodes is not None
+            updates, changes_size = course_of(job, begin, place), launch.fewer_processes is not None
             results = _train(job, options, about, updates, display, stop, changes_size)
         del prepared, job
         if world.rank != 0:
