@@ -16,7 +16,7 @@ import pytest
 
 from everyrank.cli import main
 from integration.conftest import needs_horovod
-from processes import Forge
+from processes import Forge, free_port
 from recipes.test_recipes import (
     ALL,
     ALONE,
@@ -171,7 +171,7 @@ def test_mpi(forge: Forge, programs: Path, tmp_path: Path, program: str) -> None
     variables = mpirun(tmp_path, program)
     right = read(by_its_command(tmp_path, "mpi", **variables).stdout)
     assert not list((tmp_path / "tmp").glob("mpi-*/*"))  # the file they met over is gone
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
     variables["PATH"] = os.pathsep.join([str(tmp_path / "bin"), str(programs), variables["PATH"]])
     by_address = read(by_its_command(tmp_path, "mpi", words, **variables, **meeting).stdout)
