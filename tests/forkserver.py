@@ -258,7 +258,7 @@ def _preload() -> None:
 
     for package in (everyrank.commands, everyrank.launch, everyrank.strategies):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith(".ray_driver"):
+            if not module.name.endswith((".ray_driver", ".ray_room")):
                 importlib.import_module(module.name)
     _forget_finalizers()  # torch's, of its libraries: each process would take them down at its end
     assert all([torch, everyrank, zoo])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -91,8 +92,11 @@ def test_a_run_that_is_killed_goes_on_to_the_last_bit(
     cli.wait_for(first_checkpoint(run))
     pause = random.Random(layout).uniform(0.0, 0.6)
     time.sleep(pause)
-    for pid in cli.processes():
-        os.kill(pid, signal.SIGKILL)
+    killed = [psutil.Process(pid) for pid in cli.processes()]
+    for process in killed:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the one that started it
+            process.kill()
+    assert psutil.wait_procs(killed, timeout=60)[1] == []  # the lock is let go after the memory, and with it the mark
     assert cli.left() == {}
     for one in checkpoints_of(run):
         assert damage(one) is None

@@ -30,7 +30,7 @@ A host is one machine; a node is a host as launchers count them (--nodes).
     processes.py      function in, results by rank out
     worker.py         what a rank process runs
     fork_server.py    one import of torch for all ranks of a host
-    ray_driver.py     asks a Ray cluster for a place for each rank
+    ray_driver.py     asks a Ray cluster for a place for each rank (ray_room.py: how many it has)
 
 Imports no torch: the process of the person who typed the command only waits.
 """

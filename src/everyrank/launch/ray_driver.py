@@ -18,12 +18,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from everyrank.launch.job import Job
+from everyrank.launch.ray_room import SETTLE_SECONDS, Wanted, has_lost_one_of, is_there, num_places, release, reserve
 from everyrank.launch.spawn import WORKER
 
 __all__ = ["main"]
@@ -31,7 +31,6 @@ __all__ = ["main"]
 ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
 _LOOK_SECONDS = 0.1
 _PLACE_SECONDS = 120.0
-_SETTLE_SECONDS = 10.0  # until Ray has noticed what is free again, and what is gone
 _SAVE_SECONDS = 120.0  # for ranks that were asked to stop, where new ones are taken in
 _END_SECONDS = 10.0
 
@@ -127,19 +126,6 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How many ranks, and what of the cluster each takes."""
-
-    least: int
-    most: int
-    each: dict[str, float]
-
-    def room_in(self, resources: dict[str, float]) -> int:
-        """How many ranks these suffice for."""
-        return int(min(resources.get(name, 0.0) // amount for name, amount in self.each.items()))
-
-
 class Ended(NamedTuple):
     """How an attempt ended: the first status that is not 0; whether ranks failed, or only their number changes."""
 
@@ -178,7 +164,7 @@ def main() -> int:
 def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended:
     """Place as many as there is room for, start all, and follow them. An actor that dies is a rank that failed."""
     group, places = _places(wanted)
-    more = _reserve(wanted, 1) if len(places) < wanted.most else None
+    more = reserve(wanted, 1) if len(places) < wanted.most else None
     nodes: set[str] = set()
     try:
         hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
@@ -196,8 +182,8 @@ def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended
             ray.kill(place)
         for one in (group, more):
             if one is not None:
-                importlib.import_module("ray.util").remove_placement_group(one)
-    if ended.is_failure and wanted.least < wanted.most and _has_lost_one_of(nodes):
+                release(one)
+    if ended.is_failure and wanted.least < wanted.most and has_lost_one_of(nodes):
         return Ended(ended.status, is_failure=False)
     return ended
 
@@ -206,42 +192,11 @@ def _terminated(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _reserve(wanted: Wanted, count: int) -> Any:
-    """Ray's reservation for so many ranks, which it may not have yet."""
-    return importlib.import_module("ray.util").placement_group([wanted.each] * count, strategy="PACK")
-
-
-def _is_there(group: Any) -> bool:
-    """Whether Ray has found room for a reservation."""
-    return importlib.import_module("ray.util").placement_group_table(group)["state"] == "CREATED"
-
-
-def _has_lost_one_of(nodes: set[str]) -> bool:
-    """Whether one of these nodes is gone, of which Ray may hear later than of the actors on it."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while time.monotonic() < deadline:
-        if nodes - {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-            return True
-        time.sleep(_LOOK_SECONDS)
-    return False
-
-
-def _room(wanted: Wanted) -> int:
-    """For how many ranks there is room. What an attempt before this one had is free a moment later."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while True:
-        in_all = sum(wanted.room_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
-        free = min(in_all, wanted.room_in(ray.available_resources()), wanted.most)
-        if free == min(in_all, wanted.most) or time.monotonic() > deadline:
-            return max(free, wanted.least)
-        time.sleep(_LOOK_SECONDS)
-
-
 def _places(wanted: Wanted) -> tuple[Any, list[Any]]:
     """(Ray's reservation, an actor for each rank): those of one node beside each other, so local ranks count from 0."""
-    count = wanted.most if wanted.least == wanted.most else _room(wanted)
-    group = _reserve(wanted, count)
-    while not group.wait(_PLACE_SECONDS if count == wanted.least else _SETTLE_SECONDS):
+    count = wanted.most if wanted.least == wanted.most else num_places(wanted)
+    group = reserve(wanted, count)
+    while not group.wait(_PLACE_SECONDS if count == wanted.least else SETTLE_SECONDS):
         if count == wanted.least:
             there = ray.available_resources()
             has = ", ".join(f"{there.get(name, 0):g} {name}" for name in wanted.each)
@@ -249,9 +204,9 @@ def _places(wanted: Wanted) -> tuple[Any, list[Any]]:
                 f"Ray found no place for {count} ranks within {_PLACE_SECONDS:g} s; it has {has} free", file=sys.stderr
             )
             raise SystemExit(1)
-        importlib.import_module("ray.util").remove_placement_group(group)  # somebody else was faster
+        release(group)  # somebody else was faster
         count -= 1
-        group = _reserve(wanted, count)
+        group = reserve(wanted, count)
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     place_in: Any = strategies.PlacementGroupSchedulingStrategy
     strategy = [place_in(group, placement_group_bundle_index=index) for index in range(count)]
@@ -282,7 +237,7 @@ def _follow(places: list[Any], more: Any, directory: Path, job: Job) -> Ended:
     while True:
         time.sleep(_LOOK_SECONDS)
         is_asked = (directory / "stop").exists()
-        if not grows_until and not is_asked and more is not None and _is_there(more):
+        if not grows_until and not is_asked and more is not None and is_there(more):
             grows_until = time.monotonic() + _SAVE_SECONDS
         if (is_asked or grows_until) and not is_stopping:
             is_stopping = True
