@@ -562,9 +562,8 @@ def test_rank_without_a_sample_takes_part_in_batch_norm(forge: Forge, tmp_path: 
 def test_batch_that_the_ranks_do_not_divide_is_refused(tmp_path: Path) -> None:
     """Three ranks of a third each, rounded down, would be another training."""
     beside(tmp_path, "ddp_torchrun")
-    done = typed(
-        tmp_path, "torchrun --standalone --nproc-per-node 3 ddp_torchrun.py", 1
-    )  # it ends those that still wait
+    # torchrun ends those that still wait for one that has left
+    done = typed(tmp_path, "torchrun --standalone --nproc-per-node 3 ddp_torchrun.py", 1)
     assert "BATCH=64: 3 ranks must divide it" in done.stderr
     assert not done.stdout
 
@@ -672,16 +671,16 @@ def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.integration
 def test_hosts_that_do_not_fit_are_refused(tmp_path: Path, before: str, after: str, said: str) -> None:
-    """Before anything is trained. On one machine the difference is pretended."""
+    """Each of two torchruns says it, before anything is trained. On one machine the difference is pretended."""
     beside(tmp_path, "multi_node")
     text = (tmp_path / "multi_node.py").read_text()
     assert text.count(before) == 1
     (tmp_path / "multi_node.py").write_text(text.replace(before, after))
     commands = "\n".join(re.findall(r"^Run: (.*)$", text, re.MULTILINE))
-    # the first torchrun that ends takes the store with it: mostly not before the other's rank has spoken
+    # the first torchrun that ends takes the store with it: not before the other's rank has spoken
     done = typed(tmp_path, commands.replace("torchrun ", "torchrun --monitor-interval 2 "), 1)  # torchrun's own status
-    lines = [line for line in done.stderr.split("multi_node.py: ")[1:] if "did not find all others" not in line]
-    assert lines, done.stderr
+    lines = done.stderr.split("multi_node.py: ")[1:]  # two processes write to one screen
+    assert len(lines) == 2
     assert all(said in line for line in lines)
     assert not done.stdout
     if "torch" in said:

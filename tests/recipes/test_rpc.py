@@ -133,9 +133,6 @@ def test_mutation_differs(forge: Forge, tmp_path: Path, name: str, before: str, 
     assert distance(read(printed(tmp_path, name, mutated(name, before, after))), library(forge, name)) > 1e-9
 
 
-# --- reinforcement
-
-
 WEIGHTS = """
 import contextlib, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +162,9 @@ def test_parts_that_are_made_at_once_are_the_same_ones(tmp_path: Path, before: s
     (tmp_path / "weights.py").write_text(WEIGHTS)
     done = typed(tmp_path, "python weights.py", status)
     assert ("is another one" in done.stderr) == bool(status)
+
+
+# --- reinforcement
 
 
 @cache
