@@ -52,12 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
         status = _say(str(error), error.log, error.exit_status)
-    except (KeyboardInterrupt, _TerminatedError) as end:
-        word, status = (
-            ("interrupted", INTERRUPTED) if isinstance(end, KeyboardInterrupt) else ("terminated", TERMINATED)
-        )
-        if is_reporting_rank():  # of those that a launcher outside ends, one says it
-            _say(f"{word}; all ranks are ended", None, status)
+    except KeyboardInterrupt:
+        status = _say_ended("interrupted", INTERRUPTED)
+    except _TerminatedError:
+        status = _say_ended("terminated", TERMINATED)
     except BrokenPipeError:
         close_output()  # `everyrank new ddp_torchrun | head`
         status = 0
@@ -96,6 +94,11 @@ def _say(line: str, log: Path | None, status: int) -> int:
         print(f"full traceback: {printable(str(log))}", file=sys.stderr)
     print(f"everyrank: {printable(shortened(line))}", file=sys.stderr)
     return status
+
+
+def _say_ended(word: str, status: int) -> int:
+    """What a signal has ended. A launcher outside passes it on to each rank: one of them says so."""
+    return _say(f"{word}; all ranks are ended", None, status) if is_reporting_rank() else status
 
 
 def _written(error: BaseException) -> Path | None:

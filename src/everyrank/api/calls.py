@@ -113,16 +113,17 @@ def check_fewer_ranks(layout: Layout, launch: Launch, out: Path | None) -> None:
 
     Raises `LayoutError` for one that does not, and `UsageError` without a folder to go on from.
     """
-    if launch.fewer_processes is None:
+    fewer = launch.fewer_processes
+    if fewer is None:
         return
-    on_nodes = f"--nodes {launch.min_nodes}:{launch.nodes}"
-    said = on_nodes if launch.min_nodes is not None else f"--min-processes {launch.fewer_processes.start}"
+    has_nodes = launch.min_nodes is not None
+    said = f"--nodes {launch.min_nodes}:{launch.nodes}" if has_nodes else f"--min-processes {fewer.start}"
     if out is None:
         raise UsageError(
             f"{said}: give --out DIR, a folder that all hosts share: those that go on without one that was lost look "
             "for its checkpoints there"
         )
-    for count in launch.fewer_processes:
+    for count in fewer:
         try:
             layout.mesh(count)
         except LayoutError as error:

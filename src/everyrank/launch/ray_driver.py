@@ -163,12 +163,9 @@ def main() -> int:
 
 def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended:
     """Place as many as there is room for, start all, and follow them. An actor that dies is a rank that failed."""
-    group, places = _places(wanted)
+    group, places, hosts = _places(wanted)
     more = reserve(wanted, 1) if len(places) < wanted.most else None
-    nodes: set[str] = set()
     try:
-        hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
-        nodes = {node for node, _ in hosts}
         _start(places, hosts, content)
         ended = _follow(places, more, directory, job)
     except ray.exceptions.RayActorError as error:
@@ -183,7 +180,7 @@ def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended
         for one in (group, more):
             if one is not None:
                 release(one)
-    if ended.is_failure and wanted.least < wanted.most and has_lost_one_of(nodes):
+    if ended.is_failure and wanted.least < wanted.most and has_lost_one_of({node for node, _ in hosts}):
         return Ended(ended.status, is_failure=False)
     return ended
 
@@ -192,8 +189,11 @@ def _terminated(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _places(wanted: Wanted) -> tuple[Any, list[Any]]:
-    """(Ray's reservation, an actor for each rank): those of one node beside each other, so local ranks count from 0."""
+def _places(wanted: Wanted) -> tuple[Any, list[Any], list[tuple[str, list[str]]]]:
+    """(Ray's reservation, an actor for each rank, the node of each and its GPUs).
+
+    Those of one node are beside each other, so local ranks count from 0.
+    """
     count = wanted.most if wanted.least == wanted.most else num_places(wanted)
     group = reserve(wanted, count)
     while not group.wait(_PLACE_SECONDS if count == wanted.least else SETTLE_SECONDS):
@@ -213,9 +213,10 @@ def _places(wanted: Wanted) -> tuple[Any, list[Any]]:
     options = {"num_cpus": 1, "num_gpus": wanted.each.get("GPU", 0)}
     actor: Any = Place
     places = [actor.options(scheduling_strategy=one, **options).remote() for one in strategy]
-    nodes = [node for node, _ in ray.get([place.host.remote() for place in places])]
+    hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
+    nodes = [node for node, _ in hosts]
     order = sorted(range(count), key=lambda index: (nodes.index(nodes[index]), index))
-    return group, [places[index] for index in order]
+    return group, [places[index] for index in order], [hosts[index] for index in order]
 
 
 def _start(places: list[Any], hosts: list[tuple[str, list[str]]], content: bytes) -> None:
@@ -252,11 +253,12 @@ def _follow(places: list[Any], more: Any, directory: Path, job: Job) -> Ended:
                     _carry(name, text, directory, job, places)
         failed = [status for status in statuses if status]
         has_ended = all(status is not None for status in statuses)
-        if grows_until and not is_asked and not (has_ended and not failed):  # all have ended well: the training is over
+        if (
+            grows_until and not is_asked and (failed or not has_ended)
+        ):  # else the training was over before they heard it
             if has_ended or time.monotonic() > grows_until:
                 return Ended(1, is_failure=False)
-            continue
-        if failed or has_ended:
+        elif failed or has_ended:
             for name, text in held:
                 _carry(name, text, directory, job, places)
             return Ended(abs(failed[0]) if failed else 0, is_failure=bool(failed))
