@@ -52,6 +52,7 @@ RPC_ONLY = {"ddp_rpc", "rpc_rnn", "rpc_reinforcement"}  # with a network of thei
 LONG = {
     "collectives": 270,
     "context": 230,
+    "ddp_file": 180,
     "ddp_rpc": 195,
     "ddp_uneven": 190,
     "expert": 205,

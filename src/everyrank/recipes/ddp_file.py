@@ -22,6 +22,7 @@ import csv
 import fcntl
 import gzip
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -75,6 +76,20 @@ def evaluate(model, data, rank, world_size, device):
     return correct.item() / len(data)
 
 
+def choose_device(rank, world_size):
+    """A CUDA device of its own for each rank, where every host has that many; else the CPU for all of them."""
+    # Ranks of one place see the same devices. A terminal with a CUDA_VISIBLE_DEVICES of its own is a place, too.
+    place = socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = [None] * world_size
+    dist.all_gather_object(found, (place, torch.cuda.device_count()))  # over gloo
+    places = [place for place, _ in found]
+    if any(devices < places.count(place) for place, devices in found):
+        return torch.device("cpu")
+    device = torch.device("cuda", places[:rank].count(place))
+    torch.cuda.set_device(device)
+    return device
+
+
 def refuse(why):  # in one line, with the exit status of wrong usage
     sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # in one go: ranks share the screen
     raise SystemExit(2)
@@ -111,13 +126,12 @@ def main():
         parser.error(f"--world-size {args.world_size}: must divide BATCH={BATCH}")
     rank, world_size, path = args.rank, args.world_size, Path(urlsplit(args.init).path)
     lock_rendezvous(path, rank)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     torch.set_num_threads(max(1, os.cpu_count() // world_size))  # else each rank starts one for every core
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # The timeout ends the wait for a rank that died.
-    dist.init_process_group("nccl" if cuda else "gloo", args.init, timedelta(minutes=5), world_size, rank)
+    dist.init_process_group(backend, args.init, timedelta(minutes=5), world_size, rank)
+    device = choose_device(rank, world_size)
+    cuda = device.type == "cuda"
 
     train_data, held_out = load(dtype)
     # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.

@@ -25,6 +25,7 @@ import argparse
 import csv
 import gzip
 import os
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -76,12 +77,25 @@ def evaluate(model, data, rank, world_size, device):
     return correct.item() / len(data)
 
 
+def choose_device(rank, world_size):
+    """A CUDA device of its own for each rank, where every host has that many; else the CPU for all of them."""
+    # Ranks of one place see the same devices. A terminal with a CUDA_VISIBLE_DEVICES of its own is a place, too.
+    place = socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = [None] * world_size
+    dist.all_gather_object(found, (place, torch.cuda.device_count()))  # over gloo
+    places = [place for place, _ in found]
+    if any(devices < places.count(place) for place, devices in found):
+        return torch.device("cpu")
+    device = torch.device("cuda", places[:rank].count(place))
+    torch.cuda.set_device(device)
+    return device
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True, help="0 to world size - 1, each given once")
     parser.add_argument("--world-size", type=int, required=True, help="how many ranks there are, on all hosts")
     parser.add_argument("--init", required=True, metavar="tcp://HOST:PORT", help="where rank 0 listens")
-    parser.add_argument("--local-rank", type=int, help="which CUDA device of this host; else they are taken in turn")
     parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
@@ -90,22 +104,18 @@ def main():
     if BATCH % args.world_size:
         parser.error(f"--world-size {args.world_size}: must divide BATCH={BATCH}")
     rank, world_size = args.rank, args.world_size
-    cuda = torch.cuda.is_available()
-    local_rank = args.local_rank if args.local_rank is not None else rank % max(1, torch.cuda.device_count())
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     # Unless told, every rank starts a thread for every core, and they hold each other up.
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     # The timeout ends the wait for a rank that is never started, and later for one that died.
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         init_method=args.init,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=5),
-        device_id=device if cuda else None,
     )
+    device = choose_device(rank, world_size)
+    cuda = device.type == "cuda"
 
     train_data, held_out = load(dtype)
     # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
