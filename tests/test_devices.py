@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import runpy
+import socket
 import time
 import types
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -180,7 +183,7 @@ def test_groups_by_mesh(ranks: Any) -> None:
 
 # --- recipes
 
-# they cannot know who shares their host (ddp_file, ddp_tcp), or are told by who starts them
+# ranks that were started by hand ask each other (below); the others are told by who starts them
 TAKE_WHAT_IS_THERE = {"single", "ddp_file", "ddp_tcp", "horovod_ddp", "slurm"}
 
 
@@ -189,6 +192,37 @@ def test_recipes_share_no_card(repository: Path) -> None:
     recipes = (repository / "src/everyrank/recipes").glob("*.py")
     found = {path.stem for path in recipes if "cuda.is_available()" in path.read_text()}
     assert found == TAKE_WHAT_IS_THERE
+
+
+def device_of_recipe(world: World, recipe: str, devices: list[int], names: list[str], visible: list[str]) -> str:
+    """What a rank takes that sees so many devices, on the host of this name."""
+    choose = runpy.run_path(recipe)["choose_device"]
+    rank = world.rank
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=devices[rank]),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(socket, "gethostname", return_value=names[rank]),
+        mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": visible[rank]}),
+    ):
+        return str(choose(rank, world.size))
+
+
+@pytest.mark.parametrize(
+    ("devices", "names", "visible", "expected"),
+    [
+        ([2, 2, 2], "aba", ["0,1"] * 3, ["cuda:0", "cuda:0", "cuda:1"]),
+        ([1, 1, 1], "aba", ["0"] * 3, ["cpu"] * 3),  # one host has too few: nobody takes one
+        ([0, 2, 2], "abb", ["0,1"] * 3, ["cpu"] * 3),
+        ([1, 1, 1], "aaa", ["0", "1", "2"], ["cuda:0"] * 3),  # each terminal shows another device
+        ([2, 2, 1], "aaa", ["0,1", "0,1", "2"], ["cuda:0", "cuda:1", "cuda:0"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["ddp_file", "ddp_tcp"])
+def test_ranks_started_by_hand_share_no_card(
+    ranks: Any, repository: Path, name: str, devices: list[int], names: str, visible: list[str], expected: list[str]
+) -> None:
+    recipe = str(repository / f"src/everyrank/recipes/{name}.py")
+    assert ranks(3, device_of_recipe, recipe, devices, names, visible) == expected
 
 
 # --- Ray
@@ -230,3 +264,34 @@ def test_timeout_of_every_group(ranks: Any) -> None:
     for found in ranks(4, timeouts):
         assert len(found) >= 5
         assert set(found) == {77.0}
+
+
+def groups_of_a_bound_world(world: World) -> Any:
+    """Groups of a world whose ranks are bound to a device: how they were split, this rank's, and what it carries."""
+    splits: list[list[list[int]]] = []
+
+    def split_group(split_ranks: list[list[int]], timeout: Any) -> Any:
+        splits.append(split_ranks)
+        assert timeout.total_seconds() == world.timeout_seconds
+        return dist.new_subgroups_by_enumeration(split_ranks)[0]
+
+    bound = types.SimpleNamespace(bound_device_id=torch.device("cuda", world.rank), real=world.group)
+    bound_world = dataclasses.replace(world, group=bound, group_cache=type(world.group_cache)())
+    found: list[Any] = []
+    with mock.patch.object(dist, "split_group", split_group):
+        mesh = open_mesh(parse_layout("fsdp:replicate=2,shard=2"), bound_world)
+        for axes, use in [(("shard",), ""), (("replicate",), ""), (("shard",), "again"), (("shard",), "")]:
+            group = mesh.group(*axes, use=use)
+            total = torch.tensor(float(world.rank))
+            dist.all_reduce(total, group=group)
+            found.append((dist.get_process_group_ranks(group), total.item()))
+    return splits, found
+
+
+def test_groups_of_nccl_are_split_at_once(ranks: Any) -> None:
+    """One split for each use of an axis, not one for each group of it: a thousand ranks would wait for minutes."""
+    shard, replicate = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    for rank, (splits, found) in enumerate(ranks(4, groups_of_a_bound_world)):
+        assert splits == [shard, replicate, shard]
+        own, beside = shard[rank // 2], replicate[rank % 2]
+        assert found == [(own, sum(own)), (beside, sum(beside)), (own, sum(own)), (own, sum(own))]

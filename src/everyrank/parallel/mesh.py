@@ -108,10 +108,15 @@ class Mesh:
         for rank, coordinate in enumerate(everywhere, self.servers):
             others = tuple(at for axis, at in zip(self.sizes, coordinate, strict=True) if axis not in axes)
             members.setdefault(others, []).append(rank)
-        timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
-        group = dist.new_subgroups_by_enumeration(list(members.values()), timeout=timeout)[0]
+        group = self._split_world(list(members.values()))
         _wait_until_connected(self.world, "x".join(axes))
         return group
+
+    def _split_world(self, members: list[list[int]]) -> Any:
+        timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
+        if getattr(self.world.group, "bound_device_id", None) is None:
+            return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]  # one after the other
+        return dist.split_group(split_ranks=members, timeout=timeout)  # nccl: one split of its communicator for all
 
     def rank_at(self, **coordinate: int) -> int:
         """The rank that differs from this one in the given coordinates."""
