@@ -1,6 +1,6 @@
 """The same training over each backend: layouts beside each other on gloo, shm and mpi, the backends in turns.
 
-    python benchmarks/backends.py                            # about ten minutes, on a machine that does nothing else
+    python benchmarks/backends.py                            # about half an hour, on a machine that does nothing else
     python docs/generate.py                                  # the table of docs/backends.md
 
 Each round is one `everyrank bench` of each workload over each backend; a ratio is of one round, so that what slows the
@@ -19,20 +19,24 @@ from pathlib import Path
 from everyrank import Record, read_records
 from everyrank.record import write_records
 
-DEFAULT = Path(__file__).parent / "records" / "backends-cpu.json"
+HERE = Path(__file__).parent
+DEFAULT = HERE / "records" / "backends-cpu.json"
 LAYOUTS = {
     "digits": ["ddp", "zero1", "fsdp"],
     "text": ["ddp", "zero1", "fsdp", "tensor", "context", "pipeline:microbatches=4"],
+    "mlp": ["ddp", "zero1", "fsdp"],
 }
-WORDS = {"digits": ["--steps", "40"], "text": ["--steps", "10", "--batch", "8"]}  # text: some minutes else
+FILES = {"mlp": "benchmarks/mlp.py:workload"}  # the others are built in
+WORDS = {"digits": ["--steps", "40"], "text": ["--steps", "10", "--batch", "8"], "mlp": ["--steps", "40"]}
 
 
 def bench(workload: str, backend: str, words: list[str], folder: Path) -> list[Record]:
     """The Records of all layouts of a workload. Ends this process where the bench has failed."""
     path = folder / "bench.json"
-    command = [sys.executable, "-P", "-m", "everyrank", "bench", workload, "--layout", *LAYOUTS[workload]]
+    command = [sys.executable, "-P", "-m", "everyrank", "bench", FILES.get(workload, workload)]
+    command += ["--layout", *LAYOUTS[workload]]
     command += ["--backend", backend, "--processes", "2", "--device", "cpu", "--json", str(path), *words]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command[3:])}: status {done.returncode}")
     return read_records(path)

@@ -1,0 +1,42 @@
+"""A workload whose gradients weigh more than its arithmetic: 17 MB of them an update, of four wide layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from everyrank import Workload
+
+WIDTH = 1024
+CLASSES = 10
+
+
+def model() -> nn.Sequential:
+    """4.2 million parameters, (N, 1024) -> (N, 10)."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+def train_data() -> TensorDataset:
+    """Noise, and as its class the largest of its first ten numbers."""
+    values = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(values, values[:, :CLASSES].argmax(1))
+
+
+def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+def workload() -> Workload:
+    """32 samples a rank on two ranks."""
+    return Workload(
+        name="mlp",
+        model=model,
+        train_data=train_data,
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        global_batch=64,
+        epochs=1,
+    )
