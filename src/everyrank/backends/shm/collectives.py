@@ -268,32 +268,39 @@ class Slots:
             self._reduce(given, own[span], reduction)
 
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
-        """As `GroupCollectives` says. A first phase says how long each part is: a rank knows its own alone."""
-        dtype = (sent + received)[0].dtype
-        call = encode_call("all_to_all", dtype, 0)
-        yield from self._begin(call)
-        slots = self._buffer(torch.int64, self.phase)
-        slots[self.rank][: self.size] = torch.tensor([part.nbytes for part in sent])
-        yield from self._signalled(self.others)
-        lengths = [slots[rank][: self.size].tolist() for rank in range(self.size)]
-        for rank in range(self.size):
-            if lengths[rank][self.rank] != received[rank].nbytes:
-                raise RankFailedError(
-                    f"all_to_all: rank {self.ranks[rank]} sends {lengths[rank][self.rank]} bytes to rank "
-                    f"{self.ranks[self.rank]}, which expects {received[rank].nbytes}"
-                )
-        room = self._room()
-        for span in ranges_of(max(map(max, lengths)), room):
+        """As `GroupCollectives` says. A rank knows how long its own parts are: the first phase says so, too."""
+        call = encode_call("all_to_all", (sent + received)[0].dtype, 0)
+        head = -(-self.size // LINE) * LINE * 8  # bytes at the beginning of a slot, for the lengths
+        room = (self.num_bytes - head) // self.size // 64 * 64
+        outgoing, incoming = [as_bytes(part) for part in sent], [as_bytes(part) for part in received]
+        first, longest = 0, 1
+        while first < longest:
             yield from self._begin(call)
             slots = self._buffer(torch.uint8, self.phase)
-            for rank in range(self.size):
-                piece = as_bytes(sent[rank])[span]
-                slots[self.rank][rank * room : rank * room + len(piece)].copy_(piece)
+            for rank in self.others:
+                piece, place = outgoing[rank][first : first + room], head + rank * room
+                slots[self.rank][place : place + len(piece)].copy_(piece)
+            if not first:
+                self._beginnings(torch.int64, self.size)[self.rank].copy_(torch.tensor(list(map(len, outgoing))))
             yield from self._signalled(self.others)
-            first = self.rank * room
-            for rank in range(self.size):
-                piece = as_bytes(received[rank])[span]
-                piece.copy_(slots[rank][first : first + len(piece)])
+            if not first:
+                longest = self._longest(incoming)
+                incoming[self.rank].copy_(outgoing[self.rank])
+            for rank in self.others:
+                piece, place = incoming[rank][first : first + room], head + self.rank * room
+                piece.copy_(slots[rank][place : place + len(piece)])
+            first += room
+
+    def _longest(self, incoming: list[Tensor]) -> int:
+        """Bytes of the longest part that any rank sends. Raises `RankFailedError` for one that is not as expected."""
+        lengths = [slot.tolist() for slot in self._beginnings(torch.int64, self.size)]
+        for rank, part in enumerate(incoming):
+            if lengths[rank][self.rank] != len(part):
+                raise RankFailedError(
+                    f"all_to_all: rank {self.ranks[rank]} sends {lengths[rank][self.rank]} bytes to rank "
+                    f"{self.ranks[self.rank]}, which expects {len(part)}"
+                )
+        return max(map(max, lengths))
 
     def _room(self) -> int:
         """Bytes of a slot for each rank, so that any dtype fits without a remainder."""

@@ -74,6 +74,6 @@ def slot_and_cell(size: int) -> tuple[int, int]:
     """
     share = max(1, size // _FEW_RANKS)
     slot, cell = _SLOT_BYTES // share // _PAGE * _PAGE, max(_PAGE, _CELL_BYTES // share**2 // _PAGE * _PAGE)
-    if slot < 64 * size:
+    if slot < 128 * size:  # all_to_all: how long each part is, and 64 bytes of it
         raise CannotRunError(f"--backend shm: {size} ranks in a group are too many; use --backend gloo")
     return slot, cell
