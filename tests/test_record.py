@@ -92,6 +92,12 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    """As a notebook has it."""
+    write_records([full()], f"{tmp_path}/records.json")
+    assert read_records(f"{tmp_path}/records.json") == [full()]
+
+
 def test_types_come_back(tmp_path: Path) -> None:
     """Nested nouns come back as nouns, not as dicts."""
     path = tmp_path / "records.json"

@@ -218,8 +218,9 @@ class Record:
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def write_records(records: Sequence[Record], path: Path) -> None:
+def write_records(records: Sequence[Record], path: str | Path) -> None:
     """Write a list of Records as JSON. Numbers keep all their digits; NaN is written as null."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([_plain(dataclasses.asdict(record)) for record in records], indent=1, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
@@ -235,8 +236,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: str | Path) -> list[Record]:
     """Read what `write_records` wrote. Raises `UsageError` for a file that is not a list of Records."""
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text)
