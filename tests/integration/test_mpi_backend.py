@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from everyrank import Record, read_records
+from everyrank import read_records
 from integration.conftest import Hosts, absent
 from integration.test_failures import HAPPENS, SAYS
 from integration.test_recipe_commands import mpirun
@@ -229,30 +229,6 @@ def test_a_rank_that_does_not_come(tmp_path: Path, mpi: dict[str, str]) -> None:
     """The two that wait name the third, and not each other."""
     done = by_mpirun(tmp_path, mpi, 3, MISSING)
     assert done.stdout.count("mpi all_reduce timed out after 3 s (--timeout): rank 1 did not come") == 2, done.stderr
-
-
-def trained(folder: Path, variables: dict[str, str], backend: str) -> Record:
-    command = [*EVERYRANK, "train", "digits", "--layout", "ddp:precision=float64", "--steps", "6", "--save-every", "0"]
-    done = subprocess.run(
-        [*command, "--json", "r.json", "--out", backend, "--launcher", "mpi", "--processes", "2", "--backend", backend],
-        cwd=folder,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read_records(folder / "r.json")[0]
-
-
-@pytest.mark.parametrize("mpi", ["Open MPI"], indirect=True)
-def test_losses_of_gloo(tmp_path: Path, mpi: dict[str, str]) -> None:
-    """A training of two ranks, to the last bit."""
-    found, expected = (trained(tmp_path, mpi, backend) for backend in ("mpi", "gloo"))
-    assert (found.backend, expected.backend) == ("mpi", "gloo")
-    assert found.loss == expected.loss
-    assert found.metrics == expected.metrics
 
 
 @pytest.mark.parametrize(
