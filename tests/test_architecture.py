@@ -88,6 +88,7 @@ INSIDE = {
         "transport",
         "flat",
         "group",
+        "horovod",
         "shm.segment",
         "shm.calls",
         "shm.pieces",

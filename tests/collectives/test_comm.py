@@ -187,6 +187,7 @@ def test_algorithms_by_the_command(everyrank: Any, tmp_path: Path) -> None:
         ("--op all_reduce --reduction band", "give --dtype int64"),
         ("--op all_reduce --reduction avg --dtype int64", "give a floating --dtype"),
         ("--group-size 3 --processes 4", "give a divisor of 4"),
+        ("--group-size 1 --backend gloo horovod", "--backend horovod: its group is that of all ranks"),
         ("--seconds 0", "give more than 0"),
     ],
 )

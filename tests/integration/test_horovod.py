@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
+import json
 import re
 import subprocess
 import sys
@@ -16,11 +18,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zoo
 from everyrank import parse_layout, read_records
-from everyrank.backends import observed_calls
+from everyrank.backends import observed_calls, register_backend
+from everyrank.collectives.operations import OPERATIONS, Case
+from everyrank.collectives.sweep import refusal as comm_refusal
 from everyrank.data import all_updates
 from everyrank.errors import EveryrankError
 from everyrank.launch import mpi
@@ -28,7 +33,7 @@ from everyrank.loop import open_data, run_updates
 from everyrank.parity import check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.strategies import prepare
-from everyrank.world import World
+from everyrank.world import World, start_horovod
 from integration.conftest import absent, needs_horovod
 from integration.test_failures import HAPPENS, SAYS
 from parity.test_equal import assert_equal, parities
@@ -317,8 +322,6 @@ def test_all_go_on_with_the_optimizer_of_rank_0(hvd_ranks: Any, mutation: bool) 
 
 def broadcast_of_horovod(world: World) -> tuple[float, float]:
     """How far hvd.broadcast_optimizer_state moves fresh weights, and the first step that AdamW will count."""
-    from everyrank.world import start_horovod
-
     hvd = start_horovod(world)
     model = torch.nn.Linear(3, 1)
     before = model.weight.detach().clone()
@@ -332,6 +335,53 @@ def test_why_its_own_broadcast_of_the_optimizer_is_not_used(hvd_ranks: Any) -> N
     for moved, step in hvd_ranks(2, broadcast_of_horovod):
         assert moved > 0
         assert step == 1
+
+
+# --- its collectives, measured beside others
+
+LACKS = {
+    **dict.fromkeys(("send", "isend", "batch_isend_irecv", "send_object_list"), "no messages"),
+    **dict.fromkeys(("reduce", "gather", "gather_object"), "ends on every rank"),
+    **dict.fromkeys(("scatter", "scatter_object_list"), "no scatter"),
+    "monitored_barrier": "only implemented for GLOO",
+}
+
+
+def tried(world: World, length: int) -> dict[str, str]:
+    """What is refused, or has a wrong element: every operation, in every dtype that Horovod carries."""
+    start_horovod(world)
+    group = dist.new_group(backend=register_backend("horovod"))
+    found: dict[str, str] = {}
+    for name, operation in OPERATIONS.items():
+        dtypes = (torch.float32, torch.float64, torch.float16, torch.int64) if operation.has_size else (torch.float32,)
+        for dtype, is_async in itertools.product(dtypes, {False, operation.has_async}):
+            for reduction in ("sum", "product", "min", "max") if name == "all_reduce" else ("sum",):
+                step = operation.multiple(world.size)
+                case = Case(world.rank, world.size, group, -(-length // step) * step, dtype)
+                call = operation.make(dataclasses.replace(case, reduction=reduction, is_async=is_async))
+                words = comm_refusal(world, call)
+                if words is not None or call.wrong():
+                    found[name] = words or f"{call.wrong()} wrong elements of {dtype}, {reduction}, {is_async}"
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 1001])
+@pytest.mark.parametrize("count", [2, 3])
+def test_its_collectives_are_right(hvd_ranks: Any, count: int, length: int) -> None:
+    """Of any length; what it lacks says so, and what comes after that goes on."""
+    for found in hvd_ranks(count, tried, length):
+        assert found.keys() == LACKS.keys()
+        assert all(LACKS[name] in words for name, words in found.items()), found
+
+
+def test_measured_beside_gloo(everyrank: Any, tmp_path: Path) -> None:
+    needs_horovod()
+    words = ["--backend", "gloo", "horovod", "--sizes", "4:64KiB", "--seconds", "0.01", "--json", "c.json"]
+    done = everyrank(tmp_path, "comm", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in json.loads((tmp_path / "c.json").read_text())["rows"] if row["backend"] == "horovod"]
+    assert {row["operation"] for row in rows if row["refused"]} == LACKS.keys()
+    assert all(row["mean_speedup"] > 0 and row["num_wrong"] == 0 for row in rows if not row["refused"])
 
 
 # --- refused

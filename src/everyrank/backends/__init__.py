@@ -1,4 +1,4 @@
-"""c10d backends of ours, in Python: `shm` for ranks of one host, `mpi` for those that mpirun starts.
+"""c10d backends of ours, in Python: `shm` for ranks of one host, `mpi` for those that mpirun starts; and Horovod's.
 
 Registered with torch where a World asks for them; every group made inside that world is one of theirs, too.
 
@@ -11,6 +11,7 @@ Registered with torch where a World asks for them; every group made inside that 
     group.py      c10d's calls by those: the process group that torch sees
     shm/          through memory that the ranks share
     mpi/          through any MPI, by mpi4py
+    horovod.py    what Horovod has of them, to be measured beside
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from everyrank.backends.engine import recorded
 from everyrank.backends.group import PythonGroup, is_observed, observe_call, observed_calls
+from everyrank.backends.horovod import make_horovod_group
 from everyrank.backends.mpi import make_mpi_group
 from everyrank.backends.recent import RECENT_CALLS
 from everyrank.backends.shm import make_shm_group, no_shared_memory
@@ -37,7 +39,7 @@ __all__ = [
     "register_backend",
 ]
 
-OWN_BACKENDS = {"shm": make_shm_group, "mpi": make_mpi_group}
+OWN_BACKENDS = {"shm": make_shm_group, "mpi": make_mpi_group, "horovod": make_horovod_group}
 _TORCH_NAMES = {"mpi": "everyrank_mpi"}  # torch keeps `mpi` for its own, which only a torch built with an MPI has
 
 

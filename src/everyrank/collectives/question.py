@@ -84,6 +84,8 @@ class CommOptions:
             raise UsageError(f"--seconds {self.seconds:g}: give more than 0")
         if self.group_size is not None and self.group_size < 1:
             raise UsageError(f"--group-size {self.group_size}: give 1 or more")
+        if self.group_size is not None and "horovod" in self.backends:
+            raise UsageError("--backend horovod: its group is that of all ranks; leave out --group-size, or horovod")
 
     def _check_algorithms(self) -> None:
         named = f"--algorithm {' '.join(self.algorithms)}"

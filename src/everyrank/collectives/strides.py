@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from everyrank.backends import OWN_BACKENDS
 from everyrank.collectives.operations import OPERATIONS, Case
 from everyrank.collectives.question import CommOptions
 from everyrank.collectives.sweep import TORCH_DTYPES, refusal
@@ -19,6 +18,7 @@ __all__ = ["MEMORY", "StridesRow", "check_strides"]
 
 MEMORY = ("strided", "transposed")
 """strided: every other element of what lies in memory. transposed: all of it, in the order of columns."""
+_TAKE_ALL = ("shm", "mpi")
 _LENGTH = 6  # elements for each part that a rank has
 
 
@@ -33,8 +33,8 @@ class StridesRow:
     is_failure   whether that is a failure of the backend
 
     torch promises such tensors for no backend: gloo refuses some, and gets others wrong without a word. That is said,
-    and is no failure: a person has to know of it, and can do nothing about it but to call `.contiguous()`. The backends
-    of ours say that they take every tensor: there, a wrong element or a refusal is a failure like any other.
+    and is no failure: a person has to know of it, and can do nothing about it but to call `.contiguous()`. `shm` and
+    `mpi` of ours say that they take every tensor: there, a wrong element or a refusal is a failure like any other.
     """
 
     backend: str
@@ -69,6 +69,6 @@ def check_strides(world: World, groups: Mapping[str, dist.ProcessGroup], options
                 refused = refusal(world, call)
                 wrong = torch.tensor([call.wrong() if refused is None else 0])
                 num_wrong = int(torch.stack(all_gather(wrong, world)).sum())
-                is_failure = backend in OWN_BACKENDS and (refused is not None or num_wrong > 0)
+                is_failure = backend in _TAKE_ALL and (refused is not None or num_wrong > 0)
                 rows.append(StridesRow(backend, name, memory, refused, num_wrong, is_failure))
     return rows

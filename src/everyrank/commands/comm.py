@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     )
     launch = launch_of(args)
     for backend in options.backends:
-        dataclasses.replace(launch, backend=backend)  # raises UsageError where there is no such
+        if backend != "horovod":
+            dataclasses.replace(launch, backend=backend)  # raises UsageError where there is no such
     _check_groups(options, launch)
     check_html(args)
     check_writable(args.json)

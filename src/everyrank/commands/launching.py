@@ -52,7 +52,7 @@ def add_launching(
     words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
     backends = "shm, gloo, nccl or mpi; default: shm on CPU, nccl on CUDA"
     if several_backends:
-        words.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}. Several take turns")
+        words.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}; or horovod. Several take turns")
     else:
         words.add_argument("--backend", metavar="B", help=backends)
     words.add_argument(
@@ -236,7 +236,8 @@ def _backend(args: argparse.Namespace) -> str | None:
     asked: str | list[str] | None = args.backend
     if not isinstance(asked, list):
         return asked
-    return next((name for name in ("mpi", "shm") if name in asked), asked[0])
+    asked = [name for name in asked if name != "horovod"]  # which starts beside any of them
+    return next((name for name in ("mpi", "shm") if name in asked), asked[0] if asked else None)
 
 
 def dry_run_or_submit(args: argparse.Namespace) -> int | None:

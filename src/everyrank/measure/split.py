@@ -36,7 +36,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 _PAUSE_US = 30.0  # between two operators of one thread: longer than Python needs, shorter than any collective
 _MARK = "everyrank:"
-_OWN_CALLS = tuple(f"{name}:" for name in (*OWN_BACKENDS, "horovod"))
+_OWN_CALLS = tuple(f"{name}:" for name in OWN_BACKENDS)
 _ON_CUDA = ("kernel", "gpu_memcpy", "gpu_memset")
 
 

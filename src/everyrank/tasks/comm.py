@@ -18,7 +18,7 @@ from everyrank.errors import CannotRunError
 from everyrank.launch import Launch, RankInfo
 from everyrank.measure.memory import free_memory_bytes
 from everyrank.measure.provenance import machine
-from everyrank.world import World, open_world
+from everyrank.world import World, open_world, start_horovod
 from everyrank.world.world import choose_backend
 
 __all__ = ["comm_rank", "needed_bytes"]
@@ -57,6 +57,8 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
         if name == world.backend and size == world.size:
             found[name] = world.group
         else:
+            if name == "horovod":
+                start_horovod(world)
             timeout = datetime.timedelta(seconds=world.timeout_seconds)
             own: Any = dist.new_subgroups_by_enumeration(members, timeout, register_backend(name))[0]
             found[name] = own
