@@ -117,6 +117,12 @@ dist.all_to_all(lists, [torch.full((2 * (place + 1),), float(rank)) for place in
 assert all((part == place).all() for place, part in enumerate(lists))
 dist.all_reduce(torch.zeros(0))
 
+# what is added up on one rank stays as it was on the others
+for dtype in (torch.float32, torch.float16):
+    longer = torch.full((2**20 + 3,), rank + 1).to(dtype)
+    dist.reduce(longer, 1)
+    assert (longer == (total + size if rank == 1 else rank + 1)).all()
+
 # dtypes that MPI does not have, or has otherwise
 for dtype in (torch.bool, torch.int8, torch.uint8, torch.int16, torch.complex64, torch.complex128):
     tensor = torch.ones(7, dtype=dtype)
