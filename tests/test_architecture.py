@@ -83,6 +83,8 @@ INSIDE = {
     "backends": [
         "said",
         "lane",
+        "spans",
+        "callbacks",
         "engine",
         "recent",
         "transport",

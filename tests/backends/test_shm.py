@@ -23,7 +23,7 @@ from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
-from everyrank.world import open_world
+from everyrank.world import World, open_world
 
 SECONDS = 20.0
 
@@ -159,6 +159,39 @@ def left_alone(world: Any) -> bool:
 
 def test_nobody_has_to_wait(ranks: Any) -> None:
     assert ranks(2, left_alone) == [True, True]
+
+
+def called_back(world: World, waits_by_work: bool) -> list[float]:
+    """What callbacks get that start another collective and wait for its future, as torch's PowerSGD does.
+
+    Each time rank 1 is late, so that the callback of rank 0 runs in the thread that moves on what was left; or where
+    its work is waited for, in this one.
+    """
+    group, found = group_of(world, 5.0), []
+
+    def summed(value: float) -> dist.Work:
+        time.sleep(0.05 * (world.rank == 1))
+        work = dist.all_reduce(torch.tensor([value]), group=group, async_op=True)
+        assert work is not None
+        return work
+
+    def again(before: Any) -> Any:
+        total = float(before.value()[0])
+        found.append(total)
+        return summed(total).get_future().wait()
+
+    work = summed(float(world.rank + 1))
+    future = work.get_future().then(again).then(again)
+    if waits_by_work:
+        work.wait()
+    found.append(float(future.wait()[0]))
+    return found
+
+
+@pytest.mark.parametrize("waits_by_work", [False, True])
+def test_callbacks_may_start_collectives_and_wait(ranks: Any, waits_by_work: bool) -> None:
+    """Who waits for a future moves nothing on, and who calls back holds the engine's lock."""
+    assert ranks(2, called_back, waits_by_work) == [[3.0, 6.0, 12.0]] * 2
 
 
 # --- ranks that do something else, or nothing

@@ -22,14 +22,14 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
-from torch.profiler import record_function
 
+from everyrank.backends.callbacks import complete, is_called_back
 from everyrank.backends.lane import Lane, Steps
+from everyrank.backends.spans import recorded
 from everyrank.errors import RankFailedError, describe
 
-__all__ = ["ENGINE", "Engine", "PendingWork", "recorded"]
+__all__ = ["ENGINE", "Engine", "PendingWork"]
 
 _SPINS = 200  # looks at what is waited for, before the clock is looked at
 _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
@@ -37,11 +37,6 @@ _LONGEST_PAUSE = 0.001
 _PATIENCE_SECONDS = 0.0005  # an asynchronous operation waits so long for its peers before it is left to the thread
 _LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
 _LINGER_SECONDS, _THREAD_PAUSE = 0.1, 0.0002  # the thread stays awake so long after its last work, and sleeps between
-
-
-def recorded(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Under a profiler, the span of a call: "shm:all_reduce"."""
-    return record_function(name.replace(" ", ":")) if profiler._is_profiler_enabled else contextlib.nullcontext()  # pyright: ignore
 
 
 class PendingWork(Work):
@@ -119,7 +114,7 @@ class PendingWork(Work):
         self.error, self.done = error, True
         self.steps.close()
         if self.future is not None:
-            self.future.set_result(None)
+            complete(self.future)
 
 
 class Engine:
@@ -143,7 +138,7 @@ class Engine:
             if operation.done:
                 return operation
             self.pending[lane] = None
-        if not is_async:
+        if not is_async or (patience > 0 and is_called_back()):
             self.finish(operation, None)
         else:
             with self._as_waiter():
