@@ -182,7 +182,7 @@ def test_algorithms_by_the_command(everyrank: Any, tmp_path: Path) -> None:
         ("--op all_reduce broadcast --algorithm all", "--algorithm all: the algorithms are of all_reduce"),
         ("--op all_reduce --algorithm ring all", "all are all; give it alone"),
         ("--op all_reduce --algorithm ring tree ring", "ring stands there twice"),
-        ("--backend gloo foo", "--backend foo: give shm, gloo, nccl"),
+        ("--backend gloo foo", "--backend foo: give shm, gloo, nccl, mpi, horovod"),
         ("--backend gloo gloo", "gloo stands there twice"),
         ("--op all_reduce --reduction band", "give --dtype int64"),
         ("--op all_reduce --reduction avg --dtype int64", "give a floating --dtype"),

@@ -24,6 +24,7 @@ from everyrank.launch import (
     rank_info_from_environment,
 )
 from everyrank.launch.environments import environment_of, is_rank_0_of_all
+from everyrank.launch.job import BACKEND_NAMES
 from everyrank.launch.launcher import DEFAULT_LAUNCHER, Scheduler, launcher_named
 from everyrank.layout import Layout, parse_layout
 
@@ -236,6 +237,10 @@ def _backend(args: argparse.Namespace) -> str | None:
     asked: str | list[str] | None = args.backend
     if not isinstance(asked, list):
         return asked
+    known = (*BACKEND_NAMES, "horovod")
+    for name in asked:
+        if name not in known:
+            raise UsageError(f"--backend {name}: give {', '.join(known)}")
     asked = [name for name in asked if name != "horovod"]  # which starts beside any of them
     return next((name for name in ("mpi", "shm") if name in asked), asked[0] if asked else None)
 

@@ -14,7 +14,7 @@ from everyrank.errors import UsageError
 from everyrank.launch.hosts import split_endpoint
 from everyrank.launch.launcher import DEFAULT_LAUNCHER, Launcher, launcher_named
 
-__all__ = ["FORK_SERVER", "PYTHON", "WORKER", "Job", "Launch", "named_function"]
+__all__ = ["BACKEND_NAMES", "FORK_SERVER", "PYTHON", "WORKER", "Job", "Launch", "named_function"]
 
 PYTHON = (sys.executable, "-P")  # without the current folder, in which others may have left a json.py
 WORKER = (*PYTHON, "-m", "everyrank.launch.worker")
