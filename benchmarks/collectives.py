@@ -30,9 +30,10 @@ def questions(backends: list[str], sizes: list[str], seconds: float) -> list[lis
         [*common, "--op", "all_reduce", "--algorithm", "all", "--backend", "gloo", "--processes", str(ranks)]
         for ranks in (2, 4)
     ]
-    found.append([*common, "--backend", *(name for name in backends if name != "horovod"), "--processes", "2"])
+    others = [name for name in backends if name != "horovod"]
+    found.append([*common, "--backend", *others, "--processes", "2"])
     if "horovod" in backends:
-        found.append([*common, "--backend", backends[0], "horovod", "--processes", "2"])
+        found.append([*common, "--backend", others[0], "horovod", "--processes", "2"])
     return found
 
 

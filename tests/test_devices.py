@@ -275,7 +275,7 @@ def groups_of_a_bound_world(world: World) -> Any:
         assert timeout.total_seconds() == world.timeout_seconds
         return dist.new_subgroups_by_enumeration(split_ranks)[0]
 
-    bound = types.SimpleNamespace(bound_device_id=torch.device("cuda", world.rank), real=world.group)
+    bound = types.SimpleNamespace(bound_device_id=torch.device("cuda", world.rank))
     bound_world = dataclasses.replace(world, group=bound, group_cache=type(world.group_cache)())
     found: list[Any] = []
     with mock.patch.object(dist, "split_group", split_group):

@@ -36,7 +36,8 @@ def test_horovod_that_is_not_there(everyrank: Any, tmp_path: Path) -> None:
     done = everyrank(tmp_path, "train", "mine.py", "--layout", "horovod", "--processes", "2", "--save-every", "0")
     assert done.returncode == 3, done.stderr
     line = done.stderr.splitlines()[-1]
-    assert "Horovod is not installed here; build 0.28.1 for this torch (docs/horovod.md)" in line
+    instead = "or use layout ddp, or another --backend"
+    assert line.endswith(f"Horovod is not installed here; build 0.28.1 for this torch (docs/horovod.md), {instead}")
     assert "Traceback" not in done.stderr
 
 

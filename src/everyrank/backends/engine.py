@@ -138,6 +138,7 @@ class Engine:
             if operation.done:
                 return operation
             self.pending[lane] = None
+        # of messages, which nobody is patient with, a callback may start several that only end together
         if not is_async or (patience > 0 and is_called_back()):
             self.finish(operation, None)
         else:

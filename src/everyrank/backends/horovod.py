@@ -31,24 +31,19 @@ _REDUCTIONS = {"sum": "Sum", "avg": "Average", "min": "Min", "max": "Max", "prod
 def make_horovod_group(
     _: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: datetime.timedelta, name: str
 ) -> PythonGroup:
-    """A process group over Horovod, which is initialised and has these ranks. Raises `CannotRunError` for others."""
+    """A process group over Horovod, initialised before. Raises `CannotRunError` where its ranks are not these."""
     hvd: Any = importlib.import_module("horovod.torch")
-    if not hvd.is_initialized() or (rank, size) != (hvd.rank(), hvd.size()):
-        raise CannotRunError("--backend horovod: its group is that of all ranks; leave out --group-size")
-    lane = Lane(ranks, timeout.total_seconds())
-    return PythonGroup(
-        Transport("horovod", HorovodCollectives(hvd, rank, size, name), _NoMessages(), lane, lambda: None),
-        rank,
-        size,
-        name,
-    )
+    if (rank, size) != (hvd.rank(), hvd.size()):
+        raise CannotRunError("backend horovod: its group is that of all ranks")
+    collectives, lane = HorovodCollectives(hvd, rank, size, name), Lane(ranks, timeout.total_seconds())
+    return PythonGroup(Transport("horovod", collectives, _NoMessages(), lane, lambda: None), rank, size, name)
 
 
 class HorovodCollectives:
     """`GroupCollectives` of transport.py says what each does."""
 
     def __init__(self, hvd: Any, rank: int, size: int, group_name: str) -> None:
-        self.hvd, self.size = hvd, size
+        self.hvd = hvd
         self.others = [other for other in range(size) if other != rank]
         self.names = (f"{group_name}/{number}" for number in itertools.count())  # every rank calls the same
 

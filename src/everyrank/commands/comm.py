@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -63,9 +62,6 @@ def run(args: argparse.Namespace) -> int:
         args.seconds,
     )
     launch = launch_of(args)
-    for backend in options.backends:
-        if backend != "horovod":
-            dataclasses.replace(launch, backend=backend)  # raises UsageError where there is no such
     _check_groups(options, launch)
     check_html(args)
     check_writable(args.json)

@@ -40,8 +40,9 @@ def import_horovod() -> Any:
             why = "Horovod is not installed here"
         else:  # built for another torch, or without this one
             why = f"Horovod does not load ({describe(error).splitlines()[0]})"
-        instead = "layout ddp, or another --backend"
-        raise CannotRunError(f"{why}; build 0.28.1 for this torch (docs/horovod.md), or use {instead}") from error
+        raise CannotRunError(
+            f"{why}; build 0.28.1 for this torch (docs/horovod.md), or use layout ddp, or another --backend"
+        ) from error
 
 
 def start_horovod(world: World) -> Any:

@@ -271,7 +271,7 @@ class Slots:
         """As `GroupCollectives` says. A rank knows how long its own parts are: the first phase says so, too."""
         call = encode_call("all_to_all", (sent + received)[0].dtype, 0)
         head = -(-self.size // LINE) * LINE * 8  # bytes at the beginning of a slot, for the lengths
-        room = (self.num_bytes - head) // self.size // 64 * 64
+        room = self._room(head)
         outgoing, incoming = [as_bytes(part) for part in sent], [as_bytes(part) for part in received]
         first, longest = 0, 1
         while first < longest:
@@ -302,6 +302,6 @@ class Slots:
                 )
         return max(map(max, lengths))
 
-    def _room(self) -> int:
-        """Bytes of a slot for each rank, so that any dtype fits without a remainder."""
-        return self.num_bytes // self.size // 64 * 64
+    def _room(self, head: int = 0) -> int:
+        """Bytes of a slot, behind its first ones, for each rank, so that any dtype fits without a remainder."""
+        return (self.num_bytes - head) // self.size // 64 * 64
