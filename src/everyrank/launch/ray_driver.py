@@ -253,9 +253,8 @@ def _follow(places: list[Any], more: Any, directory: Path, job: Job) -> Ended:
                     _carry(name, text, directory, job, places)
         failed = [status for status in statuses if status]
         has_ended = all(status is not None for status in statuses)
-        if (
-            grows_until and not is_asked and (failed or not has_ended)
-        ):  # else the training was over before they heard it
+        is_growing = grows_until and not is_asked
+        if is_growing and (failed or not has_ended):  # else the training was over before they heard it
             if has_ended or time.monotonic() > grows_until:
                 return Ended(1, is_failure=False)
         elif failed or has_ended:
