@@ -13,12 +13,10 @@ Operations of one lane come one after the other: collectives of a group, message
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import os
 import threading
 import time
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -47,17 +45,19 @@ class PendingWork(Work):
     tensors   what it fills, for whoever asks its future
     """
 
+    # of the class until they change: most calls are done before one of them does
+    done = False
+    error: BaseException | None = None
+    value: Any = None
+    future: torch.futures.Future[Any] | None = None
+    missing: list[int] | None = None  # waited for
+    is_awaited = False
+    since = 0.0  # when that wait began
+    looked = 0.0  # when the missing were last looked after
+
     def __init__(self, name: str, lane: Lane, steps: Steps, tensors: list[Any]) -> None:
         super().__init__()
         self.name, self.lane, self.steps, self.tensors = name, lane, steps, tensors
-        self.done = False
-        self.error: BaseException | None = None
-        self.value: Any = None
-        self.future: torch.futures.Future[Any] | None = None
-        self.missing: list[int] | None = None  # waited for
-        self.is_awaited = False
-        self.since = 0.0  # when that wait began
-        self.looked = 0.0  # when the missing were last looked after
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Until it is done. Raises what it failed with: `RankFailedError` for ranks that are gone or do not come."""
@@ -142,17 +142,23 @@ class Engine:
         if not is_async or (patience > 0 and is_called_back()):
             self.finish(operation, None)
         else:
-            with self._as_waiter():
-                is_done = patience > 0 and (self._spin(operation) or self._drive(operation, patience, None))
+            is_done = patience > 0 and self.finish(operation, None, patience)
             if not is_done:
                 self._leave_to_thread()
         return operation
 
-    def finish(self, work: PendingWork, timeout_seconds: float | None) -> None:
-        """Move on all that is pending until this one is done, or failed."""
-        with self._as_waiter():
-            if not self._spin(work):
-                self._drive(work, None, timeout_seconds)
+    def finish(self, work: PendingWork, timeout_seconds: float | None, patience: float | None = None) -> bool:
+        """Move on all that is pending until this one is done, or failed; with patience, for as long as its peers come.
+
+        While a thread of the person waits here, that of the engine rests. Returns whether it is done.
+        """
+        with self.lock:
+            self.num_waiters += 1
+        try:
+            return self._spin(work) or self._drive(work, patience, timeout_seconds)
+        finally:
+            with self.lock:
+                self.num_waiters -= 1
 
     def forget(self, lane: Lane) -> None:
         """The group of this lane has ended: nobody waits for it any more."""
@@ -161,17 +167,6 @@ class Engine:
             lane.broken = RankFailedError("its process group has ended")
             while lane.waiting:
                 lane.waiting.popleft().end(lane.broken)
-
-    @contextlib.contextmanager
-    def _as_waiter(self) -> Generator[None]:
-        """While a thread of the person waits, that of the engine rests."""
-        with self.lock:
-            self.num_waiters += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.num_waiters -= 1
 
     def _spin(self, work: PendingWork) -> bool:
         begun = time.monotonic()

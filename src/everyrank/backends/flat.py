@@ -40,7 +40,7 @@ def flattened(tensor: Tensor) -> Tensor:
     """All elements in one dimension: a view where that can be, outside autograd. Raises `RuntimeError`."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise RuntimeError(f"a {tensor.layout} tensor on {tensor.device}: this backend moves dense tensors on the CPU")
-    data = tensor.data.contiguous()
+    data = tensor.data if tensor.is_contiguous() else tensor.data.contiguous()
     if data.dim() == 1 and data.stride(0) == 1:
         return data
     return data.as_strided((data.numel(),), (1,))  # one element is contiguous whatever its stride is

@@ -27,7 +27,8 @@ __all__ = ["PythonGroup", "is_observed", "observe_call", "observed_calls"]
 
 _Observer = Callable[[str, str, Sequence[Tensor]], None]
 _OBSERVERS: list[_Observer] = []
-_REDUCTIONS: Any = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+_REDUCE_OP: Any = dist.ReduceOp.RedOpType
+_REDUCTIONS = {int(op): name.lower() for name, op in _REDUCE_OP.__members__.items()}  # C++ enums compare slowly
 _NAMES: set[str] = set()
 
 
@@ -279,11 +280,11 @@ class PythonGroup(_ProcessGroup):
 
 
 def _listed(tensors: Any) -> Any:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
+    return tensors if isinstance(tensors, (list, tuple)) else [tensors]
 
 
 def _reduction(opts: Any) -> str:
-    return "sum" if opts is None else _REDUCTIONS[opts.reduceOp.op]
+    return "sum" if opts is None else _REDUCTIONS[int(opts.reduceOp.op)]
 
 
 def _each(steps: list[Steps]) -> Steps:

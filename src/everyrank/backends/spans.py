@@ -11,6 +11,9 @@ from torch.profiler import record_function
 __all__ = ["recorded"]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def recorded(name: str) -> contextlib.AbstractContextManager[Any]:
     """Under a profiler, the span of a call: "shm:all_reduce"."""
-    return record_function(name.replace(" ", ":")) if profiler._is_profiler_enabled else contextlib.nullcontext()  # pyright: ignore
+    return record_function(name.replace(" ", ":")) if profiler._is_profiler_enabled else _NOTHING  # pyright: ignore

@@ -32,6 +32,7 @@ def call_text(call: int) -> str:
     return f"{_OPERATIONS[call & 15]}({', '.join(words)}, root {call >> 14 & 4095})"
 
 
+@functools.lru_cache
 def check_reduction(reduction: str, dtype: torch.dtype) -> None:
     """Raises `RuntimeError` for a reduction that this backend does not have, or not of this dtype."""
     is_whole = not (dtype.is_floating_point or dtype.is_complex)

@@ -41,6 +41,7 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {
 }
 _LEAST_DIVIDED_BYTES = 2**18  # of all ranks together; below, each reduces everything: cheaper than a second phase
 _MOST_KEPT = 256
+_LOOKS = 10  # for those that do the same as this rank, and come a microsecond later
 
 
 class Slots:
@@ -83,10 +84,12 @@ class Slots:
         self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
 
     def _until(self, sources: Sequence[int], phase: int) -> Steps:
-        words, counters = self.words, self.counters
+        words, counters, looks = self.words, self.counters, 0
         missing = [rank for rank in sources if words[counters[rank]] < phase]
         while missing:
-            yield missing
+            looks += 1
+            if looks > _LOOKS:
+                yield missing
             missing[:] = [rank for rank in missing if words[counters[rank]] < phase]
 
     def _signalled(self, sources: Sequence[int]) -> Steps:
@@ -138,13 +141,13 @@ class Slots:
         return self._all_reduce(tensor, reduction)
 
     def _all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
-        call = encode_call("all_reduce", tensor.dtype, len(tensor), reduction)
+        call = encode_call("all_reduce", tensor.dtype, tensor.numel(), reduction)
         if self.size == 1:
             return
         for part in pieces_of(tensor, self.num_bytes // tensor.itemsize):
             yield from self._begin(call)
             if part.nbytes * self.size < _LEAST_DIVIDED_BYTES:
-                slots = self._beginnings(part.dtype, len(part))
+                slots = self._beginnings(part.dtype, part.numel())
                 slots[self.rank].copy_(part)
                 yield from self._signalled(self.others)
                 self._reduce(slots, part, reduction)

@@ -23,7 +23,8 @@ def ranges_of(length: int, longest: int) -> Iterator[slice]:
 
 def pieces_of(tensor: Tensor, longest: int) -> Sequence[Tensor]:
     """A flat tensor in pieces of at most `longest` elements."""
-    return [tensor] if 0 < len(tensor) <= longest else [tensor[span] for span in ranges_of(len(tensor), longest)]
+    length = tensor.numel()  # len() of a tensor takes four times as long
+    return [tensor] if 0 < length <= longest else [tensor[span] for span in ranges_of(length, longest)]
 
 
 def spans_of(length: int, count: int) -> list[slice]:
