@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -170,6 +171,25 @@ def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
         time.sleep(0.3)
     logs = "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("*.out")))
     pytest.fail(f"Slurm did not come up: {shown.stdout}{shown.stderr}\n{logs}")
+
+
+def batch_job(folder: Path, command: str, variables: dict[str, str]) -> int:
+    """Submit it by this command, `sbatch ...`, and wait; its exit status. `sbatch --wait` looks ever more seldom."""
+    environment = {**os.environ, **variables}
+
+    def told(words: list[str]) -> str:
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    job = told(shlex.split(command)).split()[-1]  # Submitted batch job 7
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        shown = dict(re.findall(r"(\w+)=(\S+)", told(["scontrol", "show", "job", job])))
+        if shown["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            return int(shown["ExitCode"].partition(":")[0])
+        time.sleep(0.2)
+    pytest.fail(f"job {job} did not end: {shown}")
 
 
 def free_port() -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integration.conftest import batch_job
 from test_eject import eject, losses_of_train, outside, said
 
 __all__ = ["outside"]
@@ -22,6 +22,7 @@ def test_slurm_runs_what_is_ejected(
     tmp_path: Path,
     forge: Any,
     slurm: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Submitted by the command of its README: the losses of `everyrank train` to the last bit, and weights."""
     project = eject(forge, outside / "points.py", tmp_path / "project", "--launcher", "slurm", *words)
@@ -30,12 +31,10 @@ def test_slurm_runs_what_is_ejected(
     assert "\nsbatch train.sbatch\n" in (project / "README.md").read_text()
     # both nodes are this machine here, whose name may lead nowhere
     own = {"MASTER_ADDR": "127.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment = {**os.environ, **slurm, **own}
-    environment.pop("PYTHONPATH", None)
-    command = ["sbatch", "--wait", "--output=out", "train.sbatch"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=200)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    status = batch_job(project, "sbatch --output=out train.sbatch", slurm | own)
     shown = (project / "out").read_text()
-    assert done.returncode == 0, done.stderr + shown
+    assert status == 0, shown
     losses = said(shown)[0]
     assert losses == losses_of_train(tmp_path / "run")
     assert len(losses) == 6
