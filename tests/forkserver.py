@@ -13,6 +13,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
+import importlib
 import inspect
 import multiprocessing
 import multiprocessing.util
@@ -104,9 +106,14 @@ class Forked:
 
 
 class ForkServer:
-    """Starts when it is first asked for something."""
+    """Starts when it is first asked for something.
 
-    def __init__(self) -> None:
+    preload   what it imports: "all" that tests need, or "torch" alone, so that a script finds nothing there that it
+              has not imported itself
+    """
+
+    def __init__(self, preload: str = "all") -> None:
+        self.preload = preload
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-fork-"))
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -115,8 +122,9 @@ class ForkServer:
             return
         # one thread, so that none is lost in a fork; the mark's place is filled by whom it marks
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", MARK: _NO_MARK}
+        code = "import forkserver, sys; forkserver.serve(*sys.argv[1:])"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import forkserver, sys; forkserver.serve(sys.argv[1])", self.address],
+            [sys.executable, "-c", code, self.address, self.preload],
             stdin=subprocess.PIPE,  # at whose end it ends
             env={**_child_environment(), **own},  # torch reads its log level once, when it is imported
             start_new_session=True,
@@ -199,11 +207,18 @@ def send_request(connection: socket.socket, request: object, numbers: Sequence[i
 # --- in the server
 
 
-def serve(address: str) -> None:
+def serve(address: str, preload: str) -> None:
     """Import what the tests need, then fork until standard input ends."""
     _ForkingPopen.address = address
     subprocess.Popen = _ForkingPopen  # before torchrun's agent is imported, which keeps it
-    _preload()
+    importlib.import_module("torch")
+    if preload == "all":
+        _preload()
+    _forget_finalizers()  # torch's, of its libraries: each process would take them down at its end
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()  # the pages of what is there by now stay shared,
+    gc.unfreeze = lambda: None  # at the end of a world, too: to look through all of it took most of a short run's time
     multiprocessing.util.spawnv_passfds = _spawnv_passfds
     started: dict[socket.socket, int] = {}  # the process that was asked for over this connection, as long as it runs
     a_child_ended, write = os.pipe()
@@ -235,8 +250,6 @@ def serve(address: str) -> None:
 
 
 def _preload() -> None:
-    import gc
-    import importlib
     import pkgutil
 
     import torch.distributed.checkpoint
@@ -260,12 +273,7 @@ def _preload() -> None:
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             if not module.name.endswith((".ray_driver", ".ray_room")):
                 importlib.import_module(module.name)
-    _forget_finalizers()  # torch's, of its libraries: each process would take them down at its end
     assert all([torch, everyrank, zoo])
-    assert threading.active_count() == 1
-    gc.collect()
-    gc.freeze()  # the pages of what is there by now stay shared,
-    gc.unfreeze = lambda: None  # at the end of a world, too: to look through all of it took most of a short run's time
 
 
 def _forget_finalizers() -> None:
@@ -460,8 +468,6 @@ def _is_forked(words: list[str]) -> bool:
 
 def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
     """In the child of a process that was forked itself."""
-    import gc
-
     gc.freeze()
     _forget_finalizers()
     if call["start_new_session"]:

@@ -11,6 +11,7 @@ import pytest
 from integration.conftest import needs_horovod
 from integration.test_recipe_commands import mpirun
 from processes import free_port
+from recipes import test_recipes
 from recipes.test_recipes import RECIPES, beside, images, typed
 from recipes.test_rpc import RPC
 
@@ -39,8 +40,9 @@ def test_by_its_own_command(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*RPC, "parameter_server_async", "parameter_server_rpc"])
-def test_recipes_over_rpc(tmp_path: Path, name: str) -> None:
-    """Each worker's training is looked at; of the calls it is said that they are not."""
+def test_recipes_over_rpc(programs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """Each worker's training is looked at; of the calls it is said that they are not. The audit itself is forked."""
+    monkeypatch.setattr(test_recipes, "PROGRAMS", programs)
     said = audited(tmp_path, name)
     assert " FAIL" not in said
     assert " WARN" not in said

@@ -1,4 +1,8 @@
-"""Each recipe by the very command in its header, with the data beside it: the losses are those of the library."""
+"""Each recipe by the very command in its header, with the data beside it: the losses are those of the library.
+
+One of each way to start is started from Python on. Of the others `python` and `torchrun` are forked from a process that
+has imported torch and nothing else: what a script does not import itself is not there.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from everyrank.cli import main
-from integration.conftest import needs_horovod
+from integration.conftest import batch_job, needs_horovod
 from processes import Forge, free_port
+from recipes import test_recipes
 from recipes.test_recipes import (
     ALL,
     ALONE,
@@ -27,6 +32,8 @@ from recipes.test_recipes import (
     NEEDS,
     NUM_ROWS,
     OPERATIONS,
+    OURS,
+    PROGRAMS,
     RECIPES,
     REPLAYED,
     Printed,
@@ -41,7 +48,19 @@ from recipes.test_recipes import (
 from recipes.test_rpc import WORKLOADS, episodes_in_one_process
 from recipes.test_rpc import library as of_its_own
 
+FROM_PYTHON_ON = ("single", "ddp_env", "ddp_spawn", "ddp_torchrun", "elastic_torchrun", "multi_node", "ddp_rpc")
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
+
+
+@pytest.fixture(autouse=True)
+def _starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the commands of a test of one recipe start."""
+    parameters = getattr(request.node, "callspec", None)
+    name = parameters.params.get("name") if parameters is not None else None
+    if name is not None and name not in FROM_PYTHON_ON:
+        programs = request.getfixturevalue("torch_programs")
+        monkeypatch.setattr(test_recipes, "PROGRAMS", programs)
+        monkeypatch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(programs / "python"))  # of torchrun, for its ranks
 
 
 def by_its_command(folder: Path, name: str, more: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -76,6 +95,16 @@ def test_ends_well_by_its_own_command(tmp_path: Path, name: str) -> None:
     assert math.isfinite(sum(found.losses))
     assert min(found.losses) < found.losses[0]
     assert 0 < found.numbers["top1"] <= 1
+
+
+def test_nothing_but_torch_is_there(torch_programs: Path) -> None:
+    """In what is forked, as after `import torch` in a new interpreter: no module of torch's more, and none less."""
+    words = ["-c", "import sys, torch; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'torch'))"]
+    forked, started = (
+        subprocess.run([python, *words], capture_output=True, text=True, check=True).stdout
+        for python in (torch_programs / "python", sys.executable)
+    )
+    assert forked == started
 
 
 def test_every_command_is_typed() -> None:
@@ -136,8 +165,8 @@ def test_slurm(forge: Forge, programs: Path, tmp_path: Path, slurm: dict[str, st
 def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
     """A batch script that forgets srun starts the script once, in a real allocation: it says so, and ends."""
     beside(tmp_path, "slurm")
-    wrapped = f"sbatch --wait --ntasks=2 --output={tmp_path}/out --wrap '{sys.executable} slurm.py'"
-    typed(tmp_path, wrapped, 2, **slurm)
+    wrapped = f"sbatch --ntasks=2 --output={tmp_path}/out --wrap '{sys.executable} slurm.py'"
+    assert batch_job(tmp_path, wrapped, slurm) == 2
     (line,) = (tmp_path / "out").read_text().splitlines()
     assert "but not by srun: srun --ntasks 2 --cpu-bind=none python slurm.py" in line
 
@@ -147,7 +176,8 @@ def test_slurm_batch_script(forge: Forge, tmp_path: Path, slurm: dict[str, str])
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
     assert gzip.decompress((tmp_path / "digits.csv.gz").read_bytes()) == b"".join(DIGITS)
     write_digits(tmp_path, NUM_ROWS)
-    typed(tmp_path, "sbatch --wait --output=out train.sbatch --float64", **slurm, MASTER_ADDR="127.0.0.1")
+    variables = slurm | OURS | {"MASTER_ADDR": "127.0.0.1"}
+    assert batch_job(tmp_path, "sbatch --output=out train.sbatch --float64", variables | path_of(PROGRAMS)) == 0
     assert distance(read((tmp_path / "out").read_text()), library(forge, "slurm")) <= 1e-12
 
 
