@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--async", dest="is_async", action="store_true", help="call with async_op=True, then wait")
     parser.add_argument("--group-size", type=int, metavar="K", help="in groups of K ranks, all at the same time")
     parser.add_argument(
-        "--seconds", type=float, default=0.2, metavar="S", help="repeat each operation at each size for so long"
+        "--seconds",
+        type=float,
+        default=0.2,
+        metavar="S",
+        help="repeat each operation at each size for so long, at most 200 times",
     )
     add_launching(parser, default_processes=2, several_backends=True)
     parser.set_defaults(timeout=60.0, workers=0, workload="comm")  # the name of a batch job
