@@ -94,6 +94,7 @@ INSIDE = {
         "shm.segment",
         "shm.calls",
         "shm.pieces",
+        "shm.phases",
         "shm.collectives",
         "shm.messages",
         "shm.group",

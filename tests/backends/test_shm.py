@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everyrank.backends import PythonGroup, register_backend
-from everyrank.backends.engine import ENGINE
-from everyrank.backends.lane import Lane
+from everyrank.backends import RECENT_CALLS, PythonGroup, register_backend
+from everyrank.backends.engine import ENGINE, PendingWork
+from everyrank.backends.lane import Lane, no_steps
 from everyrank.backends.shm import no_shared_memory, segment
 from everyrank.backends.shm.group import slot_and_cell
 from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
@@ -159,6 +159,65 @@ def left_alone(world: Any) -> bool:
 
 def test_nobody_has_to_wait(ranks: Any) -> None:
     assert ranks(2, left_alone) == [True, True]
+
+
+def in_turn(world: Any) -> list[float]:
+    """What a call gets that comes after one of several phases, which is on its way: rank 1 is late."""
+    group, first, second = group_of(world), torch.ones(100_000), torch.full((3,), 5.0)
+    time.sleep(0.05 * (world.rank == 1))
+    work = dist.all_reduce(first, group=group, async_op=True)
+    dist.all_reduce(second, group=group)
+    assert work is not None
+    work.wait()
+    return [float(first.sum()), float(second.sum())]
+
+
+def test_a_call_waits_for_those_before_it(ranks: Any) -> None:
+    assert ranks(2, in_turn) == [[200_000.0, 30.0]] * 2
+
+
+def noted(world: Any) -> list[Any]:
+    """What is known of two calls, how far below `noted` they stand: one that has ended, and one that waits."""
+    group, first = group_of(world), noted.__code__.co_firstlineno
+    works = []
+    dist.all_reduce(
+        torch.ones(3),
+        group=group,
+    )
+    if world.rank == 0:
+        works += [dist.all_reduce(torch.ones(5).double(), group=group, async_op=True)]
+    name = dist.distributed_c10d._world.pg_names[group]  # type: ignore[attr-defined]
+    rows = [row for row in RECENT_CALLS.rows() if row[0] == name]
+    dist.barrier()  # rank 1 has looked
+    if world.rank == 1:
+        works += [dist.all_reduce(torch.ones(5).double(), group=group, async_op=True)]
+    for work in works:
+        work.wait()
+    return [[*row[1:6], row[8][1] - first, row[8][2]] for row in rows]
+
+
+def test_what_is_known_of_calls(ranks: Any) -> None:
+    """Of a call that has ended at once as of one that waits; the line is that of the call, not of its function."""
+    ended = [1, "all_reduce", 3, "float32", True, 4, "noted"]
+    waits = [2, "all_reduce", 5, "float64", False, 9, "noted"]
+    assert ranks(2, noted) == [[ended, waits], [ended]]
+
+
+def test_what_fails_at_once_breaks_its_lane() -> None:
+    """Its error is raised in the call, and whoever waits for this rank is told; what waits is not overtaken."""
+    told: list[str] = []
+
+    def failing() -> Any:
+        yield from ()
+        raise RankFailedError("another call")
+
+    lane = Lane([0], 1.0, broke=lambda: told.append("broke"))
+    with pytest.raises(RankFailedError, match="another call"):
+        lane.ends_at_once(failing())
+    assert told == ["broke"]
+    assert not lane.ends_at_once(no_steps())
+    with pytest.raises(RankFailedError, match="one before it failed: another call"):
+        ENGINE.start(PendingWork("shm all_reduce", lane, no_steps(), []), is_async=False)
 
 
 def called_back(world: World, waits_by_work: bool) -> list[float]:

@@ -23,11 +23,11 @@ import torch
 from torch.distributed.distributed_c10d import Work
 
 from everyrank.backends.callbacks import complete, is_called_back
-from everyrank.backends.lane import Lane, Steps
+from everyrank.backends.lane import Lane, Steps, no_steps
 from everyrank.backends.spans import recorded
 from everyrank.errors import RankFailedError, describe
 
-__all__ = ["ENGINE", "Engine", "PendingWork"]
+__all__ = ["DONE", "ENGINE", "Engine", "PendingWork"]
 
 _SPINS = 200  # looks at what is waited for, before the clock is looked at
 _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
@@ -64,7 +64,7 @@ class PendingWork(Work):
         if not self.done:
             if not self.is_awaited:
                 self.is_awaited, self.since = True, time.monotonic()
-            with recorded(self.name):
+            with recorded(*self.name.split()):
                 ENGINE.finish(self, timeout.total_seconds() if timeout else None)
         if self.error is not None:
             raise self.error
@@ -195,7 +195,7 @@ class Engine:
                     break
                 self._look_after_all()
                 if timeout_seconds and now > begun + timeout_seconds and not work.done:
-                    self._break(work.lane, work.lane.late(head.name, head.missing or [], timeout_seconds))
+                    work.lane.fail(work.lane.late(head.name, head.missing or [], timeout_seconds))
             if waited < _YIELD_SECONDS:
                 os.sched_yield()
             else:
@@ -219,7 +219,7 @@ class Engine:
                 waiting.popleft()
                 operation.end(None)
             except BaseException as error:
-                self._break(lane, error)
+                lane.fail(error)
                 if not isinstance(error, Exception):
                     raise  # Ctrl-C
             else:
@@ -228,14 +228,6 @@ class Engine:
                     operation.looked = operation.since
                 return
         self.pending.pop(lane, None)
-
-    def _break(self, lane: Lane, error: BaseException) -> None:
-        """No operation of this lane can be right any more."""
-        lane.broken = error
-        if lane.broke is not None:
-            lane.broke()
-        while lane.waiting:
-            lane.waiting.popleft().end(error)
 
     def _look_after_all(self) -> None:
         """Who is waited for and is gone, or has not come in time, ends the wait."""
@@ -252,9 +244,9 @@ class Engine:
                 continue
             gone = {rank: words for rank, words in gone.items() if rank in missing}
             if gone and (not lane.is_any_enough or len(gone) == len(missing)):
-                self._break(lane, RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
+                lane.fail(RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
             elif now > head.since + lane.timeout_seconds and (head.is_awaited or not lane.is_message):
-                self._break(lane, lane.late(head.name, missing, lane.timeout_seconds))
+                lane.fail(lane.late(head.name, missing, lane.timeout_seconds))
             if not lane.waiting:
                 self.pending.pop(lane, None)
 
@@ -276,7 +268,7 @@ class Engine:
             lane = next(iter(list(self.pending)), None)
             first = lane.waiting[0] if lane is not None and lane.waiting else None
             if first is not None:
-                with recorded(first.name):  # how long it was under way
+                with recorded(*first.name.split()):  # how long it was under way
                     self._work_on(first)
                 last = time.monotonic()
             elif time.monotonic() > last + _LINGER_SECONDS:
@@ -298,3 +290,6 @@ class Engine:
 
 
 ENGINE = Engine()
+DONE = PendingWork("", Lane((), 0.0), no_steps(), [])
+"""Of any synchronous call that has ended at once: torch waits for it, and asks it nothing else."""
+DONE.done = True

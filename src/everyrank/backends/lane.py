@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from everyrank.errors import RankFailedError
 
-__all__ = ["Lane", "Steps"]
+__all__ = ["Lane", "Steps", "Wait", "no_steps"]
 
 Steps = Generator[list[int], None, Any]
 """Yields the ranks of the group that are waited for whenever it cannot go on: one list object for each wait."""
+Wait = Iterable[list[int]]
+"""A part of such steps, for `yield from`: empty where nobody has to be waited for."""
+
+
+def no_steps() -> Steps:
+    """Of what is done."""
+    yield from ()
 
 
 @dataclass(eq=False)
@@ -36,6 +43,29 @@ class Lane:
     broke: Callable[[], None] | None = None
     waiting: deque[Any] = field(default_factory=lambda: deque[Any]())
     broken: BaseException | None = None
+
+    def ends_at_once(self, steps: Steps) -> bool:
+        """Whether these steps come to their end here and now, as they do where all ranks do the same. Else they have
+        begun, and are to go on in this lane. Under the engine's lock. Raises what they failed with.
+        """
+        if self.waiting or self.broken is not None:
+            return False
+        try:
+            next(steps)
+        except StopIteration:
+            return True
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """No operation of this lane can be right any more. Under the engine's lock."""
+        self.broken = error
+        if self.broke is not None:
+            self.broke()
+        while self.waiting:
+            self.waiting.popleft().end(error)
 
     def late(self, name: str, missing: Sequence[int], seconds: float) -> RankFailedError:
         """What is raised in an operation of this name when these ranks have not come in time."""

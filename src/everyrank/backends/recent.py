@@ -11,50 +11,74 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from everyrank.backends.engine import PendingWork
 from everyrank.errors import is_own
 
-__all__ = ["RECENT_CALLS", "RecentCalls"]
+__all__ = ["RECENT_CALLS", "RecentCall", "RecentCalls"]
 
 _KEPT = 256
 
 
-class _Call(NamedTuple):
+@dataclass(slots=True, eq=False)
+class RecentCall:
+    """One call.
+
+    number         of the collectives, or of the messages, of this group, from 1
+    num_elements   elements that this rank hands in
+    code, offset   the person's function that called, and how far it was
+    is_done        at once: without a `work`
+    work           a weak reference: tensors that it fills are not kept alive
+    """
+
     group: str
-    number: int  # of the collectives, or of the messages, of this group, from 1
+    number: int
     operation: str
-    num_elements: int  # elements that this rank hands in
-    dtype: str
+    num_elements: int
+    dtype: torch.dtype | None
     is_message: bool
     time_ns: int
-    code: CodeType | None  # of the person's function that called
-    line: int
-    work: Any  # a weak reference: tensors that it fills are not kept alive
+    code: CodeType | None
+    offset: int
+    is_done: bool = False
+    work: weakref.ref[PendingWork] | None = None
+
+    def row(self) -> list[Any]:
+        """As `RecentCalls.rows` says."""
+        is_done = self.is_done
+        if self.work is not None:
+            work = self.work()
+            is_done = work is None or (work.done and work.error is None)
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        place = None if self.code is None else (self.code.co_filename, _line(self.code, self.offset), self.code.co_name)
+        what = [self.group, self.number, self.operation, self.num_elements, dtype]
+        return [*what, is_done, self.is_message, self.time_ns, place]
 
 
 class RecentCalls:
     """A ring of calls, the oldest forgotten first."""
 
     def __init__(self) -> None:
-        self.ring: deque[_Call] = deque(maxlen=_KEPT)
+        self.ring: deque[RecentCall] = deque(maxlen=_KEPT)
         self.numbers: dict[tuple[str, bool], int] = {}
 
-    def note(self, operation: str, group: str, handed_in: Sequence[Tensor], work: PendingWork) -> None:
-        """A call begins."""
+    def note(self, operation: str, group: str, handed_in: Sequence[Tensor]) -> RecentCall:
+        """A call begins: a method of a `PythonGroup`, which is two frames above."""
         is_message = operation in ("send", "recv")
         number = self.numbers[group, is_message] = self.numbers.get((group, is_message), 0) + 1
-        num_elements = sum(map(Tensor.numel, handed_in))
-        dtype = str(handed_in[0].dtype) if handed_in else ""
-        code, line = _caller(sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
-        row = _Call(
-            group, number, operation, num_elements, dtype, is_message, time.time_ns(), code, line, weakref.ref(work)
-        )
-        self.ring.append(row)
+        num_elements, dtype = 0, None
+        for tensor in handed_in:
+            num_elements, dtype = num_elements + tensor.numel(), tensor.dtype
+        code, offset = _caller(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
+        call = RecentCall(group, number, operation, num_elements, dtype, is_message, time.time_ns(), code, offset)
+        self.ring.append(call)
+        return call
 
     def forget(self, group: str) -> None:
         """A new group has this name: its calls are counted from 1."""
@@ -70,26 +94,24 @@ class RecentCalls:
         [group, number, operation, elements, dtype, whether it is done, whether it is a message, begun at ns,
         (file, line, function) of the person's code or None].
         """
-        found: list[list[Any]] = []
-        for call in self.ring.copy():
-            work = call.work()
-            is_done = work is None or (work.done and work.error is None)
-            dtype = call.dtype.removeprefix("torch.")
-            place = (call.code.co_filename, call.line, call.code.co_name) if call.code is not None else None
-            found.append([*call[:4], dtype, is_done, call.is_message, call.time_ns, place])
-        return found
+        return [call.row() for call in self.ring.copy()]
 
 
 _is_own = functools.lru_cache(maxsize=4096)(is_own)
 
 
 def _caller(frame: FrameType | None) -> tuple[CodeType | None, int]:
-    """The innermost function of the person's, and its line."""
+    """The innermost function of the person's, and the offset of its instruction: its line takes far longer to find."""
     while frame is not None:
         if _is_own(frame.f_code.co_filename):
-            return frame.f_code, frame.f_lineno
+            return frame.f_code, frame.f_lasti
         frame = frame.f_back
     return None, 0
+
+
+def _line(code: CodeType, offset: int) -> int:
+    lines = (line for first, end, line in code.co_lines() if first <= offset < end and line is not None)
+    return next(lines, code.co_firstlineno)
 
 
 RECENT_CALLS = RecentCalls()

@@ -14,6 +14,6 @@ __all__ = ["recorded"]
 _NOTHING = contextlib.nullcontext()
 
 
-def recorded(name: str) -> contextlib.AbstractContextManager[Any]:
+def recorded(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
     """Under a profiler, the span of a call: "shm:all_reduce"."""
-    return record_function(name.replace(" ", ":")) if profiler._is_profiler_enabled else _NOTHING  # pyright: ignore
+    return record_function(f"{backend}:{name}") if profiler._is_profiler_enabled else _NOTHING  # pyright: ignore

@@ -60,7 +60,7 @@ class HorovodSum:
 
     def wait(self) -> Tensor:
         """The sum; a tensor of its own. Raises `RankFailedError` after the timeout."""
-        with recorded("horovod:all_reduce"):
+        with recorded("horovod", "all_reduce"):
             wait_for_horovod(self.hvd, [self.handle], self.world)
             return self.hvd.synchronize(self.handle)
 
@@ -142,7 +142,7 @@ def check_every_gradient(model: nn.Module) -> None:
 
 def wait_for_gradients(hvd: Any, optimizer: Any, world: World) -> None:
     """Until every gradient is the sum over all ranks. Raises `RankFailedError` after the timeout."""
-    with recorded("horovod:all_reduce"):
+    with recorded("horovod", "all_reduce"):
         on_their_way = [handle for handle, _ in optimizer._handles.values()]
         wait_for_horovod(hvd, [handle for handle in on_their_way if isinstance(handle, int)], world)
         optimizer.synchronize()

@@ -1,9 +1,12 @@
 """Backend `shm`: collectives and messages through memory that the ranks of one host share.
 
 segment.py       the memory, and whether the others live
-collectives.py   all ranks of a group: slots and counters
+calls.py         what a rank calls, as one number
+pieces.py        flat tensors in pieces
+phases.py        all ranks of a group: slots and counters
+collectives.py   the collectives over these
 messages.py      between two ranks: rings of cells
-transport.py     the three together: what a group of torch is made of
+group.py         all of it together: the group that torch sees
 """
 
 from everyrank.backends.shm.group import make_shm_group

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-__all__ = ["call_text", "check_reduction", "encode_call"]
+__all__ = ["call_text", "encode_call"]
 
 _REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _OPERATIONS = (
@@ -19,7 +19,9 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 @functools.lru_cache(maxsize=4096)
 def encode_call(operation: str, dtype: torch.dtype, count: int, reduction: str = "none", root: int = 0) -> int:
-    """A call in 63 bits."""
+    """A call in 63 bits. Raises `RuntimeError` for a reduction that this backend has not, or not of this dtype."""
+    if reduction != "none":
+        _check_reduction(reduction, dtype)
     number = _OPERATIONS.index(operation) | _DTYPE_NUMBERS[dtype] << 4 | _REDUCTIONS.index(reduction) << 10
     return number | root << 14 | (count & 0xFFFFFFFFF) << 26
 
@@ -32,9 +34,7 @@ def call_text(call: int) -> str:
     return f"{_OPERATIONS[call & 15]}({', '.join(words)}, root {call >> 14 & 4095})"
 
 
-@functools.lru_cache
-def check_reduction(reduction: str, dtype: torch.dtype) -> None:
-    """Raises `RuntimeError` for a reduction that this backend does not have, or not of this dtype."""
+def _check_reduction(reduction: str, dtype: torch.dtype) -> None:
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     if reduction not in _REDUCTIONS or (
         (reduction in ("band", "bor", "bxor") and not is_whole)

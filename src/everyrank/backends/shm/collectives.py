@@ -1,34 +1,23 @@
-"""Collectives over shared memory: each rank writes into a slot of its own, says so, and reads the slots of the others.
+"""Collectives over shared memory, in phases: each rank writes into a slot of its own, and reads those of the others.
 
-A collective is a row of phases. In phase k a rank
-
-    waits    until all others have begun phase k-1, and so have read what they needed of phase k-2
-    writes   into its slot of buffer k % 2
-    signals  by setting its counter to k
-    waits    until those whose slots it reads have set theirs to k, and reads
-
-Two buffers and one counter for each rank are enough, and nobody waits only because another still reads. Tensors longer
-than a slot go in parts. Beside its counter each rank writes what it calls, so that one that calls something else is
-named instead of read.
+Tensors longer than a slot go in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from everyrank.backends.lane import Steps
-from everyrank.backends.shm.calls import call_text, check_reduction, encode_call
+from everyrank.backends.lane import Steps, no_steps
+from everyrank.backends.shm.calls import encode_call
+from everyrank.backends.shm.phases import LINE, Phases
 from everyrank.backends.shm.pieces import as_bytes, pieces_of, ranges_of, spans_of
 from everyrank.errors import RankFailedError
 
-__all__ = ["LINE", "Slots"]
+__all__ = ["Slots"]
 
-LINE = 8  # 8-byte words that a processor moves at once: the counters of two ranks never share a line
-_GAVE_UP = 3  # the word of a line that says that an operation of its rank has failed
 _REDUCE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -40,94 +29,10 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 _LEAST_DIVIDED_BYTES = 2**18  # of all ranks together; below, each reduces everything: cheaper than a second phase
-_MOST_KEPT = 256
-_LOOKS = 10  # for those that do the same as this rank, and come a microsecond later
 
 
-class Slots:
-    """The slots of a group, and the collectives over them (`GroupCollectives` says what each does).
-
-    rank, size   in the group
-    ranks        the number of each rank of the group among all ranks, for messages
-    words        8-byte integers of the shared memory; from `first_word` on a line for each rank, with its counter, what
-                 it calls in even and in odd phases, and whether it has given up
-    slots        [buffer][rank], bytes, all of one length
-    """
-
-    def __init__(
-        self, rank: int, size: int, ranks: Sequence[int], words: Any, first_word: int, slots: list[list[Tensor]]
-    ) -> None:
-        self.rank, self.size, self.ranks, self.words, self.slots = rank, size, ranks, words, slots
-        self.counters = [first_word + LINE * one for one in range(size)]
-        self.others = [one for one in range(size) if one != rank]
-        self.num_bytes = slots[0][0].numel()
-        self.phase = 0
-        self.views: dict[torch.dtype, list[list[Tensor]]] = {}
-        self.short: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
-
-    def give_up(self) -> None:
-        """Tell the others not to wait for this rank: an operation of it has failed."""
-        self.words[self.counters[self.rank] + _GAVE_UP] = 1
-
-    def gave_up(self, rank: int) -> bool:
-        """Whether that rank will not come any more."""
-        return bool(self.words[self.counters[rank] + _GAVE_UP])
-
-    # one phase
-
-    def _begin(self, call: int) -> Steps:
-        """Until this rank may write into its slot of the next phase."""
-        self.phase += 1
-        yield from self._until(self.others, self.phase - 1)
-        if self.phase > 1:  # also of those whose slots nobody has read
-            self._compare(self.others, self.phase - 1)
-        self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
-
-    def _until(self, sources: Sequence[int], phase: int) -> Steps:
-        words, counters, looks = self.words, self.counters, 0
-        missing = [rank for rank in sources if words[counters[rank]] < phase]
-        while missing:
-            looks += 1
-            if looks > _LOOKS:
-                yield missing
-            missing[:] = [rank for rank in missing if words[counters[rank]] < phase]
-
-    def _signalled(self, sources: Sequence[int]) -> Steps:
-        """Signal, and wait until those whose slots are read have written. Raises `RankFailedError` for another call."""
-        self.words[self.counters[self.rank]] = self.phase
-        yield from self._until(sources, self.phase)
-        self._compare(sources, self.phase)
-
-    def _compare(self, others: Sequence[int], phase: int) -> None:
-        place = 1 + phase % 2
-        call = self.words[self.counters[self.rank] + place]
-        for rank in others:
-            other = self.words[self.counters[rank] + place]
-            if other != call:
-                raise RankFailedError(
-                    f"rank {self.ranks[self.rank]} calls {call_text(call)}, rank {self.ranks[rank]} "
-                    f"{call_text(other)}: all ranks of a group call the same collectives in the same order"
-                )
-
-    def _buffer(self, dtype: torch.dtype, phase: int) -> list[Tensor]:
-        """The slots of that phase, as elements of this dtype."""
-        views = self.views.get(dtype)
-        if views is None:
-            views = [[slot.view(dtype) for slot in row] for row in self.slots]
-            self.views[dtype] = views
-        return views[phase % 2]
-
-    def _beginnings(self, dtype: torch.dtype, length: int) -> list[Tensor]:
-        """So many elements of each slot of this phase. A training asks for the same lengths in every step."""
-        views = self.short.get((dtype, length))
-        if views is None:
-            if len(self.short) >= _MOST_KEPT:
-                self.short.clear()
-            views = [[slot[:length] for slot in self._buffer(dtype, parity)] for parity in (0, 1)]
-            self.short[dtype, length] = views
-        return views[self.phase % 2]
-
-    # collectives
+class Slots(Phases):
+    """The collectives over the slots of a group (`GroupCollectives` says what each does)."""
 
     def barrier(self) -> Steps:
         """As `GroupCollectives` says."""
@@ -137,57 +42,53 @@ class Slots:
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
         """As `GroupCollectives` says. Short tensors are reduced by every rank, long ones by each rank a part."""
-        check_reduction(reduction, tensor.dtype)
-        return self._all_reduce(tensor, reduction)
-
-    def _all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
         call = encode_call("all_reduce", tensor.dtype, tensor.numel(), reduction)
         if self.size == 1:
-            return
+            return no_steps()
+        is_short = tensor.nbytes * self.size < _LEAST_DIVIDED_BYTES
+        return self._whole(tensor, call, reduction) if is_short else self._divided(tensor, call, reduction)
+
+    def _whole(self, tensor: Tensor, call: int, reduction: str) -> Steps:
+        yield from self._begin(call)
+        slots = self._beginnings(tensor.dtype, tensor.numel())
+        slots[self.rank].copy_(tensor)
+        yield from self._signalled(self.others)
+        self._reduce(slots, tensor, reduction)
+
+    def _divided(self, tensor: Tensor, call: int, reduction: str) -> Steps:
+        """Reduce-scatter, then all-gather; each rank hands in what others reduce, and gets what they have reduced."""
         for part in pieces_of(tensor, self.num_bytes // tensor.itemsize):
             yield from self._begin(call)
-            if part.nbytes * self.size < _LEAST_DIVIDED_BYTES:
-                slots = self._beginnings(part.dtype, part.numel())
-                slots[self.rank].copy_(part)
-                yield from self._signalled(self.others)
-                self._reduce(slots, part, reduction)
-            else:
-                yield from self._divided(part, call, reduction)
-
-    def _divided(self, part: Tensor, call: int, reduction: str) -> Steps:
-        """Reduce-scatter, then all-gather; each rank hands in what others reduce, and gets what they have reduced."""
-        spans = spans_of(len(part), self.size)
-        first, last = spans[self.rank].start, spans[self.rank].stop
-        own = self._buffer(part.dtype, self.phase)[self.rank]
-        own[:first].copy_(part[:first])
-        own[last : len(part)].copy_(part[last:])
-        yield from self._signalled(self.others)
-        slots = self._buffer(part.dtype, self.phase)
-        mine = part[first:last]
-        self._reduce([mine, *(slots[rank][first:last] for rank in self.others)], mine, reduction)
-        yield from self._begin(call)
-        slots = self._buffer(part.dtype, self.phase)
-        slots[self.rank][first:last].copy_(mine)
-        yield from self._signalled(self.others)
-        for rank in self.others:
-            part[spans[rank]].copy_(slots[rank][spans[rank]])
+            spans = spans_of(len(part), self.size)
+            first, last = spans[self.rank].start, spans[self.rank].stop
+            own = self._buffer(part.dtype, self.phase)[self.rank]
+            own[:first].copy_(part[:first])
+            own[last : len(part)].copy_(part[last:])
+            yield from self._signalled(self.others)
+            slots = self._buffer(part.dtype, self.phase)
+            mine = part[first:last]
+            self._reduce([mine, *(slots[rank][first:last] for rank in self.others)], mine, reduction)
+            yield from self._begin(call)
+            slots = self._buffer(part.dtype, self.phase)
+            slots[self.rank][first:last].copy_(mine)
+            yield from self._signalled(self.others)
+            for rank in self.others:
+                part[spans[rank]].copy_(slots[rank][spans[rank]])
 
     def _reduce(self, given: list[Tensor], out: Tensor, reduction: str) -> None:
         """In the order given. `out` may be the first of them."""
-        function = _REDUCE[reduction]
-        function(given[0], given[1], out=out)
-        for tensor in given[2:]:
-            function(out, tensor, out=out)
+        function, first = _REDUCE[reduction], given[0]
+        for tensor in given[1:]:
+            first = function(first, tensor, out=out)
         if reduction == "avg":
             out.div_(self.size)
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
         """As `GroupCollectives` says."""
-        check_reduction(reduction, tensor.dtype)
-        return self._reduce_to(tensor, reduction, root)
-
-    def _reduce_to(self, tensor: Tensor, reduction: str, root: int) -> Steps:
         call = encode_call("reduce", tensor.dtype, len(tensor), reduction, root)
+        return self._reduce_to(tensor, call, reduction, root)
+
+    def _reduce_to(self, tensor: Tensor, call: int, reduction: str, root: int) -> Steps:
         if self.size == 1:
             return
         for part in pieces_of(tensor, self.num_bytes // tensor.itemsize):
@@ -250,11 +151,10 @@ class Slots:
 
     def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """As `GroupCollectives` says."""
-        check_reduction(reduction, own.dtype)
-        return self._reduce_scatter(own, parts, reduction)
-
-    def _reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         call = encode_call("reduce_scatter", own.dtype, len(own), reduction)
+        return self._reduce_scatter(own, parts, call, reduction)
+
+    def _reduce_scatter(self, own: Tensor, parts: list[Tensor], call: int, reduction: str) -> Steps:
         if self.size == 1:
             own.copy_(parts[0])
             return

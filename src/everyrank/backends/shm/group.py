@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from everyrank.backends.group import PythonGroup
 from everyrank.backends.lane import Lane
-from everyrank.backends.shm.collectives import LINE, Slots
+from everyrank.backends.shm.collectives import Slots
 from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
+from everyrank.backends.shm.phases import LINE
 from everyrank.backends.shm.segment import map_shared
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everyrank.backends.lane import Lane, Steps
-from everyrank.backends.shm.collectives import LINE
+from everyrank.backends.shm.phases import LINE
 from everyrank.backends.shm.pieces import as_bytes
 
 __all__ = ["NUM_CELLS", "Rings", "words_of_rings"]
