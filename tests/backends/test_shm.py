@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,7 +218,40 @@ def test_what_fails_at_once_breaks_its_lane() -> None:
     assert told == ["broke"]
     assert not lane.ends_at_once(no_steps())
     with pytest.raises(RankFailedError, match="one before it failed: another call"):
-        ENGINE.start(PendingWork("shm all_reduce", lane, no_steps(), []), is_async=False)
+        ENGINE.start(PendingWork("shm all_reduce", lane, no_steps(), []))
+
+
+def test_nothing_comes_between_what_has_begun_and_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that another thread starts in the same lane would run in the middle of these."""
+    free: list[str] = []
+    begun: list[str] = []
+
+    class Lock:
+        depth = 0
+
+        def __enter__(self) -> None:
+            self.depth += 1
+
+        def __exit__(self, *_: object) -> None:
+            self.depth -= 1
+            if not self.depth and begun and not lane.waiting:
+                free.append("before it is in its lane")
+
+    def later() -> Any:
+        begun.append("here")
+        while True:
+            yield [1]
+
+    monkeypatch.setattr(ENGINE, "lock", Lock())
+    lane = Lane([0, 1], 1.0)
+    collectives: Any = SimpleNamespace(barrier=later)
+    transport = Transport("shm", collectives, SimpleNamespace(lanes=list), lane, lambda: None)  # type: ignore[arg-type]
+    opts = dist.BarrierOptions()
+    opts.asyncOp = False
+    monkeypatch.setattr(ENGINE, "attend", lambda work, _: work)
+    PythonGroup(transport, 0, 2, "of this test").barrier(opts)
+    assert begun
+    assert not free
 
 
 def called_back(world: World, waits_by_work: bool) -> list[float]:

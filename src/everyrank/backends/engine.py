@@ -3,7 +3,8 @@
 An operation is a generator: it does what it can, and yields the ranks that it waits for. So one thread can move many of
 them on, and an operation of one group never keeps that of another from its end, in whatever order ranks start them:
 
-    ENGINE.start(operation)   as far as it goes at once; what was called with async_op=True is left after a moment
+    ENGINE.start(operation)   as far as it goes at once
+    ENGINE.attend(operation)  to its end; what was called with async_op=True is left after a moment
     operation.wait()          this thread moves on all that is pending until this one is done
     a thread of the engine    moves on what was left, while nobody waits and this rank computes
 
@@ -127,24 +128,26 @@ class Engine:
         self.has_work = threading.Event()
         self.thread: threading.Thread | None = None
 
-    def start(self, operation: PendingWork, is_async: bool, patience: float = _PATIENCE_SECONDS) -> PendingWork:
-        """Put it into its lane and move it on: to its end or, asynchronous, for as long as its peers are there."""
+    def start(self, operation: PendingWork) -> None:
+        """Put it into its lane and move it on. Raises `RankFailedError` where one before it has failed."""
         lane = operation.lane
         with self.lock:
             if lane.broken is not None:
                 raise RankFailedError(f"{operation.name}: one before it failed: {describe(lane.broken)}")
             lane.waiting.append(operation)
             self._move(lane)
-            if operation.done:
-                return operation
-            self.pending[lane] = None
+            if not operation.done:
+                self.pending[lane] = None
+
+    def attend(self, operation: PendingWork, is_async: bool, patience: float = _PATIENCE_SECONDS) -> PendingWork:
+        """Move on what has started: to its end or, asynchronous, for as long as its peers are there."""
+        if operation.done:
+            return operation
         # of messages, which nobody is patient with, a callback may start several that only end together
         if not is_async or (patience > 0 and is_called_back()):
             self.finish(operation, None)
-        else:
-            is_done = patience > 0 and self.finish(operation, None, patience)
-            if not is_done:
-                self._leave_to_thread()
+        elif not (patience > 0 and self.finish(operation, None, patience)):
+            self._leave_to_thread()
         return operation
 
     def finish(self, work: PendingWork, timeout_seconds: float | None, patience: float | None = None) -> bool:

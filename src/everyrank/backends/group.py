@@ -264,7 +264,8 @@ class PythonGroup(_ProcessGroup):
     def _message(self, name: str, lane: Lane, steps: Steps, handed_in: list[Tensor], tensors: Any) -> PendingWork:
         operation = PendingWork(f"{self.transport.backend} {name}", lane, steps, list(tensors))
         self._noted(name, handed_in).work = weakref.ref(operation)
-        return ENGINE.start(operation, is_async=True, patience=0.0)
+        ENGINE.start(operation)
+        return ENGINE.attend(operation, is_async=True, patience=0.0)
 
     def _run(
         self, name: str, steps: Steps, handed_in: Sequence[Tensor], tensors: Any, opts: Any, back: Outputs
@@ -273,14 +274,15 @@ class PythonGroup(_ProcessGroup):
         steps = back.after(steps)
         call = self._noted(name, handed_in)
         with recorded(self.transport.backend, name):
-            if opts is not None and not is_async:  # c10d's own functions, which ask this work nothing
-                with ENGINE.lock:
-                    call.is_done = lane.ends_at_once(steps)
-                if call.is_done:
+            with ENGINE.lock:  # no thread may come between what has begun and its place in the lane
+                # c10d's own functions ask a synchronous work nothing
+                if opts is not None and not is_async and lane.ends_at_once(steps):
+                    call.is_done = True
                     return DONE
-            work = PendingWork(f"{self.transport.backend} {name}", lane, steps, list(tensors))
-            call.work = weakref.ref(work)
-            return ENGINE.start(work, is_async)
+                work = PendingWork(f"{self.transport.backend} {name}", lane, steps, list(tensors))
+                call.work = weakref.ref(work)
+                ENGINE.start(work)
+            return ENGINE.attend(work, is_async)
 
     def _noted(self, name: str, handed_in: Sequence[Tensor]) -> RecentCall:
         if _OBSERVERS:
