@@ -88,8 +88,17 @@ CHINESE = {
     "backend": "后端",
     "seconds": "耗时",
     "median and largest error": "误差：中位数，最大值",
+    "all_reduce of": "all_reduce 的大小",
+    "x the first, by means": "按均值的加速比",
+    "x the first, by medians": "按中位数的加速比",
 }
 """Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
+
+CHINESE_SENTENCES = {
+    "How many times as fast: by means, by medians. ": "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。",
+    "Over the starts: median (lowest to highest). ": "各次启动的中位数（最低～最高）。",
+}
+"""Of the lines below the tables."""
 
 
 def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
@@ -102,10 +111,8 @@ def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
                 cells = [CHINESE.get(cell, cell) for cell in line[2:-2].split(" | ")]
                 lines[number] = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
             lines[number] = re.sub(r"x the first: ([^|]+) \|", r"加速比：\1 |", lines[number])
-            lines[number] = lines[number].replace(
-                "How many times as fast: by means, by medians. ",
-                "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。",
-            )
+            for english, chinese in CHINESE_SENTENCES.items():
+                lines[number] = lines[number].replace(english, chinese)
             lines[number] = re.sub(
                 r"([^。]+), (\d+) cores, (torch \S+), (\S+); medians; (`.+`), by (`.+`)\.",
                 r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
@@ -237,6 +244,27 @@ def _speedups(rows: list[dict[str, Any]], size: int) -> str:
     return f"{near[0]['mean_speedup']:.1f}, {near[0]['p50_speedup']:.1f}" if near else ""
 
 
+def two_backends_alone() -> str:
+    """All-reduce over two backends that take turns with no third, in several starts of two ranks."""
+    if not COLLECTIVES.exists():
+        return _not_measured()
+    found: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    for row in _measured("starts"):
+        found.setdefault(row["num_bytes"], {}).setdefault(row["backend"], []).append(row)
+    shown: list[list[str]] = []
+    for num_bytes, backends in found.items():
+        first, other = backends.values()
+        means = [f"{median(row['mean_seconds'] for row in rows) * 1e6:,.0f}" for rows in (first, other)]
+        spreads: list[str] = []
+        for key in ("mean_speedup", "p50_speedup"):
+            ratios = sorted(row[key] for row in other)
+            spreads.append(f"{median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})")
+        shown.append([size_text(num_bytes), *means, *spreads])
+    names = list(next(iter(found.values())))
+    header = ["all_reduce of", *(f"{name}, us" for name in names), "x the first, by means", "x the first, by medians"]
+    return f"{_table(header, shown)}\n\nOver the starts: median (lowest to highest). {_source()}"
+
+
 def what_backends_carry() -> str:
     """Of each operation, whether each backend offers it, and with how many wrong elements."""
     if not COLLECTIVES.exists():
@@ -338,11 +366,13 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "theory of the algorithms": (ALGORITHMS, theory_of_algorithms),
         "measured algorithms": (COLLECTIVES, measured_algorithms),
         "measured backends": (COLLECTIVES, measured_backends),
+        "two backends alone": (COLLECTIVES, two_backends_alone),
     },
     "docs/zh/collectives.md": {
         "theory of the algorithms": (ALGORITHMS, in_chinese(theory_of_algorithms)),
         "measured algorithms": (COLLECTIVES, in_chinese(measured_algorithms)),
         "measured backends": (COLLECTIVES, in_chinese(measured_backends)),
+        "two backends alone": (COLLECTIVES, in_chinese(two_backends_alone)),
     },
     "docs/backends.md": {
         "what backends carry": (COLLECTIVES, what_backends_carry),

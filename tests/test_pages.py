@@ -115,7 +115,9 @@ def test_tables_of_the_collectives(repository: Path, tmp_path: Path) -> None:
     made = runpy.run_path(str(repository / "docs" / "generate.py"))
     names = made["main"].__globals__
     names["ROOT"], names["COLLECTIVES"] = tmp_path, tmp_path / "c.json"
-    parts = [made[name] for name in ("measured_algorithms", "measured_backends", "what_backends_carry")]
+    parts = [
+        made[name] for name in ("measured_algorithms", "measured_backends", "two_backends_alone", "what_backends_carry")
+    ]
     assert all("Not measured yet" in part() for part in parts)
     rows = [
         collective("all_reduce", "gloo", 1e-3),
@@ -124,12 +126,19 @@ def test_tables_of_the_collectives(repository: Path, tmp_path: Path) -> None:
         collective("send", "gloo", 1e-4),
         collective("send", "shm", 1e-4, refused="not here"),
     ]
+    starts = [collective("all_reduce", "gloo", 1e-3, mean_seconds=mean) for mean in (1e-3, 2e-3, 4e-3)]
+    starts += [
+        collective("all_reduce", "shm", 5e-5, mean_speedup=ratio, p50_speedup=10.0, mean_seconds=1e-4)
+        for ratio in (40.0, 10.0, 20.0)
+    ]
     about = {"processor": "P", "cores": 2, "torch": "2", "date": "2026-11-22T00"}
-    (tmp_path / "c.json").write_text(json.dumps({"rows": rows, "costs": rows, "provenance": about}))
-    algorithms, backends, carried = (part() for part in parts)
+    (tmp_path / "c.json").write_text(json.dumps({"rows": rows, "costs": rows, "starts": starts, "provenance": about}))
+    algorithms, backends, alone, carried = (part() for part in parts)
     assert "| 2 | gloo's own | 1,000 |" in algorithms
     assert "| 2 | ring | 2,000 |" in algorithms
     assert "| all_reduce | shm | 50.0 us + bytes / 2 GB/s | 1%, 50% | 20.0, 15.0 |" in backends
     assert backends.index("| send |") < backends.index("| all_reduce |")
     assert "| send | yes | no: not here |" in carried
-    assert all("P, 2 cores, torch 2, 2026-11-22" in text for text in (algorithms, backends, carried))
+    assert all("P, 2 cores, torch 2, 2026-11-22" in text for text in (algorithms, backends, alone, carried))
+    assert "| all_reduce of | gloo, us | shm, us |" in alone
+    assert "| 4 B | 2,000 | 100 | 20.0 (10.0 to 40.0) | 10.0 (10.0 to 10.0) |" in alone
