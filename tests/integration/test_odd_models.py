@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -834,6 +835,15 @@ class EverySecond(Language):
         return stream
 
 
+class LateEverySecond(EverySecond):
+    """Rank 0 comes to the check when a rank that had failed it alone would have ended the run."""
+
+    def through(self, stream: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            time.sleep(5.0)
+        return super().through(stream)
+
+
 class NamedBlock(Block):
     def forward(self, extra: Tensor, stream: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(stream, extra)
@@ -900,8 +910,17 @@ def test_refused_on_the_command_line(forge: Forge, tmp_path: Path, case: str) ->
 
 def test_refused_from_the_launcher(tmp_path: Path) -> None:
     """What would be wrong on one stage alone is no failure of the run: all ranks see it, status 2, one line."""
-    made, layout, fragments = ON_ONE_RANK["every second block"]
-    words = ["train", write(tmp_path, made), "--layout", layout, "--processes", "2", "--timeout", "40"]
+    _, layout, fragments = ON_ONE_RANK["every second block"]
+    words = [
+        "train",
+        write(tmp_path, "language(LateEverySecond)"),
+        "--layout",
+        layout,
+        "--processes",
+        "2",
+        "--timeout",
+        "40",
+    ]
     path = {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", "everyrank", *words]
     ran = subprocess.run(command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, timeout=60)

@@ -249,9 +249,11 @@ def test_pipeline(ranks: Any, schedule: str) -> None:
 def test_pipeline_says_shapes_once(ranks: Any) -> None:
     """In the first update two headers of ten numbers go forward: micro-batches have two samples, or one.
 
-    And all ranks hear from the last one whether its loss asks for more than its micro-batch (`everyrank.gather`).
+    And all ranks hear from each other whether the forward pass goes through the blocks in order, and from the last one
+    whether its loss asks for more than its micro-batch (`everyrank.gather`).
     """
-    rest = [flags_line("pipeline"), ("all_reduce", "pipeline", 1, OUTSIDE * FLOAT), ("all_reduce", "pipeline", 1, 8)]
+    rest = [flags_line("pipeline"), ("all_reduce", "pipeline", 1, OUTSIDE * FLOAT)]
+    rest += [("all_reduce", "pipeline", 2, 8)]
     expected = [
         ledger(*pipe_lines(rank, list(MICRO)), *rest, (way, "pipeline", 2, 10 * 8))
         for rank, way in enumerate(("send", "recv"))

@@ -87,8 +87,14 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return share
 
     def check_block_order(batch: Batch) -> None:
-        with parallel.micro_batch(batch) as part:
-            stages.check_block_order(lambda: call_model(model, part.input))
+        found: list[UnsupportedLayoutError] = []
+        try:
+            with parallel.micro_batch(batch) as part:
+                stages.check_block_order(lambda: call_model(model, part.input))
+        except UnsupportedLayoutError as error:
+            found.append(error)
+        # the same on all ranks, and at the same time: who came seconds later would be ended before it could say so
+        raise_on_all_ranks(found, world, is_first=True)
 
     def flow(batches: Sequence[Batch]) -> Tensor:
         """Micro-batches through the pipeline, forward and backward; this rank's share of (sum, count), shape (2,)."""
