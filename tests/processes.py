@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -185,6 +186,9 @@ def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = N
                 answer = (False, traceback.format_exc())
             _end_loader_workers()
             pipe.send_bytes(cloudpickle.dumps(answer))
+            del function, arguments, answer
+            gc.collect()
+            gc.freeze()  # what is kept over the calls (torch's caches grow) is not looked through in each of them
 
 
 def _end_loader_workers() -> None:
