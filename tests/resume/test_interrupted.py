@@ -17,7 +17,7 @@ import torch
 from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage, find_checkpoint
-from processes import Cli, Forge, one_line
+from processes import Cli, Forge, left_of, one_line
 from resuming import WORKLOAD, logged, table, words_for
 
 pytestmark = pytest.mark.skipif(
@@ -111,6 +111,37 @@ def test_a_run_that_is_killed_goes_on_to_the_last_bit(
     assert status == 0, err
     assert "going on after update" in out
     is_the_same_run(run, whole(layout), cli.folder)
+
+
+LATE_WORKERS = """
+
+from torch.utils.data._utils import signal_handling
+
+begin = signal_handling._set_worker_signal_handlers
+
+
+def late():
+    rank_process = os.getppid()
+    Path(f"worker{os.getpid()}").touch()
+    while os.getppid() == rank_process:
+        time.sleep(0.01)
+    begin()
+
+
+signal_handling._set_worker_signal_handlers = late
+"""
+
+
+def test_workers_that_begin_while_their_ranks_are_killed_end(cli: Cli) -> None:
+    """torch compares the parent with the one there was when the worker began: it would wait for work for ever."""
+    (cli.folder / "mine.py").write_text(WORKLOAD + LATE_WORKERS)
+    cli.start(*words_for("ddp", "--processes", "2", "--workers", "1"))
+    cli.wait_for(lambda: len(list(cli.folder.glob("worker*"))) == 2)
+    workers = [int(path.name.removeprefix("worker")) for path in cli.folder.glob("worker*")]
+    for process in cli.processes().keys() - workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    assert left_of(cli.mark, 30.0) == {}
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint(

@@ -5,6 +5,9 @@ What is read, and in which order, is decided elsewhere.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,14 +58,21 @@ def read_all(read: Any, collate: Callable[[Any], Any], keys: Iterator[Any], worl
             num_workers=world.loader_workers,
             pin_memory=is_pinned,
             timeout=world.timeout_seconds if world.loader_workers else 0,
-            worker_init_fn=_leave_requests_to_the_rank,
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         ),
         world.timeout_seconds,
     )
 
 
-def _leave_requests_to_the_rank(_: int) -> None:
-    """A request to stop may reach the whole process group; the rank still needs its workers to finish the update."""
+def _begin_worker(rank_process: int, _: int) -> None:
+    """First in each worker of a loader.
+
+    torch ends a worker whose parent is another than it was when the worker began: one that began in the moment in
+    which its rank was killed would wait for ever. A fork server is the parent of what it forks, and ends it itself.
+    """
+    if os.getppid() != rank_process and multiprocessing.get_start_method() != "forkserver":
+        os._exit(1)
+    # a request to stop may reach the whole process group; the rank still needs its workers to finish the update
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
