@@ -49,6 +49,9 @@ __all__ = ["end_of_start", "open_world"]
 _LONGEST_GOODBYE_SECONDS = 10.0
 _SHORT_GOODBYE_SECONDS = 1.5  # after an error
 _WORLDS_OPENED = itertools.count()
+# Stores in a file, of ranks that leave before the one that removes it. torch's counts who has let go of it: where the
+# file was removed a moment before, it makes one again, for the next run to find.
+_KEPT: list[dist.Store] = []
 
 
 @contextlib.contextmanager
@@ -258,8 +261,12 @@ def _leaving_together(world: World, meeting: Rendezvous) -> Generator[None]:
 
 def _remove(meeting: Rendezvous) -> None:
     """The file in which ranks met, by the one that leaves last."""
-    if meeting.file is not None and meeting.is_host:
+    if meeting.file is None:
+        return
+    if meeting.is_host:
         meeting.file.unlink(missing_ok=True)
+    else:
+        _KEPT.append(meeting.store)
 
 
 def _leave(world: World, is_host: bool, seconds: float) -> None:
