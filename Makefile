@@ -1,13 +1,14 @@
 # Everything a fresh machine needs is made here: a virtual environment with pinned versions, then the work itself.
 #
 #   make demo     train the digits workload under every layout on two processes, check them, write report.html
-#   make test     the test-suite
+#   make test     the test-suite, in minutes
 #   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), Horovod (built the first time,
 #                            in minutes), hosts, recipes, benches; and what takes minutes: layouts on 8 ranks, their
 #                            mutations, models of all kinds, transformers
-#   make test-integrations PART=slurm   one part: horovod slurm mpi ray hosts launchers (spawn, torchrun), recipes (by
-#                            their own commands), benches, package (wheel, notebook), models (odd ones, transformers),
-#                            layouts (8 ranks, their traffic, their mutations), suite (what is marked in the others)
+#   make test-integrations PART=slurm   one part: horovod slurm mpi ray hosts launchers (spawn, torchrun), recipes (beside
+#                            the library, with their mutations, and by their own commands), benches, package (wheel,
+#                            notebook), models (odd ones, transformers), layouts (8 ranks, experts, simulations, dropout,
+#                            own code, parameter servers; their traffic, their mutations), suite (what is marked in others)
 #   make test-versions   the built wheel under Python 3.11 to 3.13 and torch 2.11 to 2.13, as far as this machine can
 #                            have them (each pair installs a torch of its own); what is not here is said
 #   make check    format, lint, types, and the test-suite

@@ -36,6 +36,7 @@ PARTS = {
     "launchers": r"test_conformance|test_failures|test_elastic",  # spawn and torchrun, and what all of them share
     "suite": r"",  # what is marked beside the other tests of a room
 }
+ROOMS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layouts"}  # of tests/, and their parts; else suite
 
 ONE_AT_A_TIME = ("slurm", "ray", "hosts", "benches")  # share what was started for them, or measure
 
@@ -43,7 +44,7 @@ ONE_AT_A_TIME = ("slurm", "ray", "hosts", "benches")  # share what was started f
 def part_of(item: pytest.Item) -> str:
     """The part a test belongs to."""
     if Path(__file__).parent not in item.path.parents:
-        return "suite"
+        return ROOMS.get(item.path.parent.name, "suite")
     words = " ".join([item.path.stem, item.name, *getattr(item, "fixturenames", ())]).lower()
     found = next((part for part, pattern in PARTS.items() if pattern and re.search(pattern, words)), None)
     if found is None:
@@ -71,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if parts.get(item) in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.xdist_group(parts[item]))
+        elif item in parts and item.path.parent.name in ROOMS:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))  # they share what was trained for them
 
 
 SLURM_CONF = """\

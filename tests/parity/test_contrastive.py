@@ -23,6 +23,8 @@ from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.world import World
 
+pytestmark = pytest.mark.integration
+
 _COUNTER = iter(range(10**9))
 
 
@@ -81,7 +83,6 @@ def test_equal(ranks: Any, count: int) -> None:
         assert parity.max_relative_difference <= 1e-10
 
 
-@pytest.mark.integration
 def test_equal_on_meshes(ranks: Any) -> None:
     """Ranks that split a matrix have the same samples: the rows of the batch are those along the other axes."""
     layouts = ["tensor", "fsdp:replicate=2", "fsdp:tensor=2", "fsdp:precision=bf16"]

@@ -25,6 +25,8 @@ from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 from parity.test_equal import assert_equal, parities
 
+pytestmark = pytest.mark.integration
+
 _COUNTER = iter(range(10**9))
 
 
@@ -116,7 +118,6 @@ def test_own_code(ranks: Any, tmp_path: Path) -> None:
     assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
 
 
-@pytest.mark.integration
 def test_compiled(ranks: Any) -> None:
     """The same masks where they are a part of a compiled graph."""
     layouts = ["ddp:compile"]
@@ -228,7 +229,6 @@ def check_mutation(world: World, mutation: Any, name: str, text: str, model: Any
         return before, check_layout(case, layout, world, f"{key}/after")[0].status
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("count", [2, 4])
 def test_decoder_everywhere(ranks: Any, count: int) -> None:
     """All layouts of model parallelism, and their meshes."""
@@ -256,7 +256,6 @@ def test_decoder_everywhere(ranks: Any, count: int) -> None:
     assert_quickly_equal(ranks, count, "decoder", layouts, model=zoo.dropping_everywhere)
 
 
-@pytest.mark.integration
 def test_low_precision(ranks: Any) -> None:
     """The masks are those of float64: bf16 is as far from `single` as rounding is."""
     layouts = ["ddp:precision=bf16,recompute"]

@@ -13,6 +13,8 @@ from everyrank.strategies import prepare
 from everyrank.world import World
 from parity.test_equal import assert_equal, parities
 
+pytestmark = pytest.mark.integration
+
 LAYOUTS = {
     2: [
         "ddp",
@@ -55,7 +57,6 @@ def test_equal_without_tokens(ranks: Any) -> None:
     assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts, model=zoo.one_expert_for_all))
 
 
-@pytest.mark.integration
 def test_equal_otherwise(ranks: Any) -> None:
     """Whole experts under all other strategies; compiled; and in low precision within the band of rounding."""
     layouts = ["zero1", "fsdp", "tensor", "context", "pipeline", "expert:compile", "expert:precision=bf16"]
@@ -99,7 +100,6 @@ def test_what_does_not_go_together(layout: str) -> None:
         parse_layout(layout)
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equal_on_more_ranks(ranks: Any, optimizer: str) -> None:
     """The hybrids."""

@@ -8,6 +8,8 @@ import pytest
 
 from parity.test_equal import assert_equal, parities
 
+pytestmark = pytest.mark.integration
+
 SMALL = {
     2: [
         "tensor",
@@ -47,7 +49,6 @@ def test_equal(ranks: Any) -> None:
     assert_equal(SMALL[2], parities(ranks, 2, "decoder", "sgd", SMALL[2]))
 
 
-@pytest.mark.integration
 def test_low_precision_stays_in_the_band(ranks: Any) -> None:
     """bf16 is as far from single as rounding is, and fp16 skips and scales alike on all ranks."""
     layouts = [

@@ -17,6 +17,8 @@ from everyrank.parity import check_layout
 from everyrank.record import Parity
 from everyrank.world import World
 
+pytestmark = pytest.mark.integration
+
 _COUNTER = iter(range(10**9))
 
 FILE = '''\
@@ -308,7 +310,6 @@ def test_right_ones_are_equal(check: Any) -> None:
     assert found[0].checks[0].startswith("gradients, float64, 3 updates: 3 losses differ by at most ")
 
 
-@pytest.mark.integration
 def test_tensor_then_fully_shard(check: Any) -> None:
     """The shape of torchtitan's on four ranks, each rank with a part of each matrix: also clipped by its own norm."""
     found = check(4, "parallelize:tensor=2", "norm_once:tensor=2")
@@ -320,7 +321,6 @@ def untied() -> nn.Module:
     return zoo.decoder(tied=False)
 
 
-@pytest.mark.integration
 def test_a_plan_with_split_sequences(check: Any) -> None:
     """Matrices, sequences and the vocabulary split, as torchtitan does; then fully_shard."""
     for count, layout in ((2, "sequence:shard=1"), (4, "titan:tensor=2")):

@@ -28,6 +28,8 @@ from parity.test_equal import assert_equal, parities
 from parity.test_mutations import batch_norm_alone, epoch_not_set, padding_sample_counts, same_slice
 from processes import Forge
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize(("count", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm", "augmented", "unused"])

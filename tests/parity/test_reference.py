@@ -25,6 +25,8 @@ from everyrank.workload import Source
 from everyrank.world import World
 from parity.test_mutations import same_slice, sum_for_mean
 
+pytestmark = pytest.mark.integration
+
 _MUTATIONS: dict[str, Any] = {"sum for mean": sum_for_mean, "same slice": same_slice}
 
 
@@ -92,7 +94,6 @@ def without_mean(model, mesh):
 """
 
 
-@pytest.mark.integration
 def test_own_parallel_code(ranks: Any, tmp_path: Path) -> None:
     """Its gradients first; what is wrong with them is told from how many ranks there are, without one device to ask."""
     path = tmp_path / "own.py"

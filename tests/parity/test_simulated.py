@@ -24,6 +24,8 @@ from everyrank.record import Parity
 from everyrank.strategies import local_sgd as strategy
 from everyrank.world import World
 
+pytestmark = pytest.mark.integration
+
 REPLICAS = ["ddp:batch_norm=local", "zero1:batch_norm=local", "fsdp:batch_norm=local"]
 COMPRESSED = ["ddp:compress=fp16", "ddp:compress=bf16", "ddp:compress=powersgd", "ddp:compress=powersgd,matrix_rank=2"]
 LOCAL = ["local_sgd", "local_sgd:every=3", "local_sgd:every=20"]

@@ -12,6 +12,8 @@ import pytest
 from recipes import test_recipes
 from recipes.test_recipes import DIGITS, NUM_ROWS, beside, read, text_of, typed, write_digits
 
+pytestmark = pytest.mark.integration
+
 NAME = "parameter_server_async"
 COMMAND = f"python {NAME}.py --trainers 3 --replay --float64"
 

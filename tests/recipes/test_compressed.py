@@ -9,6 +9,8 @@ import pytest
 from processes import Forge
 from recipes.test_recipes import NUM_ROWS, Printed, beside, by_the_library, distance, read
 
+pytestmark = pytest.mark.integration
+
 
 def run(forge: Forge, folder: Path, hook: str) -> Printed:
     beside(folder, "ddp_compressed")

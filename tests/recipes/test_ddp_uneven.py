@@ -10,6 +10,8 @@ from everyrank import Record
 from processes import Forge
 from recipes import test_recipes as recipes
 
+pytestmark = pytest.mark.integration
+
 WORKLOAD = """
 from pathlib import Path
 import torch

@@ -10,6 +10,8 @@ import pytest
 from processes import Done, Forge, by_hand
 from recipes.test_recipes import OPERATIONS, RECIPES, _forked_programs, beside, refusal
 
+pytestmark = pytest.mark.integration
+
 __all__ = ["_forked_programs"]
 
 # How many results the ranks of a world of this size check together, and what rank 0 says of some of them.

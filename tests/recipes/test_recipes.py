@@ -30,6 +30,8 @@ from everyrank import Record, read_records
 from everyrank.cli import main
 from processes import LOOPBACK, Forge, by_hand, free_port
 
+pytestmark = pytest.mark.integration
+
 PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
 PROGRAMS = Path(sys.executable).parent  # `python` and `torchrun`
@@ -670,7 +672,6 @@ def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
         ("torch.__version__", "'2.1' + os.environ['GROUP_RANK']", "not the same torch"),
     ],
 )
-@pytest.mark.integration
 def test_hosts_that_do_not_fit_are_refused(tmp_path: Path, before: str, after: str, said: str) -> None:
     """Each of two torchruns says it, before anything is trained. On one machine the difference is pretended."""
     beside(tmp_path, "multi_node")

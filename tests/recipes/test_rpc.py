@@ -23,6 +23,8 @@ from everyrank.launch.hosts import usable_interfaces
 from processes import Forge
 from recipes.test_recipes import RECIPES, _forked_programs, beside, distance, read, text_of, typed
 
+pytestmark = pytest.mark.integration
+
 __all__ = ["_forked_programs"]
 
 RPC = ["ddp_rpc", "rpc_autograd", "rpc_batched", "rpc_pipeline", "rpc_reinforcement", "rpc_rnn"]
