@@ -8,9 +8,9 @@ Travels   per micro-batch and stage: forward the output of its last block to the
           its input to the one before (with the first of each shape goes a header of ten numbers). Per update: an
           all-reduce of loss, count and one flag for each parameter outside of the blocks, one (in pieces of 25 MiB) of
           the gradients of these over all stages and readers, and one of the blocks' over replicas; with clip_norm, one
-          of the sum of squares; in the first one, of whether the loss asked for the whole batch. Shards travel as
-          under fsdp, parts of matrices as under tensor; what is computed in front of the blocks (an embedding) every
-          stage computes, with what travels for it
+          of the sum of squares; in the first one, of whether the blocks run in order, and of whether the loss asked
+          for the whole batch. Shards travel as under fsdp, parts of matrices as under tensor; what is computed in
+          front of the blocks (an embedding) every stage computes, with what travels for it
 Use when  the model is deep and does not fit, and links between devices are slow: little travels, and seldom
 Exact     yes, for models whose every block takes, untouched, what the one before returns (else refused)
 Source    Huang et al. 2019 (gpipe); Narayanan et al. 2019 and 2021 (1f1b, interleaved); Qi et al. 2024 (zero-bubble)
