@@ -70,13 +70,13 @@ def record_forked(
 
 
 def _wait(ranks: list[Forked], records: Path) -> bool:
-    """Until all have ended, or those that do not have all written a file `hangs...`, or wait for one that has."""
+    """Until all have ended, or all have written a file `hangs0`, `hangs1`, ..., or wait for the one with `hangs`."""
     deadline = time.monotonic() + 120
     while any(rank.poll() is None for rank in ranks):
         assert time.monotonic() < deadline
-        hanging = len(list((records / "files").rglob("hangs*")))
+        hanging = [path.name for path in (records / "files").rglob("hangs*")]
         sent = {path.read_text().count('"kind": "collective"') for path in records.glob("pid*.jsonl")}
-        if hanging == len(ranks) or (hanging and len(sent) > 1):
+        if len(hanging) == len(ranks) or ("hangs" in hanging and len(sent) > 1):
             _ask_for_stacks(records)
             return True
         time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,13 @@ def _as_batch_jobs() -> None:
     """
     if hasattr(os, "SCHED_BATCH"):  # Linux; what is started from here inherits it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _as_in_the_foreground() -> None:
+    """A shell that runs the tests in its background ignores Ctrl-C for them, and for all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -308,8 +308,6 @@ class Cli:
                     stdout=out,
                     stderr=err,
                     start_new_session=True,
-                    # where the tests run in the background of a shell, Ctrl-C is ignored
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
 
     def end(self, timeout: float = 120.0) -> tuple[int, str, str]:
