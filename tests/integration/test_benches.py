@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import signal
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 
 from everyrank import Launch, Layout, find_workload, parse_layout, read_records, run
 from everyrank.layout import STRATEGIES
+from processes import Cli
 
 
 def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
@@ -70,23 +69,20 @@ def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_bench_that_is_stopped_shows_what_it_has(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_a_bench_that_is_stopped_shows_what_it_has(
+    cli: Cli, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
     """Rows are said as they are known, without a terminal too; stopped, it shows them and writes the files."""
     words = ["bench", "digits", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
     files = ["--json", "r.json", "--html", "r.html"]
-    command = [sys.executable, "-m", "everyrank", *words, "--processes", "2", *files]
-    started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert started.stdout is not None
-    said: list[str] = []
-    while not said or not said[-1].startswith("ddp: trial 2 of 1000, "):
-        said.append(started.stdout.readline())
-        if not said[-1]:
-            break
-    started.send_signal(number)  # whatever it has said: it would not end for an hour
-    out, err = started.communicate(timeout=100)
-    assert said[:2] == ["single: equal (20 updates)\n", "ddp: equal (20 updates)\n"]
-    assert started.returncode == status, err
+    cli.start(*words, "--processes", "2", *files, is_forked=False)
+    cli.wait_for(lambda: "ddp: trial 2 of 1000, " in cli.said()[0])
+    cli.process.send_signal(number)
+    found, out, err = cli.end()
+    assert out.startswith("single: equal (20 updates)\nddp: equal (20 updates)\n")
+    assert found == status, err
     assert "all ranks are ended" in err.splitlines()[-1]
+    assert cli.left() == {}
     records = read_records(tmp_path / "r.json")
     assert [record.layout for record in records] == ["single", "ddp"]
     for record in records:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from statistics import fmean
 from typing import IO, Any
@@ -53,13 +54,15 @@ class Sampler:
         """From now on samples belong to `name`."""
         self.turns.append((time.time(), name))
 
+    def _owner(self, sampled: float) -> str | None:
+        """Whose turn it was in all of the half second before, of which a sample tells; None where two share it."""
+        begun = bisect_right(self.turns, sampled, key=lambda turn: turn[0])
+        begin, name = self.turns[begun - 1] if begun else (float("inf"), None)
+        return name if begin + INTERVAL_SECONDS <= sampled else None
+
     def of(self, name: str) -> Resources | None:
         """The samples that belong to `name`; None without one."""
-        ends = [begin for begin, _ in self.turns[1:]] + [float("inf")]
-        spans = [(begin, end) for (begin, who), end in zip(self.turns, ends, strict=True) if who == name]
-        # a sample tells of the half second before it: all of that has to be this one's
-        spans = [(begin + INTERVAL_SECONDS, end) for begin, end in spans]
-        rows = [row for row in self.rows if any(begin <= row["time"] < end for begin, end in spans)]
+        rows = [row for row in self.rows if self._owner(row["time"]) == name]
         if not rows:
             return None
         has_gpu = all(row["gpu_percent"] is not None for row in rows)
