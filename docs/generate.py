@@ -34,6 +34,7 @@ FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
 EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
 COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
 BACKENDS = ROOT / "benchmarks" / "records" / "backends-cpu.json"
+OVERHEAD = ROOT / "benchmarks" / "records" / "overhead-cpu.json"
 ALGORITHMS = PACKAGE / "collectives" / "algorithms"
 SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
 WIDTH = 120
@@ -303,6 +304,35 @@ def layouts_by_backend() -> str:
     return f"{_table(header, shown)}\n\n{how} {source}"
 
 
+def step_beside_hand_written() -> str:
+    """Of each loop, what a step takes beside the hand-written one's, workload by workload."""
+    found: dict[str, list[Record]] = {}
+    for record in read_records(OVERHEAD):
+        found.setdefault(record.workload, []).append(record)
+    header = ["loop", "step us (95%)", "x hand-written (95%)", "us over it (95%)", "losses apart"]
+    parts: list[str] = []
+    for workload, records in found.items():
+        rows: list[list[str]] = []
+        for record in records:
+            own, step = record.provenance["overhead"], record.step_seconds
+            assert step is not None
+            ratio, extra = own["ratio_to_hand_written"], own["seconds_over_hand_written"]
+            over = [f"{1e6 * extra[key]:,.1f}" for key in ("median", "low", "high")]
+            rows.append([
+                f"{own['tool']} {own['version'] or ''}".rstrip(),
+                f"{1e6 * step.median:,.0f} ({1e6 * step.low:,.0f} to {1e6 * step.high:,.0f})",
+                f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+                f"{over[0]} ({over[1]} to {over[2]})",
+                f"{own['largest_relative_loss_difference']:.0e}",
+            ])  # fmt: skip
+        ranks = "two ranks" if records[0].world_size > 1 else "one process"
+        rounds = records[0].provenance["overhead"]["ratio_to_hand_written"]["rounds"]
+        parts.append(f"**{workload}**, {ranks}, {rounds} rounds\n\n{_table(header, rows)}")
+    about = read_records(OVERHEAD)[0].provenance
+    where = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['time'][:10]}"
+    return "\n\n".join([*parts, f"{where}; `{OVERHEAD.relative_to(ROOT)}`."])
+
+
 def _rate(record: Record) -> float:
     """Samples a second."""
     assert record.throughput_samples_per_second is not None
@@ -354,6 +384,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
     "docs/zh/which-layout.md": {"layouts measured": (FAMILIES, in_chinese(layouts_measured))},
     "docs/benchmarks.md": {
+        "step beside hand-written": (OVERHEAD, step_beside_hand_written),
         "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
         "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
         "all families": (FAMILIES, lambda: demo_table(0, FAMILIES)),
