@@ -47,8 +47,9 @@ PROGRAM = """\
 import os, pickle, signal, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-content = pickle.dumps(("run_python", ({before!r} + sys.argv[1:],), os.getcwd(), dict(os.environ)))
-socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2])
+content = pickle.dumps(("run_python_here", ({before!r} + sys.argv[1:], os.getcwd()), os.getcwd(), dict(os.environ)))
+here = [os.open(path, os.O_RDONLY) for path in {namespaces!r}]
+socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2, *here])
 server.sendall(content)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: server.send(bytes([number])))
@@ -62,6 +63,8 @@ sys.exit(status)
 MARK = "EVERYRANK_TEST_MARK"  # finds, in /proc, every process that a test has started
 _NO_MARK = "-" * 32
 _STREAMS = 3
+# a host of its own: its devices and addresses, its name, and /sys as it looks from there (Linux)
+_NAMESPACES = [path for path in ("/proc/self/ns/net", "/proc/self/ns/uts", "/proc/self/ns/mnt") if os.path.exists(path)]  # noqa: PTH110
 
 
 # --- in the tests
@@ -135,7 +138,8 @@ class ForkServer:
         folder = _programs(self.address)
         folder.mkdir()
         for name, before in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
-            (folder / name).write_text(PROGRAM.format(python=sys.executable, address=self.address, before=before))
+            own = {"address": self.address, "before": before, "namespaces": _NAMESPACES}
+            (folder / name).write_text(PROGRAM.format(python=sys.executable, **own))
             (folder / name).chmod(0o755)
 
     @property
@@ -429,6 +433,17 @@ def run_python(words: list[str]) -> None:
         exec(compile(Path(name).read_bytes(), name, "exec"), vars(script))
 
 
+def run_python_here(words: list[str], folder: str) -> None:
+    """The same on the host of who asks, whose namespaces are the open files after the streams."""
+    for number, path in enumerate(_NAMESPACES, _STREAMS):
+        if not os.path.sameopenfile(number, own := os.open(path, os.O_RDONLY)) and _libc.setns(number, 0):
+            raise OSError(ctypes.get_errno(), f"{path} of who asks cannot be entered")
+        os.close(number)
+        os.close(own)
+    os.chdir(folder)  # another /sys is another tree of files, and begins at its root
+    run_python(words)
+
+
 _Popen = subprocess.Popen
 
 
@@ -512,7 +527,8 @@ def _spawnv_passfds(path: bytes, words: Sequence[str | bytes], kept: Sequence[in
 # --- the mark
 
 # Where the mark is in memory: /proc/ID/environ shows the environment as it lay there when the server was started.
-_getenv = ctypes.CDLL(None).getenv
+_libc = ctypes.CDLL(None, use_errno=True)
+_getenv = _libc.getenv
 _getenv.restype = ctypes.c_void_p
 _MARK_PLACE: int | None = _getenv(MARK.encode()) if os.environ.get(MARK) == _NO_MARK else None
 

@@ -66,6 +66,11 @@ def method(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     }[name]
 
 
+def forked(programs: Path) -> list[str]:
+    """The same start without its imports, for all but one of each kind."""
+    return [str(programs / "python"), *EVERYRANK[1:]]
+
+
 def job(folder: Path, command: list[str], **variables: str) -> Record:
     """Run it, from the start of Python on; its Record."""
     done = subprocess.run(
@@ -124,8 +129,8 @@ def test_backends(everyrank: Any, tmp_path: Path, expected: Record, name: str) -
 def test_slurm(programs: Path, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
     """An allocation of two nodes, one task on each."""
     words, variables = method(name, tmp_path)
-    python = sys.executable if name == "default" else programs / "python"  # the start is the same: forked
-    command = [str(python), *EVERYRANK[1:], *JOB, "--processes", "2", "--launcher", "slurm", *words]
+    python = EVERYRANK if name == "default" else forked(programs)
+    command = [*python, *JOB, "--processes", "2", "--launcher", "slurm", *words]
     found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command], **slurm, **variables)
     same(found, expected, "slurm")
 
@@ -135,7 +140,7 @@ def test_slurm_one_task_a_node(
     programs: Path, tmp_path: Path, single: Record, slurm: dict[str, str], inside: str
 ) -> None:
     """rank = node x processes + local rank: four ranks by two tasks, as single computes to 1e-12."""
-    command = [str(programs / "python"), *EVERYRANK[1:], *JOB]
+    command = [*forked(programs), *JOB]
     words = ["--processes", "4", "--launcher", "slurm", "--per-node", inside]
     found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command, *words], **slurm)
     assert found.world_size == 4
@@ -261,9 +266,12 @@ def test_started_from_outside(
     [([], 2), ([], 3), (["--launcher", "torchrun"], 2), (["--launcher", "torchrun", "--rendezvous-kind", "c10d"], 3)],
     ids=["tcp, two", "tcp, three", "torchrun, static", "torchrun, c10d"],
 )
-def test_several_hosts(tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int) -> None:
+def test_several_hosts(
+    programs: Path, tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int
+) -> None:
     """The same command on each host, two ranks on each; one that is typed without its place says what to type where."""
-    common = [*EVERYRANK, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
+    python = EVERYRANK if count == 2 else forked(programs)
+    common = [*python, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
     common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
     started = [
         three_hosts.start(index, [*common, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
@@ -279,7 +287,7 @@ def test_several_hosts(tmp_path: Path, single: Record, three_hosts: Hosts, words
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("spawn", 0), ("spawn", 1), ("static", 0), ("c10d", 1)])
-def test_a_host_that_is_cut_off(tmp_path: Path, three_hosts: Hosts, kind: str, cut: int) -> None:
+def test_a_host_that_is_cut_off(programs: Path, tmp_path: Path, three_hosts: Hosts, kind: str, cut: int) -> None:
     """Its cable is pulled: the others end within the timeout, and name the ranks and the host that are missing."""
     kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}
     words = [
@@ -301,7 +309,9 @@ def test_a_host_that_is_cut_off(tmp_path: Path, three_hosts: Hosts, kind: str, c
     words += [*kinds[kind], *(["--rendezvous-kind", "c10d"] if kind == "c10d" else [])]
     words += ["--rendezvous", f"{three_hosts.addresses[0]}:29651"]
     started = [
-        three_hosts.start(index, [*EVERYRANK, *words, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
+        three_hosts.start(
+            index, [*forked(programs), *words, "--node-rank", str(index), "--out", f"out{index}"], tmp_path
+        )
         for index in range(2)
     ]
     log = tmp_path / "out0" / "log.jsonl"
@@ -323,7 +333,7 @@ def test_a_host_that_is_cut_off(tmp_path: Path, three_hosts: Hosts, kind: str, c
     ).stdout.strip()
 
 
-def test_a_host_where_nobody_types(tmp_path: Path, three_hosts: Hosts) -> None:
+def test_a_host_where_nobody_types(programs: Path, tmp_path: Path, three_hosts: Hosts) -> None:
     """The wait for another host has an end, and says which ranks never came."""
     words = [
         "train",
@@ -340,7 +350,7 @@ def test_a_host_where_nobody_types(tmp_path: Path, three_hosts: Hosts) -> None:
         "6",
     ]
     words += ["--rendezvous", f"{three_hosts.addresses[0]}:29652"]
-    process = three_hosts.start(0, [*EVERYRANK, *words], tmp_path)
+    process = three_hosts.start(0, [*forked(programs), *words], tmp_path)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 4
     assert "ranks 2, 3 did not come to the start within 6 s" in err.splitlines()[-1]

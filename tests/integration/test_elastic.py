@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +21,9 @@ import pytest
 
 from everyrank import read_records
 from integration.conftest import Hosts, needs_ray
+from integration.test_conformance import EVERYRANK, forked
 from processes import Cli
 
-EVERYRANK = [sys.executable, "-m", "everyrank"]
 SLOW = """
 import dataclasses
 import time
@@ -90,11 +89,13 @@ def has_gone_on(out: Path, start: int) -> Callable[[], bool]:
 
 
 @pytest.mark.timeout(500)
-def test_four_hosts_then_three_then_four(tmp_path: Path, four_hosts: Hosts, undisturbed: list[float]) -> None:
+def test_four_hosts_then_three_then_four(
+    programs: Path, tmp_path: Path, four_hosts: Hosts, undisturbed: list[float]
+) -> None:
     """The first host, with rank 0, is lost, and comes again later: the same line typed everywhere, and nothing else."""
     (tmp_path / "slow.py").write_text(SLOW)
     names, out = four_hosts.names, tmp_path / "out"
-    words = [*EVERYRANK, *TRAIN, "--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "3:4"]
+    words = [*forked(programs), *TRAIN, "--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "3:4"]
     words += ["--rendezvous", f"{four_hosts.addresses[1]}:29660", "--processes", "4", "--restarts", "3"]
     words += ["--resume", "--out", "out"]
     started = [four_hosts.start(index, words, tmp_path) for index in range(4)]
