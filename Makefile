@@ -2,13 +2,15 @@
 #
 #   make demo     train the digits workload under every layout on two processes, check them, write report.html
 #   make test     the test-suite, in minutes
-#   make test-integrations   real starts: Slurm, MPI, Ray (installed where that is allowed), Horovod (built the first time,
-#                            in minutes), hosts, recipes, benches; and what takes minutes: layouts on 8 ranks, their
-#                            mutations, models of all kinds, transformers
-#   make test-integrations PART=slurm   one part: horovod slurm mpi ray hosts launchers (spawn, torchrun), recipes (beside
-#                            the library, with their mutations, and by their own commands), benches, package (wheel,
-#                            notebook), models (odd ones, transformers), layouts (8 ranks, experts, simulations, dropout,
-#                            own code, parameter servers; their traffic, their mutations), suite (what is marked in others)
+#   make test-integrations   real starts of what others make: Slurm, MPI, Ray (installed where that is allowed), Horovod
+#                            (built the first time, in minutes), hosts; and benches, the wheel, a notebook
+#   make test-at-length      what checks one thing many times: recipes, layouts on 8 ranks, their mutations, models of all
+#                            kinds, transformers, faults
+#   make test-integrations PART=slurm   one part, of either: horovod slurm mpi ray hosts launchers (spawn, torchrun),
+#                            benches, package (wheel, notebook); recipes (beside the library, with their mutations, and by
+#                            their own commands), models (odd ones, transformers), layouts (8 ranks, experts, simulations,
+#                            dropout, own code, parameter servers; their traffic, their mutations), suite (what is marked
+#                            beside the other tests)
 #   make test-versions   the built wheel under Python 3.11 to 3.13 and torch 2.11 to 2.13, as far as this machine can
 #                            have them (each pair installs a torch of its own); what is not here is said
 #   make check    format, lint, types, and the test-suite
@@ -20,12 +22,13 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PARTS := horovod slurm mpi ray hosts launchers recipes benches package models layouts suite
+INTEGRATIONS := horovod slurm mpi ray hosts launchers benches package
+AT_LENGTH := recipes models layouts suite
 # a test mostly waits for its ranks: two files of tests at a time fill two cores; 0: one after the other, in one process
 WORKERS ?= 2
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-integrations test-versions check lint types docs clean
+.PHONY: demo test test-integrations test-at-length test-versions check lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
@@ -33,15 +36,18 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --ignore tests/integration -m "not integration" --numprocesses $(WORKERS) --dist loadfile
 
-ifneq ($(filter-out $(PARTS),$(PART)),)
-$(error PART=$(PART): give one of $(PARTS))
+ifneq ($(filter-out $(INTEGRATIONS) $(AT_LENGTH),$(PART)),)
+$(error PART=$(PART): give one of $(INTEGRATIONS) $(AT_LENGTH))
 endif
+RUN_PARTS = $(BIN)/python -m pytest tests/integration tests -m integration -rs --numprocesses $(WORKERS) --dist loadgroup --parts
 
 test-integrations: $(VENV)/installed-integrations
 	tests/integration/install
 	tests/integration/install_horovod $(BIN)/python
-	$(BIN)/python -m pytest tests/integration tests -m integration -rs --numprocesses $(WORKERS) --dist loadgroup \
-		$(if $(PART),--part $(PART))
+	$(RUN_PARTS) "$(or $(PART),$(INTEGRATIONS))"
+
+test-at-length: $(VENV)/installed-dev
+	$(RUN_PARTS) "$(or $(PART),$(AT_LENGTH))"
 
 test-versions: $(VENV)/installed-dev
 	$(BIN)/python tests/try_versions.py $(if $(TORCH_INDEX),--index $(TORCH_INDEX))

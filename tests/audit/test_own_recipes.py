@@ -26,7 +26,7 @@ RECIPES = {
     "ring_allreduce": (2, SPLIT),
     "tensor": (2, SPLIT),
 }
-# much like one of those, or with four ranks: in make test-integrations
+# much like one of those, or with four ranks: in make test-at-length
 MORE = {
     "checkpoint_resume": (2, ""),
     "context": (2, SPLIT),

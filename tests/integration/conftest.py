@@ -1,7 +1,7 @@
 """Real launchers on this machine: a Slurm of two nodes, MPI, Ray, and hosts in network namespaces.
 
 What cannot be had here is skipped, with what it needs: `make test-integrations` installs it where it may. Each test
-belongs to one of the `PARTS`; `make test-integrations PART=slurm` runs those of one.
+that `make test` leaves out belongs to one of the `PARTS`; the Makefile says which of them are run by which command.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def part_of(item: pytest.Item) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="", help="of the integration tests: " + " ".join(PARTS))
+    parser.addoption("--parts", default="", help="of the integration tests, one or more: " + " ".join(PARTS))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -62,11 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.integration)
-    asked = config.getoption("--part")
-    if asked and asked not in PARTS:
-        raise pytest.UsageError(f"--part {asked}: give one of {', '.join(PARTS)}")
+    asked = config.getoption("--parts").split()
+    if unknown := set(asked) - PARTS.keys():
+        raise pytest.UsageError(f"--parts {' '.join(sorted(unknown))}: give some of {', '.join(PARTS)}")
     parts = {item: part_of(item) for item in items if item.get_closest_marker("integration")}
-    left_out = [item for item, part in parts.items() if asked not in ("", part)]
+    left_out = [item for item, part in parts.items() if asked and part not in asked]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:

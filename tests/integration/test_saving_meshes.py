@@ -10,8 +10,13 @@ import pytest
 from everyrank.layout import STRATEGIES, parse_layout
 from round_trips import MISTAKES, NOT_HERE, meshes, round_trip
 
+# what four ranks cannot have: three axes, and an axis of four beside one of two
+EIGHT = [*sorted(set(meshes(8)) - set(meshes(4))), "fsdp:tensor=2", "pipeline:shard=2", "ddp:expert=2"]
 
-@pytest.mark.parametrize(("size", "layout"), [(size, layout) for size in (4, 8) for layout in meshes(size)])
+
+@pytest.mark.parametrize(
+    ("size", "layout"), [*((4, layout) for layout in meshes(4)), *((8, layout) for layout in EIGHT)]
+)
 def test_round_trip(ranks: Any, tmp_path: Path, size: int, layout: str) -> None:
     """Saved twice while the training goes on: to the last bit what was written at once, on one process and on all."""
     round_trip(ranks, size, layout, tmp_path)
