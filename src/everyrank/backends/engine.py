@@ -32,7 +32,7 @@ __all__ = ["DONE", "ENGINE", "Engine", "PendingWork"]
 
 _SPINS = 200  # looks at what is waited for, before the clock is looked at
 _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
-_LONGEST_PAUSE = 0.001
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.001
 _PATIENCE_SECONDS = 0.0005  # an asynchronous operation waits so long for its peers before it is left to the thread
 _LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
 _LINGER_SECONDS, _THREAD_PAUSE = 0.1, 0.0002  # the thread stays awake so long after its last work, and sleeps between
@@ -127,6 +127,8 @@ class Engine:
         self.num_waiters = 0
         self.has_work = threading.Event()
         self.thread: threading.Thread | None = None
+        # whether there are more ranks here than cores: who yields is given the core again before whom it waits for
+        self.is_crowded = False
 
     def start(self, operation: PendingWork) -> None:
         """Put it into its lane and move it on. Raises `RankFailedError` where one before it has failed."""
@@ -180,7 +182,7 @@ class Engine:
             if work.done:
                 return True
             os.sched_yield()  # there may be more ranks than cores
-            if time.monotonic() > begun + _PATIENCE_SECONDS:
+            if self.is_crowded or time.monotonic() > begun + _PATIENCE_SECONDS:
                 break
         return False
 
@@ -199,10 +201,10 @@ class Engine:
                 self._look_after_all()
                 if timeout_seconds and now > begun + timeout_seconds and not work.done:
                     work.lane.fail(work.lane.late(head.name, head.missing or [], timeout_seconds))
-            if waited < _YIELD_SECONDS:
+            if waited < _YIELD_SECONDS and not self.is_crowded:
                 os.sched_yield()
             else:
-                time.sleep(min(_LONGEST_PAUSE, waited / 20))
+                time.sleep(min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited / 20)))
         return work.done
 
     def move_all(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from everyrank.backends.engine import ENGINE
 from everyrank.backends.group import PythonGroup
 from everyrank.backends.lane import Lane
 from everyrank.backends.shm.collectives import Slots
@@ -58,6 +60,8 @@ def make_shm_group(
     def new_lane(is_any_enough: bool) -> Lane:
         return Lane(ranks, lane.timeout_seconds, lost, is_any_enough, is_message=True)
 
+    # all cores: launchers may bind each rank to one of its own
+    ENGINE.is_crowded = ENGINE.is_crowded or size > (os.cpu_count() or size)
     transport = Transport(
         "shm",
         collectives,
