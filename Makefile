@@ -24,8 +24,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := horovod slurm mpi ray hosts launchers benches package
 AT_LENGTH := recipes models layouts suite
-# a test mostly waits for its ranks: two files of tests at a time fill two cores; 0: one after the other, in one process
+# a test mostly waits for its ranks: two files of tests at a time fill two cores, and three of real launchers, which wait
+# longer; 0: one after the other, in one process
 WORKERS ?= 2
+test-integrations: WORKERS = 3
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-integrations test-at-length test-versions check lint types docs clean

@@ -202,11 +202,19 @@ def write_ranks(folder: Path, text: str) -> None:
     (folder / "ranks.py").write_text(BEGIN.replace("TESTS", repr(tests)) + text + END)
 
 
-def by_mpirun(folder: Path, variables: dict[str, str], size: int, text: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def python(mpi: dict[str, str], programs: Path) -> str:
+    """Open MPI's ranks are forked; MPICH's are told of their place by a file that is open when they start."""
+    return sys.executable if "MPI4PY_LIBMPI" in mpi else str(programs / "python")
+
+
+def by_mpirun(
+    folder: Path, variables: dict[str, str], size: int, text: str, python: str
+) -> subprocess.CompletedProcess[str]:
     """What the ranks of this script print."""
     write_ranks(folder, text)
     return subprocess.run(
-        ["mpirun", "-n", str(size), sys.executable, "ranks.py"],
+        ["mpirun", "-n", str(size), python, "ranks.py"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
@@ -218,34 +226,46 @@ def by_mpirun(folder: Path, variables: dict[str, str], size: int, text: str) -> 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("text", [OPERATIONS, ORDERS + TENSORS], ids=["operations", "orders"])
-def test_right(tmp_path: Path, mpi: dict[str, str], text: str, size: int) -> None:
+def test_right(tmp_path: Path, mpi: dict[str, str], python: str, text: str, size: int) -> None:
     """Every operation, dtype and reduction; orders in which ranks that wait would wait for ever."""
-    done = by_mpirun(tmp_path, mpi, size, text)
+    done = by_mpirun(tmp_path, mpi, size, text, python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("whole") == size
 
 
-def test_ranks_that_call_different_things(tmp_path: Path, mpi: dict[str, str]) -> None:
+def test_ranks_that_call_different_things(tmp_path: Path, mpi: dict[str, str], python: str) -> None:
     """They are told so, by all of them, where MPI itself crashes or gives wrong numbers."""
-    done = by_mpirun(tmp_path, mpi, 3, WRONG)
+    done = by_mpirun(tmp_path, mpi, 3, WRONG, python)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rank_that_does_not_come(tmp_path: Path, mpi: dict[str, str]) -> None:
+def test_a_rank_that_does_not_come(tmp_path: Path, mpi: dict[str, str], python: str) -> None:
     """The two that wait name the third, and not each other."""
-    done = by_mpirun(tmp_path, mpi, 3, MISSING)
+    done = by_mpirun(tmp_path, mpi, 3, MISSING, python)
     assert done.stdout.count("mpi all_reduce timed out after 3 s (--timeout): rank 1 did not come") == 2, done.stderr
+
+
+SMALL_TEXT = """
+import dataclasses
+from everyrank import find_workload
+from everyrank.builtin import Decoder, DecoderShape
+
+def workload():
+    shape = DecoderShape(num_blocks=4, num_heads=4, width=32, hidden=64)
+    return dataclasses.replace(find_workload("text"), model=lambda: Decoder(shape), global_batch=8)
+"""
 
 
 @pytest.mark.parametrize(
     ("workload", "layouts", "size"),
     [
         ("digits", "ddp zero1 fsdp", 3),
-        ("text", "tensor pipeline context fsdp:tensor=2 pipeline:shard=2", 4),
+        ("small_text.py:workload", "tensor pipeline context fsdp:tensor=2 pipeline:shard=2", 4),
     ],
 )
 @pytest.mark.parametrize("mpi", ["Open MPI"], indirect=True)
 def test_layouts_are_equal(tmp_path: Path, mpi: dict[str, str], workload: str, layouts: str, size: int) -> None:
+    (tmp_path / "small_text.py").write_text(SMALL_TEXT)
     words = [*EVERYRANK, "verify", workload, "--quick", "--backend", "mpi", "--launcher", "mpi"]
     done = subprocess.run(
         [*words, "--processes", str(size), "--json", "v.json", "--layout", *layouts.split()],
