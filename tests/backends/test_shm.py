@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +72,25 @@ def long_and_odd(world: Any) -> list[str]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_long_and_odd_lengths(ranks: Any, count: int) -> None:
     assert ranks(count, long_and_odd) == [[]] * count
+
+
+def yields(world: Any, cores: int) -> int:
+    """How often the core is given away in a wait of 50 ms for rank 0, on a machine of so many cores."""
+    with mock.patch.object(ENGINE, "is_crowded", False), mock.patch.object(os, "cpu_count", return_value=cores):
+        group = group_of(world)
+        dist.barrier(group=group)
+        with mock.patch.object(os, "sched_yield", wraps=os.sched_yield) as given:
+            if world.rank == 0:
+                time.sleep(0.05)
+            dist.all_reduce(torch.ones(3), group=group)
+        return given.call_count
+
+
+def test_more_ranks_than_cores_sleep(ranks: Any) -> None:
+    """Who yields is given the core back before who is waited for; with a core for each, a yield is soonest over."""
+    crowded, roomy = (ranks(2, yields, cores)[1] for cores in (1, 2))
+    assert crowded <= 3
+    assert roomy > 30
 
 
 def strided(world: Any) -> list[bool]:
