@@ -103,8 +103,8 @@ def test_four_hosts_then_three_then_four(
     def begun() -> int:
         """How many starts it has taken until all four train: where one comes late, three have begun without it."""
         rows = lines(out / "memberships.jsonl")
-        is_going = len(rows) == 1 or has_gone_on(out, len(rows) - 1)()
-        return len(rows) if rows and rows[-1]["world_size"] == 4 and is_going else 0
+        are_there = bool(rows) and rows[-1]["world_size"] == 4
+        return len(rows) if are_there and (len(rows) == 1 or has_gone_on(out, len(rows) - 1)()) else 0
 
     wait_until(lambda: begun() > 0 and len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     starts = begun()
