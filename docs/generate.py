@@ -299,8 +299,7 @@ def layouts_by_backend() -> str:
     header = ["workload", "layout", "backend", "samples/s", "x the first", "exposed communication, ms an update"]
     about = read_records(BACKENDS)[0].provenance
     how = "Medians over rounds, in which the backends take turns (lowest to highest ratio of a round)."
-    where = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['time'][:10]}"
-    source = f"{where}; `{BACKENDS.relative_to(ROOT)}`, by `python benchmarks/backends.py`."
+    source = f"{_where(about)}; `{BACKENDS.relative_to(ROOT)}`, by `python benchmarks/backends.py`."
     return f"{_table(header, shown)}\n\n{how} {source}"
 
 
@@ -329,8 +328,12 @@ def step_beside_hand_written() -> str:
         rounds = records[0].provenance["overhead"]["ratio_to_hand_written"]["rounds"]
         parts.append(f"**{workload}**, {ranks}, {rounds} rounds\n\n{_table(header, rows)}")
     about = read_records(OVERHEAD)[0].provenance
-    where = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['time'][:10]}"
-    return "\n\n".join([*parts, f"{where}; `{OVERHEAD.relative_to(ROOT)}`."])
+    return "\n\n".join([*parts, f"{_where(about)}; `{OVERHEAD.relative_to(ROOT)}`."])
+
+
+def _where(about: dict[str, Any]) -> str:
+    """The machine and the day of a Record, of its provenance."""
+    return f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['time'][:10]}"
 
 
 def _rate(record: Record) -> float:
