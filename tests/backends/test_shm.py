@@ -88,9 +88,29 @@ def yields(world: Any, cores: int) -> int:
 
 def test_more_ranks_than_cores_sleep(ranks: Any) -> None:
     """Who yields is given the core back before who is waited for; with a core for each, a yield is soonest over."""
-    crowded, roomy = (ranks(2, yields, cores)[1] for cores in (1, 2))
-    assert crowded <= 3
-    assert roomy > 30
+    assert ranks(2, yields, 1)[1] <= 3
+    # other tests may have the core for most of the two milliseconds of yielding
+    assert max(ranks(2, yields, 2)[1] for _ in range(3)) > 30
+
+
+def soon_joined(world: Any) -> int:
+    """How many of ten asynchronous calls that rank 0 joins three milliseconds late are done when they return."""
+    group, done = group_of(world), 0
+    with mock.patch.object(ENGINE, "is_crowded", False):
+        for _ in range(10):
+            dist.barrier(group=group)
+            if world.rank == 0:
+                time.sleep(0.003)
+            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+            assert isinstance(work, PendingWork)
+            done += work.done
+            work.wait()
+    return done
+
+
+def test_who_is_soon_joined_needs_no_thread(ranks: Any) -> None:
+    """A thread would take Python's lock from the backward that it was left to, again and again."""
+    assert ranks(2, soon_joined)[1] >= 5
 
 
 def strided(world: Any) -> list[bool]:

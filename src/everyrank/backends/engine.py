@@ -30,12 +30,14 @@ from everyrank.errors import RankFailedError, describe
 
 __all__ = ["DONE", "ENGINE", "Engine", "PendingWork"]
 
-_SPINS = 200  # looks at what is waited for, before the clock is looked at
+_SPINS, _SPIN_SECONDS = 200, 0.0005  # looks at what is waited for alone, at most, before all else is moved on, too
 _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.001
-_PATIENCE_SECONDS = 0.0005  # an asynchronous operation waits so long for its peers before it is left to the thread
+# An asynchronous operation waits so long for its peers before it is left to the thread: that takes Python's lock from
+# who computes, who then comes late to the next one, which is left to a thread of the others.
+_PATIENCE_SECONDS = 0.01
 _LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
-_LINGER_SECONDS, _THREAD_PAUSE = 0.1, 0.0002  # the thread stays awake so long after its last work, and sleeps between
+_THREAD_PAUSE = 0.0002  # of the thread, from one step of all that is pending to the next
 
 
 class PendingWork(Work):
@@ -182,7 +184,7 @@ class Engine:
             if work.done:
                 return True
             os.sched_yield()  # there may be more ranks than cores
-            if self.is_crowded or time.monotonic() > begun + _PATIENCE_SECONDS:
+            if self.is_crowded or time.monotonic() > begun + _SPIN_SECONDS:
                 break
         return False
 
@@ -268,20 +270,16 @@ class Engine:
         thread.join(1.0)
 
     def _work(self) -> None:
-        last = time.monotonic()
         while self.thread is not None:
             lane = next(iter(list(self.pending)), None)
             first = lane.waiting[0] if lane is not None and lane.waiting else None
             if first is not None:
                 with recorded(*first.name.split()):  # how long it was under way
                     self._work_on(first)
-                last = time.monotonic()
-            elif time.monotonic() > last + _LINGER_SECONDS:
-                self.has_work.clear()
-                if not self.pending and self.thread is not None:
-                    self.has_work.wait()
-                last = time.monotonic()
-            time.sleep(_THREAD_PAUSE)
+                continue
+            self.has_work.clear()
+            if not self.pending and self.thread is not None:
+                self.has_work.wait()
 
     def _work_on(self, first: PendingWork) -> None:
         while self.thread is not None:
