@@ -120,7 +120,7 @@ def second_derivative(world: World) -> str:
 
 def test_second_derivatives_are_refused(ranks: Any) -> None:
     """They would leave out what came from the other ranks, without a word."""
-    assert "once_differentiable" in ranks(1, second_derivative)[0]
+    assert "once_differentiable" in ranks(2, second_derivative)[0]
 
 
 def alone(world: World) -> Any:

@@ -20,14 +20,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from everyrank.errors import WorkloadError
-from everyrank.parallel.flat import flatten, write_back
 from everyrank.parallel.micro_batch import MicroBatchState
 from everyrank.world import World
 
-__all__ = ["apply_batch_norm", "broadcast_statistics", "find_batch_norms", "has_batch_norm", "refuse_lone_samples"]
+__all__ = [
+    "apply_batch_norm",
+    "broadcast_statistics",
+    "find_batch_norms",
+    "has_batch_norm",
+    "refuse_lone_samples",
+    "statistics_of",
+]
 
 
 _KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default  # of torch's kernels, which autograd calls
 
 
 def find_batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -55,22 +62,22 @@ def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> 
         module.everyrank = (state, world)  # type: ignore[assignment]
 
 
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    """The running statistics of every batch norm as bytes, (number of bytes,) each: views, for one broadcast of all."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    buffers = [buffer for module in norms for buffer in module.buffers(recurse=False)]
+    return [buffer.view(-1).view(torch.uint8) for buffer in buffers]
+
+
 @torch.no_grad()
-def broadcast_statistics(model: nn.Module, world: World) -> None:
-    """Rank 0's running statistics on all ranks, as DistributedDataParallel has it by default. A collective."""
-    if world.size == 1 or world.group is None:
+def broadcast_statistics(statistics: list[Tensor], world: World) -> None:
+    """Rank 0's `statistics_of` on all ranks, as DistributedDataParallel has it by default. A collective."""
+    if world.size == 1 or world.group is None or not statistics:
         return
-    buffers = [
-        buffer
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
-        for buffer in module.buffers(recurse=False)
-    ]
-    for kind in dict.fromkeys(buffer.dtype for buffer in buffers):  # one broadcast for each type
-        own = [buffer for buffer in buffers if buffer.dtype == kind]
-        flat = flatten(own)
-        dist.broadcast(flat, src=0, group=world.group)
-        write_back(flat, own)
+    flat = torch.cat(statistics)
+    dist.broadcast(flat, src=0, group=world.group)
+    if world.rank:
+        torch._foreach_copy_(statistics, flat.split([one.numel() for one in statistics]))  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager
@@ -80,13 +87,16 @@ def refuse_lone_samples(model: nn.Module, lone: str) -> Generator[None]:
     It would end the training there, after an epoch, or be no number. `lone` says which it is; "": none.
     Raises `WorkloadError` on every rank alike.
     """
+    if not lone:
+        yield
+        return
 
     def look(module: nn.Module, values: tuple[Any, ...]) -> None:
         shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
         if module.training and math.prod(shape[2:]) == 1:
             raise WorkloadError(f"batch norm over 1 value per channel: {lone}")
 
-    norms = [module for module in model.modules() if lone and isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
     hooks = [module.register_forward_pre_hook(look) for module in norms]
     try:
         yield
@@ -111,7 +121,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         if state.is_padding and world.size == 1:  # there is no sample to take statistics of, and none that counts
             return self._with_running_statistics(input) if self.running_mean is not None else input
         has_variance = input.numel() > input.shape[1]  # of one value there is none, which is refused below
-        if input.is_cuda and world.size == 1 and self.momentum is not None and has_variance:
+        if world.size == 1 and self.momentum is not None and has_variance:
             return self._alone(input, moves_statistics=not state.is_recomputing)
         output, mean, unbiased = _Normalise.apply(input, self.weight, self.bias, self.eps, world, state.is_padding)
         if self.training and self.track_running_stats and not state.is_recomputing:
@@ -119,13 +129,13 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         return output
 
     def _alone(self, values: Tensor, moves_statistics: bool) -> Tensor:
-        """Over this rank's own samples: torch's own operator, for which CUDA has kernels (cuDNN's)."""
+        """Over this rank's own samples: torch's own operator, a kernel for what is a dozen operators below."""
         mean, variance, seen = self.running_mean, self.running_var, self.num_batches_tracked
         weight, bias = self.weight, self.bias
         if mean is not None:  # as wide as the statistics: torch refuses the mixture
             weight, bias = (None if p is None else _in(mean.dtype, p) for p in (weight, bias))
-        if not moves_statistics:
-            mean = variance = None
+        if not moves_statistics:  # copies move: without any less is saved than at first, which checkpoint() takes amiss
+            mean, variance = (None if one is None else one.clone() for one in (mean, variance))
         elif seen is not None:
             seen.add_(1)
         momentum = self.momentum if self.momentum is not None else 0.0
@@ -182,14 +192,11 @@ class _Normalise(torch.autograd.Function):
             raise ValueError(
                 f"batch norm over {int(total)} value per channel: the micro-batch over all ranks is too small"
             )
-        inverse = (variance + eps).rsqrt()
-        normal = (wide - mean.view(along)).mul_(inverse.view(along))
-        if weight is None or bias is None:  # torch's batch norms have both, or neither
-            output = normal.clone()  # somebody may change it in place, and backward needs it
-        else:
-            output = torch.addcmul(_in(wide.dtype, bias).view(along), normal, _in(wide.dtype, weight).view(along))
-        ctx.save_for_backward(normal, inverse, weight)
-        ctx.world, ctx.over, ctx.along, ctx.total, ctx.is_padding = world, over, along, total, is_padding
+        # whoever normalises by given statistics evaluates: the kernel that torch has for that, and its backward below
+        own_weight, own_bias = (None if p is None else _in(wide.dtype, p) for p in (weight, bias))
+        output = F.batch_norm(wide, mean, variance, own_weight, own_bias, eps=eps)
+        ctx.save_for_backward(wide, mean, variance, weight)
+        ctx.world, ctx.eps, ctx.total, ctx.is_padding = world, eps, total, is_padding
         # a total of one has no variance either, and is no error on CUDA
         others = torch.clamp(total - 1, min=1) if isinstance(total, Tensor) else total - 1
         unbiased = variance * (total / others)
@@ -200,20 +207,24 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable  # a gradient of this gradient would leave out what came from the other ranks
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         grad: Tensor = grads[0]
-        normal, inverse, weight = ctx.saved_tensors
-        wide = _in(normal.dtype, grad)
-        sums = torch.stack([wide.sum(ctx.over), (wide * normal).sum(ctx.over)])
-        weight_grad = bias_grad = None
-        if weight is not None:
-            bias_grad, weight_grad = (_in(weight.dtype, part) for part in sums.unbind())
-            inverse = inverse * _in(wide.dtype, weight)
-        shared = sums.clone()
+        wide, mean, variance, weight = ctx.saved_tensors
+        factor = None if weight is None else _in(wide.dtype, weight)
+        # as if the statistics were constants; then what comes back through them, from the values of all ranks
+        own, weight_grad, bias_grad = _BACKWARD(
+            _in(wide.dtype, grad), wide, factor, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
+        shared = torch.stack([weight_grad, bias_grad])
         if ctx.world.size > 1:
             dist.all_reduce(shared, group=ctx.world.group)
         if not ctx.is_padding:  # a padding sample is not part of the mean it was normalised by
-            from_mean, from_variance = (shared / ctx.total).view(2, *ctx.along).unbind()
-            wide = (wide - from_mean).addcmul_(normal, from_variance, value=-1)
-        return _in(grad.dtype, wide * inverse.view(ctx.along)), weight_grad, bias_grad, None, None, None
+            scale = (variance + ctx.eps).rsqrt_().div_(ctx.total)
+            from_variance, from_mean = (shared * (scale if factor is None else scale * factor)).unbind()
+            own -= F.batch_norm(wide, mean, variance, from_variance, from_mean, eps=ctx.eps)
+        if weight is None:
+            weight_grad = bias_grad = None
+        else:
+            weight_grad, bias_grad = (_in(weight.dtype, part) for part in (weight_grad, bias_grad))
+        return _in(grad.dtype, own), weight_grad, bias_grad, None, None, None
 
 
 def _over_ranks(

@@ -20,7 +20,7 @@ from everyrank.data.loader import map_tensors
 from everyrank.errors import WorkloadError
 from everyrank.layout import DATA_AXES, Layout
 from everyrank.layout.options import BatchNormOptions, BuildOptions
-from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics
+from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics, statistics_of
 from everyrank.parallel.context.apply import ContextParallel, apply_context_parallel
 from everyrank.parallel.context.parts import SequenceParts
 from everyrank.parallel.dropout.apply import FunctionalDropout, apply_exact_dropout
@@ -98,7 +98,11 @@ class ParallelModel:
     def end_update(self) -> None:
         """After the optimizer's step. Where batch norm is local: all have rank 0's running statistics."""
         if self.layout.read(BatchNormOptions).batch_norm == "local":
-            broadcast_statistics(self.model, self.mesh.world)
+            broadcast_statistics(self._statistics, self.mesh.world)
+
+    @functools.cached_property
+    def _statistics(self) -> list[Tensor]:
+        return statistics_of(self.model)
 
     def reduce_partial_grads(self) -> None:
         """After the last backward of an update: add up over the tensor axis what each rank has a partial sum of."""
