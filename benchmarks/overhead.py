@@ -4,10 +4,11 @@
 
 Needs `pip install -e '.[benchmarks]'`. The same DDP training runs in every arm, in the same two processes, one thread
 each, on gloo, and those that say so on shm (`mlp`: 17 MB of gradients; `one`: a model of one parameter, in one
-process). The arms take turns: in each round each does a few updates, in an order drawn anew; what is quoted is the
-median over rounds of the time divided by the hand-written loop's in the same round, with its 95% bootstrap interval.
-The slower rank's time counts. Nothing is printed or logged inside. `loss` says how far the first losses are from the
-hand-written loop's: who trains something else is seen.
+process). Where the model has batch norm, everyrank also runs with the other tools' (each rank's own), and they with
+everyrank's (over ranks, the hand-written loop's code). The arms take turns: in each round each does a few updates, in
+an order drawn anew; what is quoted is the median over rounds of the time divided by the hand-written loop's in the same
+round, with its 95% bootstrap interval. The slower rank's time counts. Nothing is printed or logged inside. `loss` says
+how far the first losses are from the hand-written loop's: who trains something else is seen.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from everyrank.backends import register_backend
 from everyrank.launch import Launch, rank_info_from_environment
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
+from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.record import Interval, Record, read_records, write_records
 from everyrank.world import World, open_world
 from everyrank.world.world import GroupCache
@@ -53,6 +55,8 @@ OF_OURS = {"mlp": mlp.workload, "one": one_parameter.workload}  # the others are
 # the noise of gloo is larger than what is looked for on digits: the two that are held against each other run oftener
 HELD_AGAINST_EACH_OTHER = ("hand-written", "everyrank")
 OTHERS_EVERY = {"digits": 4}
+# the other tools' arithmetic by everyrank, and everyrank's by them
+LOCAL, OVER_RANKS = "everyrank, batch_norm=local, shm", "batch norm over ranks"
 
 
 @dataclass
@@ -153,16 +157,30 @@ def make_arms(name: str, job: Any, world: World, steps: int) -> list[Arm]:
         shm = on_shm(world)
         loops += [("hand-written", handwritten.same_arithmetic), ("conventional", handwritten.conventional)]
         loops += [("conventional, shm", lambda job, losses: handwritten.conventional(job, losses, shm.group))]
-        loops += [("everyrank, shm", lambda job, losses: tools.everyrank_loop(job, losses, shm))]
-    loops += [("everyrank", lambda job, losses: tools.everyrank_loop(job, losses, world))]
-    loops += [("accelerate", tools.accelerate_loop), ("fabric", tools.fabric_loop)]
+        loops += [("everyrank, shm", lambda job, losses: tools.everyrank_loop(job, losses, shm, "ddp"))]
+        if has_batch_norm(job.model()):
+            loops += [(LOCAL, lambda job, losses: tools.everyrank_loop(job, losses, shm, "ddp:batch_norm=local"))]
+    layout = "ddp" if world.size > 1 else "single"
+    loops += [("everyrank", lambda job, losses: tools.everyrank_loop(job, losses, world, layout))]
     arms: list[Arm] = []
     for arm_name, loop in loops:
         losses: list[float] = []
         arms.append(Arm(arm_name, loop(job, losses), losses))
-    losses = []
-    arms.append(Arm("trainer", tools.trainer_loop(job, losses, steps), losses, updates_at_once=steps))
+    arms += others("", job, steps)
+    if world.size > 1 and has_batch_norm(job.model()):
+        over_ranks = dataclasses.replace(job, model=lambda: handwritten.synchronised(job.model()))
+        arms += others(f", {OVER_RANKS}", over_ranks, steps)
     return arms
+
+
+def others(words: str, job: Any, steps: int) -> list[Arm]:
+    """The other tools; `words` go behind their names."""
+    arms: list[Arm] = []
+    for name, loop in (("accelerate", tools.accelerate_loop), ("fabric", tools.fabric_loop)):
+        losses: list[float] = []
+        arms.append(Arm(name + words, loop(job, losses), losses))
+    losses = []
+    return [*arms, Arm("trainer" + words, tools.trainer_loop(job, losses, steps), losses, updates_at_once=steps)]
 
 
 def on_shm(world: World) -> World:
@@ -193,10 +211,10 @@ def record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
     extra = interval([own - base.seconds[place] for place, own in arm.seconds.items()])
     gap = max(abs(a - b) / abs(b) for a, b in zip(arm.losses, base.losses, strict=False))
     source = provenance(job, job.train_data(), world, ["python", "benchmarks/overhead.py", job.name])
-    version = importlib.metadata.version(tools.PACKAGES[arm.name]) if arm.name in tools.PACKAGES else None
+    tool, comma, words = arm.name.partition(",")
+    version = importlib.metadata.version(tools.PACKAGES[tool]) if tool in tools.PACKAGES else ""
     source["overhead"] = {
-        "tool": arm.name,
-        "version": version,
+        "loop": f"{tool} {version}".rstrip() + comma + words,
         "ratio_to_hand_written": plain(ratio),
         "seconds_over_hand_written": plain(extra),
         "largest_relative_loss_difference": gap,
@@ -204,7 +222,7 @@ def record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
     }
     return Record(
         workload=job.name,
-        layout="ddp" if world.size > 1 else "single",
+        layout="ddp:batch_norm=local" if arm.name == LOCAL else "ddp" if world.size > 1 else "single",
         launcher="torchrun",
         backend="shm" if arm.name.endswith("shm") else world.backend,
         device="cpu",
@@ -235,7 +253,7 @@ def show(records: list[Record]) -> None:
         ratio, extra = own["ratio_to_hand_written"], own["seconds_over_hand_written"]
         over = [f"{1e6 * extra[key]:,.1f}" for key in ("median", "low", "high")]
         table.add_row(
-            own["tool"] + (f" {own['version']}" if own["version"] else ""),
+            own["loop"],
             f"{us[0]} ({us[1]} to {us[2]})",
             f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
             f"{over[0]} ({over[1]} to {over[2]})",

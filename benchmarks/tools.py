@@ -24,11 +24,10 @@ PACKAGES = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "trans
 KEPT = 20  # losses
 
 
-def everyrank_loop(job: Any, losses: list[float], world: World) -> Iterator[None]:
+def everyrank_loop(job: Any, losses: list[float], world: World, layout: str) -> Iterator[None]:
     """The loop that `everyrank train` runs, without its progress bar and its log, which adds up losses now and then."""
     dataset = job.train_data()
-    layout = parse_layout("ddp" if world.size > 1 else "single")
-    prepared = prepare(job, layout, world)
+    prepared = prepare(job, parse_layout(layout), world)
     updates = all_updates(10**6, updates_per_epoch(len(dataset), job.global_batch))
     shares = run_updates(prepared, dataset, itertools.islice(updates, 100_000))
     for share in shares:

@@ -318,7 +318,7 @@ def step_beside_hand_written() -> str:
             ratio, extra = own["ratio_to_hand_written"], own["seconds_over_hand_written"]
             over = [f"{1e6 * extra[key]:,.1f}" for key in ("median", "low", "high")]
             rows.append([
-                f"{own['tool']} {own['version'] or ''}".rstrip(),
+                own["loop"],
                 f"{1e6 * step.median:,.0f} ({1e6 * step.low:,.0f} to {1e6 * step.high:,.0f})",
                 f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
                 f"{over[0]} ({over[1]} to {over[2]})",
