@@ -202,7 +202,7 @@ class Engine:
                     break
                 self._look_after_all()
                 if timeout_seconds and now > begun + timeout_seconds and not work.done:
-                    work.lane.fail(work.lane.late(head.name, head.missing or [], timeout_seconds))
+                    self._fail(work.lane, work.lane.late(head.name, head.missing or [], timeout_seconds))
             if waited < _YIELD_SECONDS and not self.is_crowded:
                 os.sched_yield()
             else:
@@ -226,7 +226,7 @@ class Engine:
                 waiting.popleft()
                 operation.end(None)
             except BaseException as error:
-                lane.fail(error)
+                self._fail(lane, error)
                 if not isinstance(error, Exception):
                     raise  # Ctrl-C
             else:
@@ -251,11 +251,14 @@ class Engine:
                 continue
             gone = {rank: words for rank, words in gone.items() if rank in missing}
             if gone and (not lane.is_any_enough or len(gone) == len(missing)):
-                lane.fail(RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
+                self._fail(lane, RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
             elif now > head.since + lane.timeout_seconds and (head.is_awaited or not lane.is_message):
-                lane.fail(lane.late(head.name, missing, lane.timeout_seconds))
-            if not lane.waiting:
-                self.pending.pop(lane, None)
+                self._fail(lane, lane.late(head.name, missing, lane.timeout_seconds))
+
+    def _fail(self, lane: Lane, error: BaseException) -> None:
+        """Nothing of this lane is pending any more, so that the thread may sleep. Under the lock."""
+        lane.fail(error)
+        self.pending.pop(lane, None)
 
     def _leave_to_thread(self) -> None:
         if self.thread is None:
