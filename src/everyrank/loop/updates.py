@@ -90,7 +90,7 @@ def _run(
             update = next(following)
             _seed_update(prepared, update)
             try:
-                with refuse_lone_samples(prepared.model, lone if place == 0 else ""):
+                with refuse_lone_samples(prepared.model, lone) if lone and place == 0 else contextlib.nullcontext():
                     share = prepared.step(micro_batches)
                 if prepared.trainable.ema is not None:
                     prepared.trainable.ema.update()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Generator
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,11 @@ def find_batch_norms(model: nn.Module) -> list[nn.Module]:
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether some statistics of the model span the samples of a batch; also after `apply_batch_norm`."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())  # pyright: ignore[reportPrivateUsage]
+    return bool(_norms_of(model))
+
+
+def _norms_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
 
 
 def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> None:
@@ -64,8 +68,7 @@ def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
     """The running statistics of every batch norm as bytes, (number of bytes,) each: views, for one broadcast of all."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
-    buffers = [buffer for module in norms for buffer in module.buffers(recurse=False)]
+    buffers = [buffer for module in _norms_of(model) for buffer in module.buffers(recurse=False)]
     return [buffer.view(-1).view(torch.uint8) for buffer in buffers]
 
 
@@ -84,20 +87,16 @@ def broadcast_statistics(statistics: list[Tensor], world: World) -> None:
 def refuse_lone_samples(model: nn.Module, lone: str) -> Generator[None]:
     """In the first forward: refuse batch norm over one value of each sample, where some micro-batch has one sample.
 
-    It would end the training there, after an epoch, or be no number. `lone` says which it is; "": none.
+    It would end the training there, after an epoch, or be no number. `lone` says which it is.
     Raises `WorkloadError` on every rank alike.
     """
-    if not lone:
-        yield
-        return
 
     def look(module: nn.Module, values: tuple[Any, ...]) -> None:
         shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
         if module.training and math.prod(shape[2:]) == 1:
             raise WorkloadError(f"batch norm over 1 value per channel: {lone}")
 
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
-    hooks = [module.register_forward_pre_hook(look) for module in norms]
+    hooks = [module.register_forward_pre_hook(look) for module in _norms_of(model)]
     try:
         yield
     finally:
@@ -133,7 +132,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         mean, variance, seen = self.running_mean, self.running_var, self.num_batches_tracked
         weight, bias = self.weight, self.bias
         if mean is not None:  # as wide as the statistics: torch refuses the mixture
-            weight, bias = (None if p is None else _in(mean.dtype, p) for p in (weight, bias))
+            weight, bias = _in(mean.dtype, weight), _in(mean.dtype, bias)
         if not moves_statistics:  # copies move: without any less is saved than at first, which checkpoint() takes amiss
             mean, variance = (None if one is None else one.clone() for one in (mean, variance))
         elif seen is not None:
@@ -145,7 +144,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         """Evaluation. The statistics stay float32 where a sharded model computes in less: torch refuses the mixture."""
         assert self.running_mean is not None
         wide = self.running_mean.dtype
-        weight, bias = (None if p is None else p.to(wide) for p in (self.weight, self.bias))
+        weight, bias = _in(wide, self.weight), _in(wide, self.bias)
         output = F.batch_norm(values.to(wide), self.running_mean, self.running_var, weight, bias, eps=self.eps)
         return output.to(values.dtype)
 
@@ -193,8 +192,7 @@ class _Normalise(torch.autograd.Function):
                 f"batch norm over {int(total)} value per channel: the micro-batch over all ranks is too small"
             )
         # whoever normalises by given statistics evaluates: the kernel that torch has for that, and its backward below
-        own_weight, own_bias = (None if p is None else _in(wide.dtype, p) for p in (weight, bias))
-        output = F.batch_norm(wide, mean, variance, own_weight, own_bias, eps=eps)
+        output = F.batch_norm(wide, mean, variance, _in(wide.dtype, weight), _in(wide.dtype, bias), eps=eps)
         ctx.save_for_backward(wide, mean, variance, weight)
         ctx.world, ctx.eps, ctx.total, ctx.is_padding = world, eps, total, is_padding
         # a total of one has no variance either, and is no error on CUDA
@@ -208,7 +206,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         grad: Tensor = grads[0]
         wide, mean, variance, weight = ctx.saved_tensors
-        factor = None if weight is None else _in(wide.dtype, weight)
+        factor = _in(wide.dtype, weight)
         # as if the statistics were constants; then what comes back through them, from the values of all ranks
         own, weight_grad, bias_grad = _BACKWARD(
             _in(wide.dtype, grad), wide, factor, mean, variance, None, None, False, ctx.eps, [True, True, True]
@@ -223,7 +221,7 @@ class _Normalise(torch.autograd.Function):
         if weight is None:
             weight_grad = bias_grad = None
         else:
-            weight_grad, bias_grad = (_in(weight.dtype, part) for part in (weight_grad, bias_grad))
+            weight_grad, bias_grad = _in(weight.dtype, weight_grad), _in(weight.dtype, bias_grad)
         return _in(grad.dtype, own), weight_grad, bias_grad, None, None, None
 
 
@@ -248,6 +246,10 @@ def _over_ranks(
     return mean, torch.addcmul(squares, counts, (means - mean).square_()).sum(0) / number, number
 
 
-def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """The tensor in this precision; asking first is cheaper than a conversion that does nothing."""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+@overload
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor: ...
+@overload
+def _in(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None: ...
+def _in(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
+    """The tensor, if there is one, in this precision; asking first is cheaper than a conversion that does nothing."""
+    return tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)

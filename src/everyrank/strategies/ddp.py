@@ -77,8 +77,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 trainable.backward(loss, (carrier, share.to(carrier.dtype)))
             shares.append(share)
         check_unused_parameters(named, layout)
-        if experts:
-            all_reduce_grads(experts, mesh)  # over the ranks that hold the same ones
+        all_reduce_grads(experts, mesh)  # over the ranks that hold the same ones
         trainable.optimizer_step(global_sum_and_count(ddp, world), world.size, sum_grad_squares)
         parallel.end_update()
         return sum(shares[1:], shares[0])
