@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import itertools
@@ -55,8 +56,7 @@ OF_OURS = {"mlp": mlp.workload, "one": one_parameter.workload}  # the others are
 # the noise of gloo is larger than what is looked for on digits: the two that are held against each other run oftener
 HELD_AGAINST_EACH_OTHER = ("hand-written", "everyrank")
 OTHERS_EVERY = {"digits": 4}
-# the other tools' arithmetic by everyrank, and everyrank's by them
-LOCAL, OVER_RANKS = "everyrank, batch_norm=local, shm", "batch norm over ranks"
+LOCAL = "everyrank, batch_norm=local, shm"  # the other tools' arithmetic
 
 
 @dataclass
@@ -150,6 +150,7 @@ class OneByOne(Dataset[Any]):
 
 def make_arms(name: str, job: Any, world: World, steps: int) -> list[Arm]:
     """All arms; the first is what the others are divided by."""
+    has_norm = world.size > 1 and has_batch_norm(job.model())
     loops: list[tuple[str, Callable[..., Iterator[Any]]]] = []
     if name == "one":
         loops += [("hand-written", handwritten.plain)]
@@ -158,29 +159,26 @@ def make_arms(name: str, job: Any, world: World, steps: int) -> list[Arm]:
         loops += [("hand-written", handwritten.same_arithmetic), ("conventional", handwritten.conventional)]
         loops += [("conventional, shm", lambda job, losses: handwritten.conventional(job, losses, shm.group))]
         loops += [("everyrank, shm", lambda job, losses: tools.everyrank_loop(job, losses, shm, "ddp"))]
-        if has_batch_norm(job.model()):
+        if has_norm:
             loops += [(LOCAL, lambda job, losses: tools.everyrank_loop(job, losses, shm, "ddp:batch_norm=local"))]
     layout = "ddp" if world.size > 1 else "single"
     loops += [("everyrank", lambda job, losses: tools.everyrank_loop(job, losses, world, layout))]
-    arms: list[Arm] = []
-    for arm_name, loop in loops:
-        losses: list[float] = []
-        arms.append(Arm(arm_name, loop(job, losses), losses))
-    arms += others("", job, steps)
-    if world.size > 1 and has_batch_norm(job.model()):
-        over_ranks = dataclasses.replace(job, model=lambda: handwritten.synchronised(job.model()))
-        arms += others(f", {OVER_RANKS}", over_ranks, steps)
+    arms = [make_arm(arm_name, loop, job) for arm_name, loop in loops]
+    jobs = {"": job}
+    if has_norm:  # everyrank's arithmetic
+        synchronised = dataclasses.replace(job, model=lambda: handwritten.synchronised(job.model()))
+        jobs[", batch norm over ranks"] = synchronised
+    for words, own in jobs.items():
+        arms += [make_arm(f"accelerate{words}", tools.accelerate_loop, own)]
+        arms += [make_arm(f"fabric{words}", tools.fabric_loop, own)]
+        arms += [make_arm(f"trainer{words}", functools.partial(tools.trainer_loop, steps=steps), own, steps)]
     return arms
 
 
-def others(words: str, job: Any, steps: int) -> list[Arm]:
-    """The other tools; `words` go behind their names."""
-    arms: list[Arm] = []
-    for name, loop in (("accelerate", tools.accelerate_loop), ("fabric", tools.fabric_loop)):
-        losses: list[float] = []
-        arms.append(Arm(name + words, loop(job, losses), losses))
-    losses = []
-    return [*arms, Arm("trainer" + words, tools.trainer_loop(job, losses, steps), losses, updates_at_once=steps)]
+def make_arm(name: str, loop: Callable[..., Iterator[Any]], job: Any, updates_at_once: int = 1) -> Arm:
+    """The loop, ready to be asked for its next updates, and the list that it writes its losses to."""
+    losses: list[float] = []
+    return Arm(name, loop(job, losses), losses, updates_at_once=updates_at_once)
 
 
 def on_shm(world: World) -> World:
