@@ -244,6 +244,8 @@ class _Event:
 
 
 class _Stream(_Event):
+    stream_id, device_index, device_type = 0, 0, 1
+
     def wait_event(self, *_: object) -> None: ...
     def wait_stream(self, *_: object) -> None: ...
     def record_event(self, *_: object) -> _Event:

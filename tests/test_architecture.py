@@ -215,9 +215,10 @@ INSIDE = {
     "doctor": ["findings", "machine", "network", "software", "selftest", "launching", "examination"],
     "audit": [
         "finding",
+        *("watch.overlay", "watch.imports"),
         *("watch.place", "watch.recorder", "watch.sync_batch_norm", "watch.pretend_cuda"),
         *("watch.gathers", "watch.noise", "watch.ratios", "watch.losses"),
-        *("watch.gradients", "watch.modules", "watch.steps", "watch.collectives", "watch.loaders", "watch.files"),
+        *("watch.gradients", "watch.modules", "watch.steps", "watch.collectives", "watch.loaders", "watch.saving"),
         "watch.frameworks",
         *("watch.kept", "watch.keeper", "watch.stand_in", "watch.union", "watch.replay", "watch.install"),
         "watch.inject.sitecustomize",
@@ -408,11 +409,10 @@ def test_all_names_exist() -> None:
             assert hasattr(module, entry), f"{name} has no {entry}"
 
 
-def test_rooms_are_small() -> None:
-    """Budgets to be seen, not gamed: 300 lines a module, 120 lines of code a strategy."""
+def test_strategies_can_be_read_as_tutorials() -> None:
+    """At most 120 lines of code a strategy; any other file holds one idea, whole."""
     for path in modules():
         lines = path.read_text().splitlines()
-        assert len(lines) <= 310, f"{path.name}: {len(lines)} lines: is it one room?"
         if path.parent.name == "strategies" and not path.name.startswith("_"):
             code = [line for line in lines if line.strip()]
             assert len(code) <= 120, f"{path.name}: {len(code)} lines: can it still be read as a tutorial?"

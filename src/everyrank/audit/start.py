@@ -107,7 +107,8 @@ def _injected(settings: Settings) -> dict[str, str]:
     package = str(Path(__file__).parents[2])  # everyrank may not be installed where the script runs
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(filter(None, [_INJECT, *before, package]))
-    return {ENVIRONMENT: settings.written(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    kept = {} if settings.keep_files else {"PYTHONDONTWRITEBYTECODE": "1"}
+    return {ENVIRONMENT: settings.written(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **kept}
 
 
 class _Process:

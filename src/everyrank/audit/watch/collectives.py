@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import chain, library_calls, where
-from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, Recorder, tensors
+from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, Recorder, harmless, tensors
 
 __all__ = ["Collectives", "install_process_group"]
 
@@ -46,6 +46,7 @@ class Collectives(TorchDispatchMode):
             return NotImplemented  # it takes itself apart, and comes again
         return func(*args, **(kwargs or {}))
 
+    @harmless("collectives")
     def _write(self, name: str, args: Any) -> None:
         shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in itertools.islice(tensors(args), _SHAPES)]
         layouts = _layouts(tensors(args)) if name in _AS_IN_MEMORY else []

@@ -17,7 +17,7 @@ import torch
 
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
-from everyrank.audit.watch.recorder import Recorder, checksum, local
+from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local
 
 __all__ = ["Gradients"]
 
@@ -45,6 +45,7 @@ class Gradients:
         """Whether this update is one whose gradients are written down."""
         return not self.recorder.is_muted and self.recorder.update < self.recorder.settings.updates
 
+    @harmless("gradients of some parameters")
     def watch(self, root: Any) -> None:
         """Hook the parameters that are not hooked yet; call them by the names that the model has for them."""
         self.parameters = list(root.parameters())
@@ -63,14 +64,19 @@ class Gradients:
         """Adds what one backward gives for the parameter of this name."""
 
         def seen(grad: Any) -> None:
-            if self.is_wanted and not hasattr(grad, "to_local"):
-                with self.recorder.muted():
-                    key = (self.recorder.micro, name)
-                    found = sample(grad)
-                    self.pieces[key] = self.pieces[key] + found if key in self.pieces else found
+            self._add_piece(name, grad)
 
         return seen
 
+    @harmless("gradients of a backward")
+    def _add_piece(self, name: str, grad: Any) -> None:
+        if self.is_wanted and not hasattr(grad, "to_local"):
+            with self.recorder.muted():
+                key = (self.recorder.micro, name)
+                found = sample(grad)
+                self.pieces[key] = self.pieces[key] + found if key in self.pieces else found
+
+    @harmless("what stands in .grad", dict)
     def stepping(self, parameters: Iterable[Any]) -> dict[str, np.ndarray]:
         """What stands in .grad; of a tensor that is sharded NaN where another rank has it."""
         found: dict[str, np.ndarray] = {}
@@ -87,6 +93,7 @@ class Gradients:
         own = [parameter for parameter in self.parameters if parameter.grad is not None]
         return {self.names[id(p)]: float(local(p.grad).double().square().sum()) for p in own if id(p) in self.names}
 
+    @harmless("gradients that were carried over from the update before")
     def begin_backward(self) -> None:
         """A gradient that is there already has been carried over from the update before."""
         if not self.pieces and self.is_wanted:
@@ -96,7 +103,14 @@ class Gradients:
 
     def step(self, optimizer: Any) -> None:
         """Write down what steps, then begin the next update."""
-        recorder, losses = self.recorder, self.losses
+        self._write_step(optimizer)
+        self.losses.waits.clear()
+        self.forget()
+        self.recorder.update += 1
+
+    @harmless("what an optimizer steps")
+    def _write_step(self, optimizer: Any) -> None:
+        recorder = self.recorder
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.pieces:
             self.stepped, self.origin = self.pieces, recorder.update
@@ -106,13 +120,10 @@ class Gradients:
             if recorder.update < recorder.settings.updates:
                 self._write_samples(parameters)
             about = self._about(parameters)
-        waits = [[kind, line, count] for (kind, line), count in losses.waits.items()]
+        waits = [[kind, line, count] for (kind, line), count in self.losses.waits.items()]
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         kind = type(optimizer).__name__
         recorder.event("step", line=where(), optimizer=kind, rates=rates, waits=waits, origin=self.origin, **about)
-        losses.waits.clear()
-        self.forget()
-        recorder.update += 1
 
     def forget(self) -> None:
         """Begin an update."""

@@ -19,17 +19,18 @@ import torch
 from torch.distributed import rpc
 
 from everyrank.audit.watch.collectives import Collectives, install_process_group
-from everyrank.audit.watch.files import install_files
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.keeper import Keeper, install_keeper
 from everyrank.audit.watch.loaders import Loaders, install_loaders
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
+from everyrank.audit.watch.overlay import Overlay, install_overlay
 from everyrank.audit.watch.place import caller_is_own, chain, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import BY_RPC, ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.replay import run_replay
+from everyrank.audit.watch.saving import install_saving
 from everyrank.audit.watch.steps import install_sharding, install_steps
 
 __all__ = ["install"]
@@ -62,7 +63,9 @@ def install() -> None:
     _watch_seeds(recorder)
     _tell_of_rpc(recorder)
     if not settings.keep_files:
-        install_files(recorder, recorder.folder / "files")
+        overlay = install_overlay(settings.folder, settings.main)
+        install_saving(recorder, overlay)
+        end.overlay = overlay
     if settings.modes:
         Functions(recorder, losses, pretend).__enter__()
         Collectives(recorder, gradients).__enter__()
@@ -92,6 +95,7 @@ class End:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.replay: Callable[[], None] = lambda: None  # what is still to be done when all have ended
+        self.overlay: Overlay | None = None
 
     def after_step(self) -> None:
         """Twice the updates that are looked at closely, so that a second epoch begins where epochs are short.
@@ -111,6 +115,7 @@ class End:
         if recorder.is_done:
             return
         recorder.is_done = True
+        self._note_commands()
         recorder.event("finish", why=why, lines=chain())
         (recorder.folder / f"done{recorder.rank}").touch()
         begin = time.monotonic()
@@ -123,6 +128,14 @@ class End:
         # the other workers would wait in rpc.shutdown(): a status other than 0 has them ended by who started them
         os._exit(int(recorder.calls_by_rpc))
 
+    def _note_commands(self) -> None:
+        """Other programs do not know of the overlay."""
+        if self.overlay is not None and self.overlay.commands:
+            names = ", ".join(sorted(self.overlay.commands))
+            self.recorder.event(
+                "altered", what=f"the script starts {names}: what these programs write is not redirected"
+            )
+
     def _num_done(self) -> int:
         return len(list(self.recorder.folder.glob("done*")))
 
@@ -132,6 +145,7 @@ class End:
         def ended() -> None:
             if os.getpid() == pid and not self.recorder.is_done:
                 self.recorder.is_done = True
+                self._note_commands()
                 self.recorder.event("end")
                 (self.recorder.folder / f"done{self.recorder.rank}").touch()
                 if not hasattr(sys, "last_type"):  # it has not failed

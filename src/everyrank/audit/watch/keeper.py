@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.kept import Kept, KeptBackward, ReplayError, State, Step, backward_path, writable
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.recorder import Recorder, tensors
+from everyrank.audit.watch.recorder import Recorder, harmless, tensors
 
 __all__ = ["Keeper", "generator_states", "install_keeper"]
 
@@ -62,6 +62,7 @@ class Keeper:
         self.states.pop(self.recorder.update, None)
         self.recorder.event("unchecked", what=f"replay: {why}")
 
+    @harmless("replay: what a forward is given")
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
         """Keep the inputs of a forward; on rank 0 the model as it is, at the first of an update."""
         root = module.module if isinstance(module, DistributedDataParallel) else module
@@ -82,6 +83,7 @@ class Keeper:
             self.known = {id(tensor): tensor for tensor in tensors(output)}
             self.piece.outputs = [id(tensor) for tensor in tensors(output)]
 
+    @harmless("replay: what is computed of the model's output")
     def called(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Keep a torch function that was given what is known: its results are known, too."""
         given = list(tensors((args, kwargs)))
@@ -107,6 +109,7 @@ class Keeper:
         if len(self.piece.steps) > _MOST_STEPS:
             self.give_up(f"more than {_MOST_STEPS} functions between the model's output and the loss")
 
+    @harmless("replay: a backward")
     def backward(self, roots: Any, has_gradient: bool) -> KeptBackward | None:
         """The piece that this backward ends, with the steps to its root alone."""
         piece, known = self.piece, self.known

@@ -14,7 +14,7 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler, Subset, _utils, get_worker_info
 
 from everyrank.audit.watch.modules import rows
 from everyrank.audit.watch.place import where
-from everyrank.audit.watch.recorder import Recorder, all_leaves
+from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
 
 __all__ = ["Loaders", "install_loaders"]
 
@@ -60,6 +60,7 @@ class Loaders:
             return length
         return batches + (length - batches) % _REMAINDER
 
+    @harmless("an epoch of a loader")
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
         """Write down what is to be read, and shorten it."""
         if self.recorder.is_muted or getattr(iterator, "_audited", None) is iterator._sampler_iter:
@@ -78,7 +79,11 @@ class Loaders:
             self.finish("epochs")
 
     def _indices(self, iterator: Any, loader: Any, epoch: int) -> dict[str, Any]:
-        batches = _first_samples(iterator._sampler_iter)
+        try:
+            batches = _first_samples(iterator._sampler_iter)
+        except Exception as error:  # of the sampler itself: the script meets it where it would
+            iterator._sampler_iter = _raising(error)
+            raise
         are_lists = bool(batches) and isinstance(batches[0], list | tuple)
         indices = [_key(index) for batch in batches for index in batch] if are_lists else None
         if epoch == 0:
@@ -103,6 +108,7 @@ class Loaders:
         with self.recorder.muted():
             return _length(loader) or len(batches)
 
+    @harmless("batches of a loader")
     def given(self, iterator: Any, batch: Any, seconds: float) -> None:
         """Write down that a batch was given, a checksum of each of its samples, and how long it was waited for."""
         about, modes = iterator._audit, self.recorder.settings.modes
@@ -125,6 +131,11 @@ def _first_samples(batches: Any) -> list[Any]:
         if num >= _MOST_SAMPLES:
             break
     return found
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
 
 
 def _size(batch: Any) -> int:
@@ -283,16 +294,9 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
             return fetch(self, index)
         before = _generators()
         out = fetch(self, index)
-        after = _generators()
         worker = get_worker_info()
-        recorder.event(
-            "fetch",
-            number=number,
-            worker=worker.id if worker else -1,
-            before=before,
-            after=after,
-            dataset=type(self.dataset).__name__,
-        )
+        about = {"number": number, "worker": worker.id if worker else -1, "dataset": type(self.dataset).__name__}
+        recorder.event("fetch", before=before, after=_generators(), **about)
         return out
 
     fetcher.fetch = fetched

@@ -20,7 +20,7 @@ from everyrank.audit.watch.noise import Noise
 from everyrank.audit.watch.place import caller_is_own, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.ratios import Ratios
-from everyrank.audit.watch.recorder import Recorder, local, tensors
+from everyrank.audit.watch.recorder import Recorder, harmless, local, tensors
 
 __all__ = ["Functions", "Losses"]
 
@@ -93,8 +93,12 @@ class Functions(TorchFunctionMode):
             if replaced is not None:
                 return replaced
         out = func(*args, **kwargs)
-        if self.recorder.is_muted:
-            return out
+        if not self.recorder.is_muted:
+            self._look(func, args, kwargs, out)
+        return out
+
+    @harmless("losses and other torch functions")
+    def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.losses.gathers.called(func, args, kwargs, out)
         if not self.losses.is_evaluating:
             self.losses.noise.called(self.recorder, func, args, kwargs, out, self.losses.depth > 0)
@@ -106,7 +110,6 @@ class Functions(TorchFunctionMode):
             self._evaluated(func, args, kwargs, out)
         else:
             self._computed(func, args, kwargs, out)
-        return out
 
     def _wait(self, func: Any) -> None:
         if caller_is_own():
@@ -160,12 +163,13 @@ class Functions(TorchFunctionMode):
         term: dict[str, Any] = {**about, "scale": None}
         losses.terms.append(term)
 
-        def seen(grad: Any) -> None:
-            with recorder.muted():
-                term["scale"] = (term["scale"] or 0.0) + float(grad)
-
-        out.register_hook(seen)
+        out.register_hook(lambda grad: self._scaled(term, grad))
         losses.kept.append(out)
+
+    @harmless("the scale of a loss")
+    def _scaled(self, term: dict[str, Any], grad: Any) -> None:
+        with self.recorder.muted():
+            term["scale"] = (term["scale"] or 0.0) + float(grad)
 
 
 def _drops(func: Any, kwargs: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import is_called_by, where
-from everyrank.audit.watch.recorder import Recorder, checksum, local, tensors
+from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local, tensors
 
 __all__ = ["install_modules"]
 
@@ -36,6 +36,7 @@ class Modules:
         self.emptied = ""  # the line of a to_empty whose values are still to come
         self.said = set[str]()  # kinds of modules that cannot be looked at
 
+    @harmless("forwards of a model")
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
         """Write down a forward of a whole model."""
         recorder, is_grad = self.recorder, torch.is_grad_enabled()
@@ -80,6 +81,7 @@ class Modules:
             what = "what the copies of DataParallel compute: DistributedDataParallel can be looked at"
             self.recorder.event("unchecked", what=what)
 
+    @harmless("what a forward gave")
     def after(self, module: Any, output: Any, num_dropouts: int) -> None:
         """Write down how it ended; `num_dropouts` had been drawn before."""
         recorder = self.recorder
@@ -98,6 +100,29 @@ class Modules:
                 "parameters": 0 if is_sharded else _checksums(module.parameters()),
             }
         recorder.event("evaluated", line=where(), is_training=_unwrapped(module).training, **state)
+
+    @harmless("what DistributedDataParallel wraps")
+    def wrapping(self, module: Any, kwargs: Any) -> None:
+        """Write down what is handed to DistributedDataParallel."""
+        # not of a kind derived from them, whose forward may well look at all ranks
+        is_local = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        with self.recorder.muted():
+            about = {
+                "num_batch_norms": sum(type(inner) in is_local for inner in module.modules()),
+                "finds_unused": bool(kwargs.get("find_unused_parameters")),
+                "bucket_mb": kwargs.get("bucket_cap_mb"),
+                "numel": sum(parameter.numel() for parameter in module.parameters()),
+            }
+        self.recorder.event("wrap", line=where(), **about)
+
+    @harmless("weights that to_empty leaves without a value")
+    def emptying(self, module: Any) -> None:
+        """NaN shows which are never given one."""
+        with torch.no_grad(), self.recorder.muted():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                if local(tensor).is_floating_point():
+                    local(tensor).fill_(float("nan"))
+        self.emptied = where()
 
     def _uninitialised(self, root: Any) -> list[str]:
         """Their names; they get values, so that what follows is not all NaN."""
@@ -174,18 +199,8 @@ def _watch_wrapping(modules: Modules, pretends: bool) -> None:
     def wrap(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any):
         if pretends:
             device_ids = output_device = None
-        line = where()
-        # not of a kind derived from them, whose forward may well look at all ranks
-        is_local = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-        with recorder.muted():
-            about = {
-                "num_batch_norms": sum(type(inner) in is_local for inner in module.modules()),
-                "finds_unused": bool(kwargs.get("find_unused_parameters")),
-                "bucket_mb": kwargs.get("bucket_cap_mb"),
-                "numel": sum(parameter.numel() for parameter in module.parameters()),
-            }
-        recorder.event("wrap", line=line, **about)
-        with recorder.during(f"DistributedDataParallel() at {line}"):
+        modules.wrapping(module, kwargs)
+        with recorder.during(f"DistributedDataParallel() at {where()}"):
             init(self, module, device_ids, output_device, *args, **kwargs)
         modules.wrapped[id(module)] = self
 
@@ -228,11 +243,7 @@ def _watch_to_empty(modules: Modules) -> None:
     @functools.wraps(to_empty)
     def empty(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = to_empty(self, *args, **kwargs)
-        with torch.no_grad(), modules.recorder.muted():
-            for tensor in [*self.parameters(), *self.buffers()]:
-                if local(tensor).is_floating_point():
-                    local(tensor).fill_(float("nan"))
-        modules.emptied = where()
+        modules.emptying(self)
         return out
 
     torch.nn.Module.to_empty = empty

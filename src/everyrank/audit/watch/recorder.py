@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import threading
 import time
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Recorder", "Settings", "all_leaves", "checksum", "local", "tensors"]
+__all__ = ["HOOKS", "Recorder", "Settings", "all_leaves", "checksum", "harmless", "local", "tensors"]
 
 _SOMETIMES = 50
 ENVIRONMENT = "EVERYRANK_AUDIT"
@@ -77,7 +79,8 @@ class Recorder:
         self.is_done = False
         self.num_sent = 0  # collectives since the first update began
         self.calls_by_rpc = False
-        self._muted = 0
+        self._muted = threading.local()
+        self._failed: set[str] = set()  # hooks of ours that have raised
         self._count = 0
         self._pid = 0
         self._file: Any = None
@@ -85,7 +88,7 @@ class Recorder:
     @property
     def is_muted(self) -> bool:
         """Whether what happens now is our own doing, or not looked at."""
-        return self._muted > 0 or self.is_skipped
+        return getattr(self._muted, "depth", 0) > 0 or self.is_skipped
 
     @property
     def is_skipped(self) -> bool:
@@ -95,12 +98,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def muted(self) -> Generator[None]:
-        """While we compute something ourselves."""
-        self._muted += 1
+        """While this thread computes something of ours; the script's other threads are recorded meanwhile."""
+        self._muted.depth = getattr(self._muted, "depth", 0) + 1
         try:
             yield
         finally:
-            self._muted -= 1
+            self._muted.depth -= 1
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Generator[None]:
@@ -121,7 +124,17 @@ class Recorder:
         self._count += 1
         about = {"rank": self.rank, "count": self._count, "time": time.time()}
         row = {"kind": kind, "update": self.update, "micro": self.micro, **about, **values}
-        self._file.write(json.dumps(row) + "\n")
+        with contextlib.suppress(OSError):  # a full disk
+            self._file.write(json.dumps(row) + "\n")
+
+    def hook_failed(self, what: str, error: Exception) -> None:
+        """The script goes on; the report says what was not checked, and why."""
+        if what in self._failed:
+            return
+        self._failed.add(what)
+        with contextlib.suppress(Exception):
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            self.event("unchecked", what=f"{what}: everyrank could not look at it ({why}); the script went on")
 
     def arrays(self, name: str, content: dict[str, np.ndarray]) -> None:
         """Write arrays by name, whole or not at all."""
@@ -132,7 +145,35 @@ class Recorder:
         os.replace(partial, self.folder / f"{name}.npz")  # noqa: PTH105
 
 
-_real_open = open  # writes of the script are redirected; ours are not
+_real_open = open
+
+HOOKS: list[Any] = []
+"""Every method that `harmless` protects."""
+
+
+def harmless(what: str, default: Callable[[], Any] = lambda: None) -> Callable[[Any], Any]:
+    """A method that looks on, and whose own errors never reach the script.
+
+    what     what is not checked when the method fails, for the report
+    default  makes what it returns then
+
+    Its object has a `recorder`. Torch calls these methods in the middle of the script: an error of ours there would end
+    a training that runs.
+    """
+
+    def decorate(method: Any) -> Any:
+        @functools.wraps(method)
+        def protected(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return protected.__wrapped__(self, *args, **kwargs)
+            except Exception as error:
+                self.recorder.hook_failed(what, error)
+                return default()
+
+        HOOKS.append(protected)
+        return protected
+
+    return decorate
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -170,7 +211,7 @@ def checksum(tensor: Any) -> int:
     import torch
 
     held = local(tensor)
-    if not held.numel():
+    if not held.numel() or not held.untyped_storage().nbytes():  # fully_shard frees what it has gathered
         return 0
     # a column of a single row is contiguous, whatever its stride: bytes want a stride of 1
     flat = held.cpu().contiguous().as_strided((held.numel(),), (1,))

@@ -13,7 +13,7 @@ import torch
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
-from everyrank.audit.watch.recorder import Recorder, tensors
+from everyrank.audit.watch.recorder import Recorder, harmless, tensors
 
 __all__ = ["install_sharding", "install_steps"]
 
@@ -22,15 +22,71 @@ def install_steps(
     recorder: Recorder, losses: Losses, gradients: Gradients, begin: Callable[[], None], stepped: Callable[[], None]
 ) -> None:
     """Look at each update. `begin` is called at each backward, `stepped` after each optimizer step was recorded."""
-    _watch_backward(recorder, losses, gradients, begin)
-    _watch_clipping(recorder, gradients)
-    _watch_scaler(recorder, gradients)
+    looks = _Looks(recorder, losses, gradients)
+    _watch_backward(looks, begin)
+    _watch_clipping(looks)
+    _watch_scaler(looks)
     _watch_optimizers(recorder, gradients, stepped)
-    _watch_zero_grad(recorder, gradients)
-    _watch_schedules(recorder)
+    _watch_zero_grad(looks)
+    _watch_schedules(looks)
 
 
-def _watch_backward(recorder: Recorder, losses: Losses, gradients: Gradients, begin: Callable[[], None]) -> None:
+class _Looks:
+    """What is looked at around the functions that are replaced here."""
+
+    def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
+        self.recorder, self.losses, self.gradients = recorder, losses, gradients
+
+    @harmless("losses of what all_gather gave", dict)
+    def lost(self, roots: Any) -> dict[str, Any]:
+        """The line of an all_gather without a gradient whose numbers have gone into this loss, and its value."""
+        with self.recorder.muted():
+            for root in tensors(roots):
+                found = self.losses.gathers.gathered.get(id(root))
+                if found is not None and root.numel() == 1:
+                    return {"gathered_at": found.line, "is_cut_off": bool(found.sources), "value": float(root)}
+        return {}
+
+    @harmless("clipping")
+    def clipped(self, norm: Any, before: dict[str, Any]) -> None:
+        """Write down the norm that a function for clipping gives, and what stood in .grad before."""
+        recorder, gradients = self.recorder, self.gradients
+        with recorder.muted():
+            whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            value = float(whole) if whole is not None else None
+        scale = 1.0 if gradients.is_unscaled else gradients.loss_scale
+        recorder.event("clip", line=where(), norm=value, scale=scale)
+        gradients.before_clip = {**before, **(gradients.before_clip or {})}
+
+    @harmless("the scale of a gradient scaler")
+    def scaled(self, scaler: Any) -> None:
+        """The factor of the loss."""
+        with self.recorder.muted():
+            self.gradients.loss_scale = float(scaler._scale)
+
+    @harmless("gradients that are thrown away")
+    def zeroed(self, optimizer: Any) -> None:
+        """Gradients that no step has used."""
+        recorder, gradients = self.recorder, self.gradients
+        if not gradients.pieces or recorder.is_muted:
+            return
+        own = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        lost = {micro for micro, name in gradients.pieces if name in own}
+        if lost:
+            recorder.event("thrown_away", line=where(), num=len(lost))
+        gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in own}
+
+    @harmless("what a schedule that waits for a plateau is told")
+    def told(self, numbers: list[Any]) -> None:
+        """What a schedule that waits for a plateau is told."""
+        with self.recorder.muted():
+            values = [float(number) for number in numbers]
+        for value in values:
+            self.recorder.event("plateau", line=where(), value=value)
+
+
+def _watch_backward(looks: _Looks, begin: Callable[[], None]) -> None:
+    recorder, losses, gradients = looks.recorder, looks.losses, looks.gradients
     autograd_backward = torch.autograd.backward
 
     @functools.wraps(autograd_backward)
@@ -40,7 +96,7 @@ def _watch_backward(recorder: Recorder, losses: Losses, gradients: Gradients, be
         begin()
         line = where()
         gradients.begin_backward()
-        recorder.event("backward", line=line, **_lost(roots, losses, recorder))
+        recorder.event("backward", line=line, **looks.lost(roots))
         try:
             with recorder.during(f"backward at {line}"):
                 return autograd_backward(roots, *args, **kwargs)
@@ -52,51 +108,35 @@ def _watch_backward(recorder: Recorder, losses: Losses, gradients: Gradients, be
     torch.autograd.backward = backward
 
 
-def _lost(roots: Any, losses: Losses, recorder: Recorder) -> dict[str, Any]:
-    """The line of an all_gather without a gradient whose numbers have gone into this loss, and the value of that."""
-    with recorder.muted():
-        for root in tensors(roots):
-            found = losses.gathers.gathered.get(id(root))
-            if found is not None and root.numel() == 1:
-                return {"gathered_at": found.line, "is_cut_off": bool(found.sources), "value": float(root)}
-    return {}
-
-
-def _watch_clipping(recorder: Recorder, gradients: Gradients) -> None:
+def _watch_clipping(looks: _Looks) -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name), recorder, gradients))
+        setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name), looks))
         setattr(torch.nn.utils.clip_grad, name, getattr(torch.nn.utils, name))
 
 
-def _clipping(function: Any, recorder: Recorder, gradients: Gradients) -> Any:
+def _clipping(function: Any, looks: _Looks) -> Any:
     @functools.wraps(function)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        line = where()
-        is_wanted = gradients.is_wanted
-        with recorder.muted():
-            before = gradients.stepping(chosen) if is_wanted else {}
+        is_wanted = looks.gradients.is_wanted
+        with looks.recorder.muted():
+            before = looks.gradients.stepping(chosen) if is_wanted else {}
         out = function(chosen, *args, **kwargs)
-        with recorder.muted():
-            whole = out.full_tensor() if hasattr(out, "full_tensor") else out
-            norm = float(whole) if whole is not None else None
-        scale = 1.0 if gradients.is_unscaled else gradients.loss_scale
-        recorder.event("clip", line=line, norm=norm, scale=scale)
-        gradients.before_clip = {**before, **(gradients.before_clip or {})}
+        looks.clipped(out, before)
         return out
 
     return clip
 
 
-def _watch_scaler(recorder: Recorder, gradients: Gradients) -> None:
+def _watch_scaler(looks: _Looks) -> None:
+    recorder, gradients = looks.recorder, looks.gradients
     scaler: Any = torch.amp.GradScaler
     scale, unscale, update, step = scaler.scale, scaler.unscale_, scaler.update, scaler.step
 
     def scaling(self: Any, outputs: Any) -> Any:
         out = scale(self, outputs)
         if self.is_enabled():
-            with recorder.muted():
-                gradients.loss_scale = float(self._scale)
+            looks.scaled(self)
         return out
 
     def unscaling(self: Any, optimizer: Any) -> Any:
@@ -167,8 +207,9 @@ def _recording(closure: Any, record: Callable[[], None]) -> Any:
     return watched
 
 
-def _watch_schedules(recorder: Recorder) -> None:
+def _watch_schedules(looks: _Looks) -> None:
     """Each step of a schedule; not those that one schedule calls of another."""
+    recorder = looks.recorder
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     depth: list[int] = []
@@ -186,7 +227,7 @@ def _watch_schedules(recorder: Recorder) -> None:
                 about = {"schedule": id(self), "name": type(self).__name__, "is_prepared": is_prepared}
                 recorder.event("schedule", line=where(), **about)
             elif not depth and isinstance(self, ReduceLROnPlateau):
-                _note_numbers(recorder, [*args[:1], *kwargs.values()][:1])
+                looks.told([*args[:1], *kwargs.values()][:1])
             depth.append(id(self))
             try:
                 return step(self, *args, **kwargs)
@@ -198,14 +239,6 @@ def _watch_schedules(recorder: Recorder) -> None:
     for kind in [LRScheduler, *_all_below(LRScheduler)]:
         watched(kind)
     _mark_made(LRScheduler)
-
-
-def _note_numbers(recorder: Recorder, numbers: list[Any]) -> None:
-    """What a schedule that waits for a plateau is told."""
-    with recorder.muted():
-        values = [float(number) for number in numbers]
-    for value in values:
-        recorder.event("plateau", line=where(), value=value)
 
 
 def _all_below(kind: Any) -> list[Any]:
@@ -224,22 +257,17 @@ def _mark_made(kind: Any) -> None:
     kind._initial_step = made
 
 
-def _watch_zero_grad(recorder: Recorder, gradients: Gradients) -> None:
+def _watch_zero_grad(looks: _Looks) -> None:
     optimizer: Any = torch.optim.Optimizer
     zero_grad, init = optimizer.zero_grad, optimizer.__init__
 
     def zeroing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if gradients.pieces and not recorder.is_muted:
-            own = {gradients.names.get(id(p)) for group in self.param_groups for p in group["params"]}
-            lost = {micro for micro, name in gradients.pieces if name in own}
-            if lost:
-                recorder.event("thrown_away", line=where(), num=len(lost))
-            gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in own}
+        looks.zeroed(self)
         return zero_grad(self, *args, **kwargs)
 
     def made(self: Any, params: Any, defaults: Any) -> None:
         init(self, params, defaults)
-        recorder.event("optimizer", line=where(), name=type(self).__name__)
+        looks.recorder.event("optimizer", line=where(), name=type(self).__name__)
 
     optimizer.zero_grad, optimizer.__init__ = zeroing, made
 

@@ -1,11 +1,11 @@
-"""On PYTHONPATH of a script that is audited: puts the hooks in right after its first `import torch`.
+"""On PYTHONPATH of an audited script: redirects files, and puts the hooks in right after the first `import torch`.
 
 In every Python process that it starts, too. Does nothing where the audit's variable is not set.
 """
 
 # pyright: basic
-import importlib.abc
-import importlib.machinery
+import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -22,29 +22,26 @@ def _chain() -> None:
             return
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Libraries ask with `find_spec` whether torch is there: what counts is that its code runs."""
+def _load(name: str):
+    """A module of the audit by its file: the package around it would import more than a small process needs."""
+    full = f"everyrank.audit.watch.{name}"
+    spec = importlib.util.spec_from_file_location(full, Path(_HERE).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[full] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    def find_spec(self, name, path=None, target=None):  # noqa: ARG002
-        if name != "torch":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
 
-        def exec_module(module) -> None:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            run(module)
-            from everyrank.audit.watch.install import install
+def _install(_torch) -> None:
+    from everyrank.audit.watch.install import install
 
-            install()
-
-        spec.loader.exec_module = exec_module
-        return spec
+    install()
 
 
 _chain()
 if os.environ.get("EVERYRANK_AUDIT"):
-    sys.meta_path.insert(0, _Finder())
+    _settings = json.loads(os.environ["EVERYRANK_AUDIT"])
+    if not _settings["keep_files"]:
+        _load("overlay").install_overlay(_settings["folder"], _settings["main"])
+    _load("imports").after_import("torch", _install)

@@ -1,0 +1,610 @@
+"""Where the files go that an audited script writes: into a folder of the audit, never into the user's own folders.
+
+The folder holds two trees. `written/home/user/out/log.txt` is the script's version of /home/user/out/log.txt, and
+`removed/home/user/out/old.pt` marks a file that the script has removed. A script sees both trees laid over the real
+files: it finds what it wrote under the name that it gave, does not find what it removed, and lists both together.
+
+Python's own functions for files are replaced when the interpreter starts, before the script can import any of them
+under another name: open, os.open, mkdir, remove, rename, link, symlink, truncate, and so on. Imports nothing but the
+standard library, because every Python process of the script loads this file first. Libraries that write in C, C++
+or Rust are in `saving.py`. Temporary folders, caches and devices are left alone.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Overlay", "install_overlay", "installed_overlay"]
+
+_WRITES = set("wax+")
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_REAL = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
+_REAL_OPEN = builtins.open
+_installed: list[Overlay] = []
+
+
+class Overlay:
+    """The script's view of the files: what it wrote and removed, over what was there.
+
+    folder        of the audit; all ranks of a script share it
+    main          the script: a project in a temporary folder is redirected, too
+    """
+
+    def __init__(self, folder: str, main: str) -> None:
+        # as `tempfile` finds it, whose import would copy `open` before it is replaced
+        temporary = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+        self.audit_folder = os.path.realpath(folder)
+        self.folder = f"{self.audit_folder}/files"
+        self.tree, self.removed = f"{self.folder}/written", f"{self.folder}/removed"
+        self.start_folder = os.path.realpath(os.getcwd())
+        main_folder = os.path.dirname(main)
+        self.main_folder = os.path.realpath(main_folder) if main_folder else ""
+        self.inside = threading.local()  # our own questions are not redirected
+        untouched = [*temporary, "/tmp", "/var/tmp", "/dev", "/proc", "/sys", os.path.expanduser("~/.cache")]
+        untouched += [os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)]
+        self.untouched = tuple(os.path.realpath(path) + os.sep for path in untouched)
+        self.num_untouched = len(self.untouched)  # those after it were made by `tempfile`
+        self.commands: set[str] = set()  # programs other than Python that the script has started
+
+    # --- paths
+
+    def logical(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The absolute path that the script means; None for a descriptor and for what is left alone."""
+        if getattr(self.inside, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
+            return None
+        self.inside.is_busy = True
+        try:
+            name = os.fsdecode(path)
+            if dir_fd is not None and not os.path.isabs(name):
+                name = os.path.join(self._path_of(dir_fd), name)
+            whole = self.outside(os.path.normpath(os.path.join(self.working_folder(), name)))
+            head, tail = os.path.split(whole)
+            whole = os.path.join(self.outside(os.path.realpath(head)), tail)  # a link to a folder is that folder
+            return None if "\0" in whole or self._is_untouched(whole) else whole
+        except (OSError, ValueError):
+            return None
+        finally:
+            self.inside.is_busy = False
+
+    def outside(self, path: str) -> str:
+        """The script's name of a path in the tree."""
+        return (path[len(self.tree) :] or "/") if path.startswith(self.tree) else path
+
+    def working_folder(self) -> str:
+        """As the script has to see it."""
+        return self.outside(_REAL["getcwd"]())
+
+    def _is_inside_tree(self) -> bool:
+        """Whether the script has changed into a folder that it has made: relative paths then begin elsewhere."""
+        return _REAL["getcwd"]().startswith(self.tree)
+
+    def _path_of(self, descriptor: int) -> str:
+        if sys.platform == "darwin":
+            import fcntl
+
+            return self.outside(fcntl.fcntl(descriptor, 50, b"\0" * 1024).rstrip(b"\0").decode())  # F_GETPATH
+        return self.outside(_REAL["readlink"](f"/proc/self/fd/{descriptor}"))
+
+    def _is_untouched(self, path: str) -> bool:
+        """Whether the script reads and writes there directly: temporary folders, caches, devices.
+
+        A project may lie in a temporary folder itself: where the script is, and where it was started, are redirected.
+        """
+        if "__pycache__" in path:
+            return True
+        if (path + os.sep).startswith(self.audit_folder + os.sep):
+            return True
+        if not (path + os.sep).startswith(self.untouched):
+            return False
+        if any((path + os.sep).startswith(folder) for folder in self.untouched[self.num_untouched :]):
+            return True
+        if os.path.dirname(path) == self.start_folder:
+            return False
+        projects = [f for f in (self.start_folder, self.main_folder) if f and f + os.sep not in self.untouched]
+        return not any((path + os.sep).startswith(folder + os.sep) for folder in projects)
+
+    def is_hidden(self, path: str) -> bool:
+        """Whether the script has removed this file, or a folder that it was in."""
+        if not _exists(self.removed):
+            return False
+        while len(path) > 1:
+            if _exists(f"{self.removed}{path}/.removed"):
+                return True
+            path = os.path.dirname(path)
+        return False
+
+    def hide(self, path: str) -> None:
+        """Mark the real file or folder as removed."""
+        folder = f"{self.removed}{path}"
+        _make_folders(folder)
+        _REAL["close"](_REAL["open"](f"{folder}/.removed", os.O_CREAT | os.O_WRONLY))
+
+    def found(self, path: Any, dir_fd: int | None = None) -> Any:
+        """Where a file is read: in the tree if the script has written or removed it, else where it lies."""
+        whole = self.logical(path, dir_fd)
+        if whole is None:
+            return path
+        self.inside.is_busy = True
+        try:
+            copied, is_hidden = self.tree + whole, self.is_hidden(whole)
+            if not is_hidden and (not _exists(copied) or (stat.S_ISDIR(_mode(whole)) and stat.S_ISDIR(_mode(copied)))):
+                # as it lies there; of folders that are in both places their lists are put together
+                return whole if self._is_inside_tree() else path
+            return os.fsencode(copied) if isinstance(path, bytes) else copied
+        finally:
+            self.inside.is_busy = False
+
+    def is_there(self, whole: str) -> bool:
+        """Whether the script sees something under this absolute path."""
+        return _exists(self.tree + whole) or (_exists(whole) and not self.is_hidden(whole))
+
+    def target(self, path: Any, dir_fd: int | None = None, *, keeps_content: bool = False) -> Any:
+        """Where a file is written: in the tree, with the content that it had if `keeps_content`."""
+        whole = self.logical(path, dir_fd)
+        if whole is None:
+            return path
+        self.inside.is_busy = True
+        try:
+            copied, parent = self.tree + whole, os.path.dirname(whole)
+            if not self.is_there(parent):
+                return copied if self.is_hidden(parent) else path  # the error that the script expects
+            if stat.S_ISDIR(_mode(whole)) and not self.is_hidden(whole):
+                return path  # likewise
+            _make_folders(os.path.dirname(copied))
+            if keeps_content and not _exists(copied) and _exists(whole) and not self.is_hidden(whole):
+                _copy(whole, copied)
+            return os.fsencode(copied) if isinstance(path, bytes) else copied
+        finally:
+            self.inside.is_busy = False
+
+    def names_in(self, whole: str) -> list[tuple[str, str]]:
+        """(name, where it lies) of everything that the script sees in a folder. Raises OSError where there is none."""
+        copied, names = self.tree + whole, dict[str, str]()
+        is_real = _exists(whole) and not self.is_hidden(whole)
+        if not is_real and not _exists(copied):
+            _REAL["listdir"](copied)  # raises
+        for folder in ([whole] if is_real else []) + ([copied] if _exists(copied) else []):
+            for name in _REAL["listdir"](folder):
+                if folder == copied or not self.is_hidden(f"{whole}/{name}"):
+                    names[name] = f"{folder}/{name}"
+        return list(names.items())
+
+
+def _exists(path: str) -> bool:
+    try:
+        _REAL["lstat"](path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _make_folders(path: str) -> None:
+    if not _exists(path):
+        _make_folders(os.path.dirname(path))
+        try:
+            _REAL["mkdir"](path)
+        except FileExistsError:  # another rank was faster
+            pass
+
+
+def _mode(path: str) -> int:
+    try:
+        return _REAL["stat"](path).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def _copy(source: str, target: str) -> None:
+    """A file or a link as it is, a folder with all that is in it."""
+    mode = _REAL["lstat"](source).st_mode
+    if stat.S_ISLNK(mode):
+        _REAL["symlink"](_REAL["readlink"](source), target)
+    elif stat.S_ISDIR(mode):
+        _REAL["mkdir"](target)
+        for name in _REAL["listdir"](source):
+            _copy(f"{source}/{name}", f"{target}/{name}")
+    elif stat.S_ISREG(mode):
+        with _REAL_OPEN(source, "rb") as before, _REAL_OPEN(target, "wb") as after:
+            while chunk := before.read(1 << 20):
+                after.write(chunk)
+        _REAL["chmod"](target, stat.S_IMODE(mode) | stat.S_IWUSR)
+
+
+def installed_overlay() -> Overlay | None:
+    """The one of this process; None where files are written where the script says."""
+    return _installed[0] if _installed else None
+
+
+def install_overlay(folder: str, main: str) -> Overlay:
+    """Replace Python's functions for files, once in a process."""
+    if _installed:
+        return _installed[0]
+    overlay = Overlay(folder, main)
+    _installed.append(overlay)
+    _redirect_open(overlay)
+    _redirect_questions(overlay)
+    _redirect_listing(overlay)
+    _redirect_folders(overlay)
+    _redirect_links(overlay)
+    _redirect_attributes(overlay)
+    _note_commands(overlay)
+    return overlay
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    """Put it in the place of `os.<name>`, and into the sets that say what the function can do."""
+    real = _REAL[name]
+    functools.update_wrapper(function, real)
+    setattr(os, name, function)
+    for kinds in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        if real in kinds:
+            kinds.add(function)
+
+
+def _redirect_open(overlay: Overlay) -> None:
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, int) or not isinstance(mode, str):
+            return _REAL_OPEN(file, mode, *args, **kwargs)
+        if "x" in mode:
+            _refuse_existing(overlay, file, None)
+        if _WRITES.intersection(mode):
+            path = overlay.target(file, keeps_content="a" in mode or "r" in mode)
+            return _REAL_OPEN(path, mode, *args, **kwargs)
+        return _REAL_OPEN(overlay.found(file), mode, *args, **kwargs)
+
+    def opened_low(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        found = overlay.found(path, dir_fd)
+        if flags & os.O_CREAT and flags & os.O_EXCL:
+            _refuse_existing(overlay, path, dir_fd)
+        if flags & _WRITE_FLAGS and not (getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY) & flags:
+            found = overlay.target(path, dir_fd, keeps_content=not flags & os.O_TRUNC)
+        return _REAL["open"](found, flags, mode, dir_fd=dir_fd if found is path else None)
+
+    class OpenedFile(io.FileIO, metaclass=_AnyFile):
+        """FileIO, whose constructor opens files, too."""
+
+        def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
+            if not isinstance(file, int):
+                is_written = bool(_WRITES.intersection(mode))
+                keeps = "a" in mode or "r" in mode
+                file = overlay.target(file, keeps_content=keeps) if is_written else overlay.found(file)
+            super().__init__(file, mode, closefd, opener)
+
+    functools.update_wrapper(opened, _REAL_OPEN)
+    builtins.open = io.open = opened
+    io.FileIO = OpenedFile  # type: ignore[misc]
+    _replace("open", opened_low)
+
+
+def _refuse_existing(overlay: Overlay, path: Any, dir_fd: int | None) -> None:
+    whole = overlay.logical(path, dir_fd)
+    if whole is not None and overlay.is_there(whole):
+        raise FileExistsError(17, "File exists", os.fsdecode(path))
+
+
+_RealFileIO = io.FileIO
+
+
+class _AnyFile(type(io.FileIO)):
+    """What open() gives is an instance of it as well."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _RealFileIO)
+
+
+def _redirect_questions(overlay: Overlay) -> None:
+    """Stat and its like ask for the script's version first."""
+
+    def asking(name: str) -> Callable[..., Any]:
+        function = _REAL[name]
+
+        def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
+            found = overlay.found(path, kwargs.get("dir_fd"))
+            if found is not path and "dir_fd" in kwargs:
+                kwargs["dir_fd"] = None
+            return function(found, *args, **kwargs)
+
+        return asked
+
+    for name in ("stat", "lstat", "access", "chdir", "statvfs", "getxattr", "listxattr", "pathconf"):
+        if name in _REAL:
+            _replace(name, asking(name))
+    for name in ("exists", "lexists", "isfile", "isdir", "islink"):  # some of them are written in C
+        _redirect_path_question(overlay, name)
+
+    def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
+        found = overlay.found(path, dir_fd)
+        target = _REAL["readlink"](found, dir_fd=dir_fd if found is path else None)
+        return overlay.outside(target) if isinstance(target, str) else target
+
+    def getcwd() -> str:
+        return overlay.working_folder()
+
+    _replace("readlink", readlink)
+    _replace("getcwd", getcwd)
+    _replace("getcwdb", lambda: os.fsencode(overlay.working_folder()))
+
+
+def _redirect_path_question(overlay: Overlay, name: str) -> None:
+    function = getattr(os.path, name)
+    if getattr(function, "__module__", "") in ("genericpath", "posixpath"):
+        return  # Python, which asks os.stat
+
+    @functools.wraps(function)
+    def asked(path: Any) -> bool:
+        return function(overlay.found(path))
+
+    setattr(os.path, name, asked)
+
+
+class _Entry:
+    """What os.scandir gives, for a file that lies somewhere else than its name says."""
+
+    def __init__(self, entry: os.DirEntry[Any], path: Any) -> None:
+        self._entry, self.path, self.name = entry, path, entry.name
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+
+class _Entries:
+    """An iterator that can be closed, as os.scandir gives."""
+
+    def __init__(self, entries: Iterator[Any]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
+
+
+def _redirect_listing(overlay: Overlay) -> None:
+    def folder_of(path: Any) -> str | None:
+        """The absolute path of a folder in which something was written or removed."""
+        if isinstance(path, int):
+            whole = None if getattr(overlay.inside, "is_busy", False) else overlay.logical(overlay._path_of(path))
+        else:
+            whole = overlay.logical(os.curdir if path is None else path)
+        if whole is None or not (_exists(overlay.tree + whole) or _exists(overlay.removed)):
+            return None
+        return whole
+
+    def listdir(path: Any = None) -> list[Any]:
+        whole = folder_of(path)
+        if whole is None:
+            return _REAL["listdir"](path)
+        names = [name for name, _ in overlay.names_in(whole)]
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+
+    def scandir(path: Any = None) -> Any:
+        whole = folder_of(path)
+        if whole is None:
+            return _REAL["scandir"](path)
+        lying = dict(overlay.names_in(whole))
+        given = os.curdir if path is None else path
+        entries: list[Any] = []
+        for folder in (whole, overlay.tree + whole):
+            if not _exists(folder):
+                continue
+            with _REAL["scandir"](folder) as found:
+                for entry in found:
+                    if lying.get(entry.name) == entry.path:
+                        name = entry.name if isinstance(given, int) else os.path.join(os.fsdecode(given), entry.name)
+                        entries.append(_Entry(entry, os.fsencode(name) if isinstance(given, bytes) else name))
+        return _Entries(iter(entries))
+
+    _replace("listdir", listdir)
+    _replace("scandir", scandir)
+
+
+def _redirect_folders(overlay: Overlay) -> None:
+    """Making, removing and renaming change the script's view only."""
+    for name in ("mkdir", "mkfifo", "mknod"):
+        if name in _REAL:
+            _replace(name, _making(overlay, name))
+    for name in ("remove", "unlink", "rmdir"):
+        _replace(name, _removing(overlay, name))
+    for name in ("rename", "replace"):
+        _replace(name, _renaming(overlay, name))
+
+
+def _making(overlay: Overlay, name: str) -> Callable[..., Any]:
+    function = _REAL[name]
+
+    def made(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+        if overlay.logical(path, dir_fd) is None:
+            return function(path, *args, dir_fd=dir_fd, **kwargs)
+        _refuse_existing(overlay, path, dir_fd)
+        if overlay.start_folder + os.sep in overlay.untouched and _is_called_by_tempfile():
+            overlay.untouched += (f"{os.fsdecode(path)}{os.sep}",)  # a script that is started in /tmp itself
+            return function(path, *args, **kwargs)
+        return function(overlay.target(path, dir_fd), *args, **kwargs)
+
+    return made
+
+
+def _removing(overlay: Overlay, name: str) -> Callable[..., Any]:
+    function = _REAL[name]
+
+    def removed(path: Any, *, dir_fd: int | None = None) -> None:
+        whole = overlay.logical(path, dir_fd)
+        if whole is None:
+            function(path, dir_fd=dir_fd)
+            return
+        copied, is_real = overlay.tree + whole, _exists(whole) and not overlay.is_hidden(whole)
+        is_folder = stat.S_ISDIR(_mode(whole)) and not stat.S_ISLNK(_REAL["lstat"](whole).st_mode)
+        if name == "rmdir" and overlay.is_there(whole) and os.listdir(whole):
+            raise OSError(39, "Directory not empty", os.fsdecode(path))
+        if is_real and not _exists(copied) and is_folder is not (name == "rmdir"):
+            error = (20, "Not a directory") if name == "rmdir" else (21, "Is a directory")
+            raise OSError(*error, os.fsdecode(path))
+        if _exists(copied):
+            function(copied)
+        elif not is_real:
+            raise FileNotFoundError(2, "No such file or directory", os.fsdecode(path))
+        if is_real:
+            overlay.hide(whole)
+
+    return removed
+
+
+def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
+    function = _REAL[name]
+
+    def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        source, whole = overlay.logical(src, src_dir_fd), overlay.logical(dst, dst_dir_fd)
+        if source is None and whole is None:
+            function(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            return
+        if source is not None and not overlay.is_there(source):
+            raise FileNotFoundError(2, "No such file or directory", os.fsdecode(src), None, os.fsdecode(dst))
+        if whole is not None and source != whole and overlay.is_there(whole) and os.path.isdir(whole):
+            os.rmdir(whole)  # raises unless it is empty
+        if source is None:  # from a temporary folder into the project, perhaps on another disk
+            _move(os.fsdecode(src), overlay.target(dst, dst_dir_fd))
+            return
+        copied = overlay.tree + source
+        if not _exists(copied) or stat.S_ISDIR(_mode(copied)):
+            _complete(overlay, source)
+        if _exists(source) and not overlay.is_hidden(source):
+            overlay.hide(source)
+        place = overlay.target(dst, dst_dir_fd) if whole is not None else dst
+        if whole is not None and not _exists(place):
+            function(copied, place)
+        else:
+            _move(copied, os.fsdecode(place))
+
+    return renamed
+
+
+def _is_called_by_tempfile() -> bool:
+    return sys._getframe(2).f_globals.get("__name__") == "tempfile"
+
+
+def _complete(overlay: Overlay, whole: str) -> None:
+    """Copy into the tree what of a file or folder is not there yet."""
+    copied = overlay.tree + whole
+    _make_folders(os.path.dirname(copied))
+    if not _exists(copied):
+        _copy(whole, copied)
+    elif stat.S_ISDIR(_mode(whole)):
+        for name, lying in overlay.names_in(whole):
+            if lying == f"{whole}/{name}":
+                _copy(lying, f"{copied}/{name}")
+            else:
+                _complete(overlay, f"{whole}/{name}")
+
+
+def _move(source: str, target: Any) -> None:
+    """Rename, on one disk or from one to another."""
+    try:
+        _REAL["replace"](source, target)
+    except OSError as error:
+        if error.errno != 18:  # another disk
+            raise
+        _copy(source, os.fsdecode(target))
+        _REAL["remove"](source)
+
+
+def _redirect_links(overlay: Overlay) -> None:
+    def link(src: Any, dst: Any, *, src_dir_fd=None, dst_dir_fd=None, follow_symlinks: bool = True) -> None:
+        whole = overlay.logical(dst, dst_dir_fd)
+        if whole is None and overlay.logical(src, src_dir_fd) is None:
+            numbers = {"src_dir_fd": src_dir_fd, "dst_dir_fd": dst_dir_fd}
+            _REAL["link"](src, dst, **numbers, follow_symlinks=follow_symlinks)
+            return
+        _refuse_existing(overlay, dst, dst_dir_fd)
+        found = os.fsdecode(overlay.found(src, src_dir_fd))
+        place = os.fsdecode(overlay.target(dst, dst_dir_fd))
+        if not found.startswith(overlay.tree) or not place.startswith(overlay.tree):
+            _REAL["lstat"](found)  # raises where there is none
+            _copy(os.path.join(overlay.working_folder(), found), place)  # the user's own file gets no second name
+        else:
+            _REAL["link"](found, place)
+
+    def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+        whole = overlay.logical(dst, dir_fd)
+        if whole is None:
+            _REAL["symlink"](src, dst, target_is_directory, dir_fd=dir_fd)
+            return
+        _refuse_existing(overlay, dst, dir_fd)
+        meant = os.path.normpath(os.path.join(os.path.dirname(whole), os.fsdecode(src)))
+        is_beside = not os.path.isabs(os.fsdecode(src)) and not _exists(meant)  # written by the script, or to come
+        _REAL["symlink"](src if is_beside else overlay.found(meant), overlay.target(dst, dir_fd), target_is_directory)
+
+    _replace("link", link)
+    _replace("symlink", symlink)
+
+
+def _redirect_attributes(overlay: Overlay) -> None:
+    """Rights, times and lengths of the script's version; those of the user's files stay."""
+
+    def changing(name: str) -> Callable[..., Any]:
+        function = _REAL[name]
+
+        def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if overlay.logical(path, kwargs.get("dir_fd")) is None:
+                return function(path, *args, **kwargs)
+            found = overlay.found(path, kwargs.pop("dir_fd", None))
+            if found is path and not _exists(os.path.join(overlay.working_folder(), os.fsdecode(path))):
+                return function(path, *args, **kwargs)  # there is none: the error that the script expects
+            return function(found, *args, **kwargs) if found is not path else None
+
+        return changed
+
+    for name in ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr", "chflags"):
+        if name in _REAL:
+            _replace(name, changing(name))
+
+    def truncate(path: Any, length: int) -> None:
+        _REAL["truncate"](path if isinstance(path, int) else overlay.target(path, keeps_content=True), length)
+
+    _replace("truncate", truncate)
+
+
+def _note_commands(overlay: Overlay) -> None:
+    """Programs other than Python write where they want, and the report names them."""
+
+    def noted(event: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            if event == "os.system":
+                words = os.fsdecode(arguments[0]).split()
+            elif event == "subprocess.Popen":
+                given = arguments[1]
+                words = [os.fsdecode(w) for w in given] if isinstance(given, list | tuple) else str(given).split()
+                words = words[2].split() if words[:2] == ["/bin/sh", "-c"] and len(words) > 2 else words
+            else:
+                return
+            program = os.path.basename(words[0]) if words else ""
+            if program and not program.startswith("python"):
+                overlay.commands.add(program)
+        except Exception:  # noqa: S110  (a note is not worth an error)
+            pass
+
+    sys.addaudithook(noted)

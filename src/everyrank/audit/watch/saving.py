@@ -1,0 +1,135 @@
+"""Libraries that write files in C, C++ or Rust are given the overlay's paths; what torch saves is an event.
+
+See `overlay.py` for Python's own functions.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from everyrank.audit.watch.imports import after_import
+from everyrank.audit.watch.overlay import Overlay
+from everyrank.audit.watch.place import where
+from everyrank.audit.watch.recorder import Recorder
+
+__all__ = ["install_saving"]
+
+_WRITERS = (
+    ("tokenizers", "Tokenizer.save", "path"),
+    ("cv2", "imwrite", 0),
+    ("cv2", "VideoWriter", 0),
+    ("pyarrow", "OSFile", 0),
+    ("pyarrow.parquet", "write_table", "where"),
+    ("soundfile", "write", "file"),
+    ("torchaudio", "save", "uri"),
+    ("torch.jit", "save", "f"),
+    ("torchvision.io", "write_png", "filename"),
+    ("torchvision.io", "write_jpeg", "filename"),
+    ("torchvision.io", "write_video", "filename"),
+)
+"""(module, function, the parameter with the path, by its name or, where it is written in C, by its place)"""
+
+_OPENERS = (("h5py", "File.__init__", "name"), ("sqlite3", "connect", 0), ("lmdb", "open", 0))
+"""The same of functions that open for reading and writing: the file begins as it was."""
+
+
+def install_saving(recorder: Recorder, overlay: Overlay) -> None:
+    """From now on, also in libraries that are imported later."""
+    _redirect_torch(recorder, overlay)
+    after_import("safetensors", functools.partial(_redirect_safetensors, recorder, overlay))
+    for module, name, path in _WRITERS:
+        after_import(module, functools.partial(_redirect, name, path, overlay.target))
+    for module, name, path in _OPENERS:
+        after_import(module, functools.partial(_redirect_opener, overlay, name, path))
+
+
+def _redirect_torch(recorder: Recorder, overlay: Overlay) -> None:
+    save, load = torch.save, torch.load
+
+    @functools.wraps(save)
+    def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # a file that is open already
+        if isinstance(name, str | os.PathLike):
+            content = sorted(map(str, obj)) if isinstance(obj, dict) else []
+            path = overlay.outside(os.path.abspath(os.fspath(name)))
+            recorder.event("save", path=path, line=where(), content=content[:100])
+            f = overlay.target(f) if name is f else f
+        with recorder.muted():
+            save(obj, f, *args, **kwargs)
+
+    @functools.wraps(load)
+    def loaded(f: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(overlay.found(f) if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
+
+    torch.save, torch.load = saved, loaded
+
+
+def _redirect_safetensors(recorder: Recorder, overlay: Overlay, module: Any) -> None:
+    serialize_file, safe_open = module.serialize_file, module.safe_open
+
+    @functools.wraps(serialize_file)
+    def saved(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.event("save", path=os.path.abspath(os.fspath(filename)), line=where(), content=[])
+        serialize_file(tensors, overlay.target(filename), *args, **kwargs)
+
+    @functools.wraps(safe_open)
+    def opened(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return safe_open(overlay.found(filename), *args, **kwargs)
+
+    def replace(inner: Any) -> None:
+        inner.__dict__.update(serialize_file=saved, safe_open=opened)
+
+    replace(module)
+    after_import("safetensors.torch", replace)
+
+
+def _holder(module: Any, name: str) -> tuple[Any, str]:
+    """The object that has the function, and the last part of its name."""
+    *inner, last = name.split(".")
+    for part in inner:
+        module = getattr(module, part)
+    return module, last
+
+
+def _redirect(name: str, path: str | int, redirected: Callable[..., Any], module: Any) -> None:
+    """The function of this name gets another path; nothing where this version has no such function."""
+    try:
+        holder, last = _holder(module, name)
+        function = getattr(holder, last)
+    except AttributeError:
+        return
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_path(function, path, redirected, args, kwargs)
+        return function(*args, **kwargs)
+
+    functools.update_wrapper(called, function)
+    setattr(holder, last, called)
+
+
+def _redirect_opener(overlay: Overlay, name: str, path: str | int, module: Any) -> None:
+    def redirected(given: Any) -> Any:
+        if not isinstance(given, str | bytes | os.PathLike) or str(given).startswith((":memory:", "file:")):
+            return given
+        return overlay.target(given, keeps_content=True)
+
+    _redirect(name, path, redirected, module)
+    if name == "connect":  # sqlite3 keeps it in two places
+        module.dbapi2.connect = module.connect
+
+
+def _with_path(function: Any, path: str | int, redirected: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The arguments of a call, with another path."""
+    if isinstance(path, str) and path in kwargs:
+        return args, {**kwargs, path: redirected(kwargs[path])}
+    place = path if isinstance(path, int) else list(inspect.signature(function).parameters).index(path)
+    if place < len(args):
+        return (*args[:place], redirected(args[place]), *args[place + 1 :]), kwargs
+    return args, kwargs

@@ -1,0 +1,217 @@
+"""What an audited script writes, removes, renames and links never reaches the user's files, and the script sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from everyrank.audit.watch.recorder import ENVIRONMENT, Settings
+
+INJECT = Path(__file__).parents[2] / "src" / "everyrank" / "audit" / "watch" / "inject"
+
+WAYS = {
+    "write": """
+        Path("new.txt").write_text("new"); assert Path("new.txt").read_text() == "new"
+        assert "new.txt" in os.listdir(".") and "new.txt" in {e.name for e in os.scandir(".")}
+    """,
+    "overwrite": 'open("kept.txt", "w").write("other"); assert open("kept.txt").read() == "other"',
+    "append": 'open("kept.txt", "a").write("more"); assert open("kept.txt").read() == "keptmore"',
+    "change within": """
+        with open("kept.txt", "r+") as f: f.seek(1); f.write("XX")
+        assert open("kept.txt").read() == "kXXt"
+    """,
+    "create exclusively": """
+        try: open("kept.txt", "x"); raise SystemExit("it is there")
+        except FileExistsError: pass
+        open("fresh.txt", "x").close()
+        try: open("fresh.txt", "x"); raise SystemExit("it is there")
+        except FileExistsError: pass
+    """,
+    "descriptors": """
+        fd = os.open("kept.txt", os.O_WRONLY | os.O_APPEND); os.write(fd, b"!"); os.close(fd)
+        assert open("kept.txt").read() == "kept!"
+        fd = os.open("low.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY); os.write(fd, b"low"); os.close(fd)
+        assert Path("low.txt").read_text() == "low"
+        folder = os.open("folder", os.O_RDONLY)
+        fd = os.open("beside.txt", os.O_CREAT | os.O_WRONLY, dir_fd=folder); os.close(fd)
+        os.unlink("inner.txt", dir_fd=folder); os.close(folder)
+        assert sorted(os.listdir("folder")) == ["beside.txt", "deep"]
+    """,
+    "FileIO": """
+        import io
+        io.FileIO("kept.txt", "w").write(b"raw"); assert open("kept.txt").read() == "raw"
+        assert isinstance(open("kept.txt", "rb").raw, io.FileIO)
+    """,
+    "remove": """
+        os.remove("kept.txt"); assert not os.path.exists("kept.txt") and "kept.txt" not in os.listdir(".")
+        Path("kept.txt").write_text("again"); assert Path("kept.txt").read_text() == "again"
+    """,
+    "rename": """
+        os.rename("kept.txt", "moved.txt"); assert Path("moved.txt").read_text() == "kept"
+        assert not Path("kept.txt").exists()
+        os.replace("moved.txt", "folder/inner.txt"); assert Path("folder/inner.txt").read_text() == "kept"
+    """,
+    "rename a folder": """
+        Path("folder/added.txt").write_text("added"); os.rename("folder", "other")
+        assert Path("other/inner.txt").read_text() == "inner" and Path("other/added.txt").read_text() == "added"
+        assert not Path("folder").exists() and Path("other/deep/deeper.txt").read_text() == "deeper"
+    """,
+    "folders": """
+        os.makedirs("a/b/c"); os.makedirs("a/b/c", exist_ok=True); Path("a/b/c/x").touch()
+        assert os.path.isfile("a/b/c/x")
+        try: os.mkdir("folder"); raise SystemExit("it is there")
+        except FileExistsError: pass
+        try: os.rmdir("folder"); raise SystemExit("it is not empty")
+        except OSError: pass
+    """,
+    "rmtree": """
+        shutil.rmtree("folder"); assert not os.path.exists("folder") and not Path("folder/inner.txt").exists()
+        os.makedirs("folder"); assert os.listdir("folder") == []; Path("folder/inner.txt").write_text("mine")
+        assert Path("folder/inner.txt").read_text() == "mine" and not Path("folder/deep").exists()
+    """,
+    "links": """
+        Path("last.txt").write_text("last"); os.link("last.txt", "best.txt"); os.symlink("last.txt", "latest")
+        assert Path("best.txt").read_text() == "last" and Path("latest").read_text() == "last"
+        assert os.path.islink("latest")
+        assert os.readlink("latest") == "last.txt"
+        os.link("kept.txt", "second.txt"); open("second.txt", "a").write("!")
+        assert Path("second.txt").read_text() == "kept!"
+        Path("absolute").symlink_to(Path("kept.txt").absolute()); assert Path("absolute").read_text() == "kept"
+        os.remove("link.txt"); os.symlink("last.txt", "link.txt"); assert Path("link.txt").read_text() == "last"
+    """,
+    "through a link": 'open("link.txt", "w").write("x"); assert open("link.txt").read() == "x"',
+    "through a linked folder": """
+        Path("linked/inner.txt").write_text("x"); assert Path("folder/inner.txt").read_text() == "x"
+    """,
+    "copies": """
+        shutil.copy("kept.txt", "one.txt"); shutil.copy2("kept.txt", "two.txt"); shutil.copytree("folder", "three")
+        assert Path("three/deep/deeper.txt").read_text() == "deeper" and Path("two.txt").read_text() == "kept"
+        shutil.copy2("two.txt", "kept.txt"); shutil.move("two.txt", "folder"); assert Path("folder/two.txt").exists()
+        shutil.move("folder", "gone"); assert Path("gone/two.txt").exists() and not Path("folder").exists()
+    """,
+    "attributes": """
+        os.chmod("kept.txt", 0o600); os.utime("kept.txt", (1, 1)); os.truncate("kept.txt", 2)
+        assert Path("kept.txt").read_text() == "ke"
+        Path("t.txt").touch(); os.chmod("t.txt", 0o640); assert os.stat("t.txt").st_mode & 0o777 == 0o640
+    """,
+    "another folder": """
+        os.makedirs("run"); os.chdir("run"); Path("log.txt").write_text("log")
+        assert os.path.exists("../kept.txt")
+        assert Path.cwd().name == "run" and os.getcwd().endswith("run"); os.chdir("..")
+        assert Path("run/log.txt").exists()
+    """,
+    "temporary": """
+        import tempfile
+        with tempfile.NamedTemporaryFile(dir=".", delete=False) as f: f.write(b"x")
+        assert os.path.exists(f.name); os.replace(f.name, "kept.txt"); assert Path("kept.txt").read_text() == "x"
+    """,
+    "threads": """
+        import threading
+        def append(n): [open(f"t{n}.txt", "a").write("x") for _ in range(50)]
+        threads = [threading.Thread(target=append, args=(n,)) for n in range(4)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        assert all(len(Path(f"t{n}.txt").read_text()) == 50 for n in range(4))
+    """,
+    "compressed": """
+        import bz2, gzip, lzma, zipfile
+        for module in (bz2, gzip, lzma): module.open("z." + module.__name__, "wb").write(b"x")
+        zipfile.ZipFile("z.zip", "w").writestr("a", "b"); assert zipfile.ZipFile("z.zip").read("a") == b"b"
+    """,
+    "logging": """
+        import logging
+        logging.basicConfig(filename="kept.txt"); logging.error("lost"); assert "lost" in Path("kept.txt").read_text()
+    """,
+    "under another name": """
+        from os import makedirs, remove; from shutil import copyfile
+        makedirs("n/m"); remove("kept.txt"); copyfile("folder/inner.txt", "kept.txt")
+        assert Path("kept.txt").read_text() == "inner"
+    """,
+    "another process": """
+        import subprocess, sys
+        code = "for name in ('child.txt', 'kept.txt'): open(name, 'w').write('c')"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        assert Path("child.txt").read_text() == "c" and Path("kept.txt").read_text() == "c"
+    """,
+    "fork": """
+        if os.fork() == 0:
+            Path("forked.txt").write_text("f"); os._exit(0)
+        os.wait(); assert Path("forked.txt").read_text() == "f"
+    """,
+    "walk and glob": """
+        import glob
+        Path("folder/deep/more.txt").write_text("m")
+        assert sorted(glob.glob("folder/**/*.txt", recursive=True)) == [
+            "folder/deep/deeper.txt", "folder/deep/more.txt", "folder/inner.txt"]
+        assert sorted(p.name for p in Path("folder").rglob("*.txt")) == ["deeper.txt", "inner.txt", "more.txt"]
+        assert [sorted(files) for _, _, files in os.walk("folder")] == [["inner.txt"], ["deeper.txt", "more.txt"]]
+    """,
+    "errors": """
+        for call in (lambda: open("no/such", "w"), lambda: os.remove("no"), lambda: os.rename("no", "x"),
+                     lambda: os.rmdir("no"), lambda: os.listdir("no"), lambda: os.stat("no"),
+                     lambda: os.chmod("no", 0)):
+            try: call(); raise SystemExit("no error")
+            except FileNotFoundError: pass
+        for call in (lambda: open("folder", "w"), lambda: os.remove("folder")):
+            try: call(); raise SystemExit("no error")
+            except IsADirectoryError: pass
+    """,
+    "sqlite": """
+        import sqlite3
+        db = sqlite3.connect("data.db"); db.execute("create table t (x)"); db.commit(); db.close()
+        assert sqlite3.connect("data.db").execute("select count(*) from t").fetchone() == (0,)
+    """,
+}
+
+
+def project(folder: Path) -> Path:
+    """A folder with a file, a link to it, a folder with files, and a link to that."""
+    (folder / "folder" / "deep").mkdir(parents=True)
+    (folder / "kept.txt").write_text("kept")
+    (folder / "folder" / "inner.txt").write_text("inner")
+    (folder / "folder" / "deep" / "deeper.txt").write_text("deeper")
+    (folder / "link.txt").symlink_to("kept.txt")
+    (folder / "linked").symlink_to("folder")
+    return folder
+
+
+def state(folder: Path) -> dict[str, object]:
+    """Names, contents, rights, times and numbers of links of everything in a folder."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        about = path.lstat()
+        content = str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found[str(path)] = content, about.st_mode, about.st_mtime_ns, about.st_nlink
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_reaches_the_users_files(tmp_path: Path, way: str) -> None:
+    place = project(tmp_path / "project")
+    (tmp_path / "records").mkdir()
+    script = place / "script.py"
+    script.write_text(f"import os, shutil\nfrom pathlib import Path\n{textwrap.dedent(WAYS[way])}\nprint('done')\n")
+    before = state(place)
+    environment = {
+        **os.environ,
+        ENVIRONMENT: Settings(str(tmp_path / "records"), main=str(script)).written(),
+        "PYTHONPATH": str(INJECT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    if way == "sqlite":  # put in with the libraries that write in C, once torch is there
+        script.write_text(f"import torch\n{script.read_text()}")
+        environment["PYTHONPATH"] += os.pathsep + str(INJECT.parents[3])
+        before = state(place)
+    ran = subprocess.run([sys.executable, script.name], cwd=place, env=environment, capture_output=True, text=True)
+    assert ran.stdout.endswith("done\n"), ran.stderr
+    assert state(place) == before
+
+
+def test_the_settings_hold_what_the_first_hook_reads() -> None:
+    settings = json.loads(Settings("folder", main="main.py").written())
+    assert {"folder", "main", "keep_files"} <= settings.keys()
