@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cloudpickle
+
 from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
 from everyrank.launch import Launch, catch_signals, run_ranks
 from everyrank.layout import Layout, check_reference, parse_layout
@@ -18,7 +20,7 @@ from everyrank.options import AUTO, GUARDS, BenchOptions, PredictOptions, TrainO
 from everyrank.record import Record
 from everyrank.runs import find_checkpoint, require_whole
 from everyrank.tasks.predictions import check_predictions_suffix
-from everyrank.workload import Source, Workload, check_place
+from everyrank.workload import HIDDEN_NAME, Source, Workload, check_place
 
 __all__ = ["bench", "check_fewer_ranks", "predict", "run", "verify"]
 
@@ -213,10 +215,18 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _sent(workload: Workload | Source) -> Workload | Source:
-    """What travels to the ranks: the source where there is one, because lambdas do not pickle; else the object."""
+    """What travels to the ranks: the source where there is one; else the object itself, by value.
+
+    A workload that `dataclasses.replace` has changed has no source. Its functions may be those of a file that ranks
+    cannot import under a name.
+    """
     sent = workload.source or workload if isinstance(workload, Workload) else workload
     if isinstance(sent, Source):
         check_place(sent.place)
+    else:
+        for name, module in list(sys.modules.items()):
+            if name.startswith(HIDDEN_NAME):
+                cloudpickle.register_pickle_by_value(module)
     return sent
 
 

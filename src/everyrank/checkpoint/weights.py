@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import warnings
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from everyrank.checkpoint.storage import contents_of, read
 from everyrank.errors import UsageError
 from everyrank.runs import Checkpoint, require_whole
-from everyrank.workload import Workload
+from everyrank.workload import Workload, changed
 
 __all__ = ["export", "read_weights", "with_pretrained"]
 
@@ -223,7 +222,7 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
             _load(built, weights, path)
         return built
 
-    return dataclasses.replace(workload, model=model)
+    return changed(workload, model=model)
 
 
 @torch.no_grad()

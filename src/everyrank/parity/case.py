@@ -20,7 +20,7 @@ from everyrank.loop import planned_updates, wrap_user_errors
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.dropout.apply import count_dropouts
 from everyrank.parallel.init_model import on_cpu, on_meta
-from everyrank.workload import Workload
+from everyrank.workload import Workload, changed
 
 __all__ = ["QUICK_STEPS", "ParityCase", "Segments", "by_gradient", "chosen_updates", "parity_case", "single_like"]
 
@@ -111,7 +111,7 @@ def parity_case(
         model = _look(workload, reference)
         num_dropouts = count_dropouts(model) if is_exact else _without_dropout(model)
     if not is_exact:
-        quiet = dataclasses.replace(workload, model=lambda *devices: _quiet(workload.model(*devices)))
+        quiet = changed(workload, model=lambda *devices: _quiet(workload.model(*devices)))
     steps = min(steps, planned_updates(workload, train_data))
     is_on = "compared with dropout on" if is_exact else "dropout set to 0"
     notes = [f"{is_on} in {num_dropouts} modules"] if num_dropouts else []
@@ -229,4 +229,4 @@ def by_gradient(workload: Workload) -> Workload:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0)
 
-    return dataclasses.replace(workload, optimizer=optimizer, schedule=None)
+    return changed(workload, optimizer=optimizer, schedule=None)

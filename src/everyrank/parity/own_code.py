@@ -23,6 +23,7 @@ from everyrank.parallel.own import clean_name, replicated_axes, sum_squares_of_p
 from everyrank.parity.by_rank import long_axes
 from everyrank.parity.case import ParityCase, by_gradient
 from everyrank.strategies import Prepared, prepare
+from everyrank.workload import changed
 from everyrank.world import World
 from everyrank.world.collectives import all_gather
 
@@ -35,7 +36,7 @@ _Tensors = dict[str, Tensor]
 def gradients_of(case: ParityCase) -> ParityCase:
     """The case whose update is the gradient, not clipped; the same one for every layout of `case`."""
     if case.of_gradients is None:
-        workload = dataclasses.replace(by_gradient(case.workload), clip_norm=None, ema_decay=None)
+        workload = changed(by_gradient(case.workload), clip_norm=None, ema_decay=None)
         case.of_gradients = dataclasses.replace(
             case,
             workload=workload,
@@ -136,14 +137,12 @@ def cause_after_gradients(case: ParityCase, layout: Layout, world: World) -> str
 
 def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: OwnCode) -> str:
     """The norm that the person's function clips by, from how much it takes away; against those that it could be."""
-    workload = dataclasses.replace(by_gradient(case.workload), clip_norm=None, ema_decay=None)
+    workload = changed(by_gradient(case.workload), clip_norm=None, ema_decay=None)
     free = _after_one_update(dataclasses.replace(case, workload=workload), layout, world)
     norm = float(sum_squares_of_parts(free.trainable.parameters).sqrt())
     own = _own_norm(free)
     limit = 0.1 * norm  # so that it has to clip
-    clipped = _after_one_update(
-        dataclasses.replace(case, workload=dataclasses.replace(workload, clip_norm=limit)), layout, world
-    )
+    clipped = _after_one_update(dataclasses.replace(case, workload=changed(workload, clip_norm=limit)), layout, world)
     left = _own_norm(clipped)
     taken = limit * own / left if left else math.inf
     rows = all_gather(torch.tensor([own, taken], dtype=torch.float64), world)

@@ -33,7 +33,7 @@ from everyrank.data.uneven import UnevenKeys, UnevenReader
 from everyrank.layout import Layout
 from everyrank.loop import wrap_user_errors
 from everyrank.parallel.mesh import Mesh
-from everyrank.workload import Workload
+from everyrank.workload import Workload, changed
 from everyrank.world import World
 from everyrank.world.collectives import all_gather
 
@@ -96,7 +96,7 @@ def _orders_of_epochs(workload: Workload, train_data: Any, layout: Layout, mesh:
 
 def _counting(workload: Workload) -> Workload:
     """The workload, whose batches are the numbers of their samples."""
-    return dataclasses.replace(workload, collate=_numbers)
+    return changed(workload, collate=_numbers)
 
 
 def _same_order_twice(train_data: Any) -> tuple[list[str], str]:

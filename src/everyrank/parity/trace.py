@@ -20,6 +20,7 @@ from everyrank.parallel.precision import DTYPES
 from everyrank.parity.case import ParityCase, Segments
 from everyrank.parity.rows import row_values
 from everyrank.strategies import Prepared, prepare
+from everyrank.workload import changed
 from everyrank.world import World, on_rank_0, single_process_world
 from everyrank.world.collectives import all_equal, sum_over_ranks
 
@@ -120,7 +121,7 @@ def _prepared(case: ParityCase, layout: Layout, world: World, jitter: int) -> Pr
     workload = case.workload
     if jitter:
         step = torch.finfo(DTYPES[layout.precision]).eps
-        workload = dataclasses.replace(workload, model=lambda *at: _moved(case.workload.model(*at), step, jitter))
+        workload = changed(workload, model=lambda *at: _moved(case.workload.model(*at), step, jitter))
     with wrap_user_errors():
         prepared = prepare(workload, layout, world)
     if prepared.trainable.scaler is not None:

@@ -13,7 +13,6 @@ cannot be told from the model it returns is in its `ParallelContract` (layout/co
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ from everyrank.parallel.own import (
 from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model, exact_dropout
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
-from everyrank.workload import Workload
+from everyrank.workload import Workload, changed
 from everyrank.world import World
 
 __all__ = ["prepare"]
@@ -58,7 +57,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     built, _ = init_model(workload, layout, world)
     broadcast_from_rank_0(built, world)
     shapes, kind = {name: tensor.shape for name, tensor in built.state_dict().items()}, type(built)
-    dropout, functions = exact_dropout(dataclasses.replace(workload, tensor_plan=None), layout, mesh, built)
+    dropout, functions = exact_dropout(changed(workload, tensor_plan=None), layout, mesh, built)
     wrapped = apply_own_code(code, built, device_mesh, world)
     model = unwrapped(wrapped)
     known = lying(model, shapes)

@@ -45,7 +45,7 @@ from everyrank.progress import progress, said_once
 from everyrank.record import Record
 from everyrank.strategies import prepare
 from everyrank.tasks.bench_results import Arm, Bench, Results
-from everyrank.workload import Source, Workload, load
+from everyrank.workload import Source, Workload, changed, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world, use_threads
 from everyrank.world.collectives import all_gather, sum_over_ranks
 from everyrank.world.world import cards_here
@@ -75,7 +75,7 @@ def bench_rank(
     ):
         startup_seconds = time.time() - options.started
         workload = load(what)
-        workload = replace(workload, global_batch=workload.global_batch * options.batch_factor)
+        workload = changed(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
         case = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)

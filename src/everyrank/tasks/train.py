@@ -50,7 +50,7 @@ from everyrank.train.memberships import Memberships
 from everyrank.train.throughput import ThroughputMeter
 from everyrank.train.trackers import open_tracker
 from everyrank.train.training import Training
-from everyrank.workload import Source, Workload, load
+from everyrank.workload import Source, Workload, changed, load
 from everyrank.world import World, from_rank_0, on_rank_0, open_world
 from everyrank.world.calls import recorded_calls
 
@@ -140,7 +140,7 @@ def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:
         what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
     workload = load(what)
     if options.epochs is not None or options.steps is not None:
-        workload = dataclasses.replace(workload, epochs=options.epochs, steps=options.steps)
+        workload = changed(workload, epochs=options.epochs, steps=options.steps)
     if options.pretrained is not None:
         workload = with_pretrained(workload, options.pretrained)
     return workload

@@ -8,14 +8,16 @@ A workload never knows how many ranks there are, which devices they have, or how
 """
 
 from everyrank.workload.batch import LR_RULES
-from everyrank.workload.find import BUILT_IN, check_place, find_workload, load, parse_settings
-from everyrank.workload.workload import Source, Workload
+from everyrank.workload.find import BUILT_IN, HIDDEN_NAME, check_place, find_workload, load, parse_settings
+from everyrank.workload.workload import Source, Workload, changed
 
 __all__ = [
     "BUILT_IN",
+    "HIDDEN_NAME",
     "LR_RULES",
     "Source",
     "Workload",
+    "changed",
     "check_place",
     "find_workload",
     "load",

@@ -18,7 +18,7 @@ from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.workload.batch import with_batch
 from everyrank.workload.workload import Source, Workload
 
-__all__ = ["BUILT_IN", "check_place", "find_workload", "import_file", "load", "parse_settings"]
+__all__ = ["BUILT_IN", "HIDDEN_NAME", "check_place", "find_workload", "import_file", "load", "parse_settings"]
 
 BUILT_IN: dict[str, str] = {
     "digits": "everyrank.builtin.digits:workload",
@@ -32,6 +32,9 @@ BUILT_IN: dict[str, str] = {
     "imagenet": "everyrank.builtin.imagenet:workload",
 }
 """Name on the command line -> module:function."""
+
+HIDDEN_NAME = "_everyrank_workload_"
+"""How the module of a file is called that `import` would not find under the file's own name."""
 
 
 def find_workload(place: str, **settings: Any) -> Workload:
@@ -61,7 +64,9 @@ def load(what: Source | Workload) -> Workload:
         found = with_batch(found, before, what.batch, what.lr_rule)
     if what.epochs is not None or what.steps is not None:
         found = dataclasses.replace(found, epochs=what.epochs, steps=what.steps)
-    return dataclasses.replace(found, source=what)
+    found = dataclasses.replace(found)
+    object.__setattr__(found, "source", what)
+    return found
 
 
 def _made(what: Source) -> Workload:
@@ -138,7 +143,7 @@ def import_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     # The file keeps its own name where `import name` finds it, so that data loader workers can import it again.
-    name = path.stem if _finds(path.stem, path) else f"_everyrank_workload_{path.stem}"
+    name = path.stem if _finds(path.stem, path) else f"{HIDDEN_NAME}{path.stem}"
     if name in sys.modules and sys.modules[name].__file__ == str(path):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from everyrank.errors import WorkloadError
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["Source", "Workload"]
+__all__ = ["Source", "Workload", "changed"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Workload:
         num_devices     devices the model lives on: above 1, `model` is called with a list of so many, and puts its
                         parts there itself (they are all the same one, unless the layout says devices=2)
         batch_rule      set by `load`: how the learning rate follows another global batch, to be printed
-        source          set by `find_workload`; without it the object itself is sent to the ranks by value
+        source          set by `find_workload`; without it the object itself is sent to the ranks by value.
+                        `dataclasses.replace` gives a workload without one: it is no longer what the source gives
 
     Raises `WorkloadError` for a value that cannot be meant.
     """
@@ -119,7 +120,7 @@ class Workload:
     sequence_dim: int | None = None
     num_devices: int = 1
     batch_rule: str | None = field(default=None, compare=False)
-    source: Source | None = field(default=None, compare=False)
+    source: Source | None = field(default=None, compare=False, init=False)
 
     def __post_init__(self) -> None:
         if not self.name or any(ord(letter) < 32 for letter in self.name):
@@ -166,3 +167,10 @@ class Workload:
     def _require_callable(self, name: str, value: object) -> None:
         if not callable(value):
             raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a function, not {type(value).__name__}")
+
+
+def changed(workload: Workload, **fields: Any) -> Workload:
+    """The workload with other values of some fields, and with its source, which the caller knows to be still right."""
+    found = replace(workload, **fields)
+    object.__setattr__(found, "source", workload.source)
+    return found

@@ -1,0 +1,59 @@
+"""A workload that was changed by `dataclasses.replace` is trained and verified as it is, not as its source gives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyrank import Launch, Layout, find_workload, run, verify
+from everyrank.errors import WorkloadError
+
+TEXT = """
+import torch
+from everyrank import Workload
+
+def loss(output, target):
+    return (output - target).square().sum(), target.numel()
+
+workload = Workload(
+    name="line", model=lambda: torch.nn.Linear(3, 1), loss=loss, global_batch=4, steps=2,
+    train_data=lambda: [(torch.ones(3) * n, torch.ones(1)) for n in range(8)],
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+)
+"""
+
+
+def broken(output: Any, target: Any) -> Any:
+    raise RuntimeError("this loss was asked for")
+
+
+@pytest.mark.parametrize("name", ["line.py", "two-lines.py"])  # no rank can import the second one by its name
+def test_what_was_replaced_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / name).write_text(TEXT)
+    found = find_workload(str(tmp_path / name))
+    assert found.source is not None
+    replaced = dataclasses.replace(found, name="other", loss=lambda out, target: (found.loss(out, target)[0] * 3, 4))
+    assert replaced.source is None
+    launch = Launch(processes=1, device="cpu")
+    (plain,), (other,) = run(found, Layout("single"), launch), run(replaced, Layout("single"), launch)
+    assert other.workload == "other"
+    assert other.loss[0] == pytest.approx(3 * plain.loss[0])
+    for call in (
+        lambda workload: run(workload, Layout("single"), launch),
+        lambda workload: verify(workload, [Layout("ddp")], Launch(processes=2, device="cpu"), quick=True),
+    ):
+        with pytest.raises(WorkloadError, match="this loss was asked for"):
+            call(dataclasses.replace(found, loss=broken))
+
+
+def test_a_plain_copy_has_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "line.py").write_text(TEXT)
+    found = find_workload(str(tmp_path / "line.py"))
+    assert found.source is not None
+    assert dataclasses.replace(found).source is None
