@@ -78,6 +78,7 @@ class Audit:
     altered    what was done otherwise than the script says
     unchecked  what could not be checked, or had no occasion
     replayed   what the replay of the first updates gave, where one was asked for
+    was_cut    whether the script was ended by the limit of the call before enough was seen
     """
 
     words: tuple[str, ...]
@@ -88,6 +89,7 @@ class Audit:
     altered: tuple[str, ...]
     unchecked: tuple[str, ...]
     replayed: tuple[str, ...] = ()
+    was_cut: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -104,6 +106,7 @@ class Audit:
             "seconds": round(self.seconds, 1),
             "findings": [finding.as_json() for finding in self.findings],
             "replay": list(self.replayed),
+            "was_cut": self.was_cut,
             "altered": list(self.altered),
             "not_checked": list(self.unchecked),
         }
@@ -219,6 +222,8 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
         )
     for event in evidence.all_of("unchecked"):
         findings.not_checked(event["what"])
+    if run.status == "long":
+        findings.not_checked(f"what comes later: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
         findings.not_checked("collectives, losses, dropout, evaluations by shards, waits: --watch leaves them out")
     if any(event["is_after_jump"] for event in evidence.all_of("batch")):
@@ -235,6 +240,7 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
         tuple(dict.fromkeys(altered)),
         tuple(findings.unchecked),
         tuple(findings.replayed),
+        run.status == "long",
     )
 
 
@@ -262,7 +268,9 @@ def _mismatch(evidence: Evidence) -> bool:
 
 def _raise_own_error(run: ScriptRun) -> None:
     """The script's own last words: where it raised, and what."""
-    place = next(iter(_failed_by_themselves(run)), 0)
+    failed = _failed_by_themselves(run)
+    own = [rank for rank in failed if not _LOST_PEER.search(_last_error(run.outputs[rank].splitlines()))]
+    place = next(iter([*own, *failed]), 0)  # a rank that lost another one only answers that one's crash
     lines = [line for line in run.outputs[place].splitlines() if line.strip()]
     frames = [frame for frame in _FRAME.findall(run.outputs[place]) if is_own_file(frame[0])]
     where = ""

@@ -45,10 +45,15 @@ def find_script(words: Sequence[str]) -> Path | None:
     try:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
-        raise UsageError(describe(error)) from None
+        raise UsageError(_named(path, describe(error))) from None
     except ValueError as error:  # a null byte
         raise UsageError(f"{path.name}: {type(error).__name__}: {error}") from None
     return path
+
+
+def _named(path: Path, text: str) -> str:
+    """With the name of the script, which an error about a null byte does not have."""
+    return text if path.name in text else f"{path.name}: {text.partition(': ')[2]}"
 
 
 def check_arguments(words: Sequence[str]) -> None:

@@ -206,15 +206,14 @@ def _ask_for_stacks(folder: Path) -> None:
 
 
 def _end_the_rest(folder: Path) -> None:
-    """Processes that the script put into sessions of their own: by the ids that they have written down."""
-    for path in folder.glob("pid*.jsonl"):
+    """Whatever the script has started, also in sessions of its own: all inherit this audit's settings."""
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ValueError, OSError):
-            process = psutil.Process(int(path.stem.removeprefix("pid")))
-            if process.create_time() <= path.stat().st_mtime and _is_watched(process, folder):
+            if process.pid != os.getpid() and _is_watched(process, folder):
                 process.kill()
 
 
 def _is_watched(process: psutil.Process, folder: Path) -> bool:
-    """Whether it carries this audit's settings: ids are used again."""
+    """Whether it carries this audit's settings, which are inherited."""
     settings = process.environ().get(ENVIRONMENT)
     return settings is not None and json.loads(settings).get("folder") == str(folder)

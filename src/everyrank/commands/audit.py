@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _end_with_the_terminal() -> None:
+    """A closed terminal ends the script, as SIGTERM does; under nohup it goes on."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+
+
 def run(args: argparse.Namespace) -> int:
     """Audit a script, print what was found; 1 where a number of it is wrong."""
     from everyrank.audit import AuditOptions, audit_script
@@ -45,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.progress import progress
     from everyrank.report import audit_page, print_audit
 
+    _end_with_the_terminal()
     words = args.script[1:] if args.script[:1] == ["--"] else args.script
     if args.module is not None:
         words = ["-m", *args.module]

@@ -27,6 +27,8 @@ def summary(audit: Audit) -> str:
     seen = f"{audit.updates} updates on {ranks} in {audit.seconds:.0f} s"
     if counts["FAIL"]:
         return f"{found}; {seen}"
+    if audit.was_cut:
+        return f"ended by --limit before enough was seen: {found or 'no finding'} so far; {seen}"
     return f"nothing wrong found{f' ({found})' if found else ''}; {seen}"
 
 
