@@ -45,6 +45,13 @@ def _end_with_the_terminal() -> None:
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
 
 
+def _words(args: argparse.Namespace) -> list[str]:
+    """What Python is given: a script, or -m and a module, and its arguments."""
+    if args.module is not None:
+        return ["-m", *args.module]
+    return args.script[1:] if args.script[:1] == ["--"] else args.script
+
+
 def run(args: argparse.Namespace) -> int:
     """Audit a script, print what was found; 1 where a number of it is wrong."""
     from everyrank.audit import AuditOptions, audit_script
@@ -53,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.report import audit_page, print_audit
 
     _end_with_the_terminal()
-    words = args.script[1:] if args.script[:1] == ["--"] else args.script
-    if args.module is not None:
-        words = ["-m", *args.module]
+    words = _words(args)
     options = AuditOptions(args.processes, args.updates, args.watch, args.timeout, args.limit, args.replay)
     check_html(args)
     for path in (args.json, args.html):
