@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Overlay", "install_overlay", "installed_overlay"]
+__all__ = ["Overlay", "install_overlay"]
 
 _WRITES = set("wax+")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -217,11 +217,6 @@ def _copy(source: str, target: str) -> None:
             while chunk := before.read(1 << 20):
                 after.write(chunk)
         _REAL["chmod"](target, stat.S_IMODE(mode) | stat.S_IWUSR)
-
-
-def installed_overlay() -> Overlay | None:
-    """The one of this process; None where files are written where the script says."""
-    return _installed[0] if _installed else None
 
 
 def install_overlay(folder: str, main: str) -> Overlay:

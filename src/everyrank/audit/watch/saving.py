@@ -36,7 +36,7 @@ _WRITERS = (
 )
 """(module, function, the parameter with the path, by its name or, where it is written in C, by its place)"""
 
-_OPENERS = (("h5py", "File.__init__", "name"), ("sqlite3", "connect", 0), ("lmdb", "open", 0))
+_OPENERS = (("sqlite3", "connect", 0), ("lmdb", "open", 0))
 """The same of functions that open for reading and writing: the file begins as it was."""
 
 
@@ -44,6 +44,7 @@ def install_saving(recorder: Recorder, overlay: Overlay) -> None:
     """From now on, also in libraries that are imported later."""
     _redirect_torch(recorder, overlay)
     after_import("safetensors", functools.partial(_redirect_safetensors, recorder, overlay))
+    after_import("h5py", functools.partial(_redirect_h5py, overlay))
     for module, name, path in _WRITERS:
         after_import(module, functools.partial(_redirect, name, path, overlay.target))
     for module, name, path in _OPENERS:
@@ -88,6 +89,20 @@ def _redirect_safetensors(recorder: Recorder, overlay: Overlay, module: Any) -> 
 
     replace(module)
     after_import("safetensors.torch", replace)
+
+
+def _redirect_h5py(overlay: Overlay, module: Any) -> None:
+    """A file that is only read is not copied: it may hold the whole data set."""
+    init = module.File.__init__
+
+    @functools.wraps(init)
+    def opened(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+        if isinstance(name, str | bytes | os.PathLike):
+            keeps = mode in ("r+", "a")
+            name = overlay.found(name) if mode == "r" else overlay.target(name, keeps_content=keeps)
+        init(self, name, mode, *args, **kwargs)
+
+    module.File.__init__ = opened
 
 
 def _holder(module: Any, name: str) -> tuple[Any, str]:
