@@ -54,7 +54,7 @@ ORDER = [
 INSIDE = {
     "api": ["calls", "scaling"],
     "chaos": ["faults", "two_hosts", "inject", "attempt", "person", "compare", "disturb"],
-    "workload": ["workload", "batch", "find"],
+    "workload": ["scan", "workload", "batch", "find"],
     "layout": ["options", "table", "layout", "reference", "contract"],
     "runs": ["about", "folder", "lock"],
     "launch": [
@@ -222,6 +222,7 @@ INSIDE = {
         "watch.frameworks",
         *("watch.kept", "watch.keeper", "watch.stand_in", "watch.union", "watch.replay", "watch.install"),
         "watch.inject.sitecustomize",
+        "command_line",
         "script",
         "start",
         "outside",
@@ -242,7 +243,7 @@ INSIDE = {
     "commands": [
         "typed",
         "launching",
-        "old_words",
+        "suggestions",
         "shared",
         "train",
         "verify",

@@ -186,12 +186,11 @@ CALLS = [
     # settings
     ("train digits --set lr", ["--set lr", "key=value"]),
     # words
-    ("", ["COMMAND", "--help"]),
     ("nosuch", ["'nosuch'", "--help"]),
     ("train", ["WORKLOAD", "--help"]),
     ("train digits --nosuch 3", ["--nosuch", "--help"]),
     ("train digits --steps", ["--steps", "--help"]),
-    ("new nosuch", ["'nosuch'", "give one of", "ddp_torchrun"]),
+    ("new nosuch", ["'nosuch'", "everyrank new --list"]),
     ("report", ["RECORDS.json", "--help"]),
     ("report nosuch.json", ["nosuch.json", "No such file"]),
 ]
@@ -272,14 +271,24 @@ ONE_RANK = {
     "unknown setting": ("train digits --set colour=red", None, ["colour=red", "lr"], False),
     "setting that is refused": ("train digits --set batch=0", None, ["global_batch=0", "whole number"], False),
     "two lengths": ("train digits --epochs 1 --steps 2", None, ["epochs", "1", "steps", "2", "one of the two"], False),
-    "without workload": ("train my_workload.py", "x = 1\n", ["my_workload.py", "workload = Workload("], False),
+    "without workload": (
+        "train my_workload.py",
+        "x = 1\n",
+        ["my_workload.py", "everyrank audit my_workload.py", "everyrank new workload"],
+        False,
+    ),
     "raises on import": (
         "train my_workload.py",
-        "\n\n\n\n\n\n\n\n\n\n\nraise RuntimeError('boom')\n",
+        "\n\n\n\n\n\n\n\n\n\n\nraise RuntimeError('boom')\nworkload = 1\n",
         ["my_workload.py:12 in <module>: RuntimeError: boom"],
         True,
     ),
-    "exits on import": ("train my_workload.py", "raise SystemExit(1)\n", ["my_workload.py:1", "SystemExit"], True),
+    "exits on import": (
+        "train my_workload.py",
+        "raise SystemExit(1)\nworkload = 1\n",
+        ["my_workload.py:1", "SystemExit"],
+        True,
+    ),
 }
 
 

@@ -277,8 +277,8 @@ def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
         ("new horovod", "everyrank new horovod_ddp"),
         ("new launch", "everyrank new ddp_torchrun"),
         ("new distributed", "everyrank new ddp_spawn"),
-        ("train digits --nonsense 3", "unrecognized arguments: --nonsense 3; see everyrank --help"),
-        ("new nonsense", "recipe 'nonsense': give one of"),
+        ("train digits --nonsense 3", "unrecognized arguments: --nonsense 3; see everyrank train --help"),
+        ("new nonsense", "there is no recipe 'nonsense'; everyrank new --list"),
     ],
 )
 def test_old_words_are_answered(words: str, today: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +289,7 @@ def test_old_words_are_answered(words: str, today: str, capsys: pytest.CaptureFi
 def test_hints_say_what_there_is() -> None:
     """A flag of a command that trains needs no hint, and what hints name is there."""
     from everyrank.cli import _parser
-    from everyrank.commands.old_words import _FLAGS, _RECIPES
+    from everyrank.commands.suggestions import _FLAGS, _RECIPES
 
     parsers = _parser()._subparsers._group_actions[0].choices
     flags = {name: set(parser._option_string_actions) for name, parser in parsers.items()}

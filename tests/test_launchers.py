@@ -75,8 +75,9 @@ def modules() -> list[Path]:
 def test_no_launcher_is_asked_for_by_name() -> None:
     """What depends on the launcher stands in its row: adding one is its file and its name in the table."""
     own = {PACKAGE / "launch" / f"{name}.py" for name in LAUNCHERS}
+    asks = {*own, PACKAGE / "audit" / "command_line.py"}  # which reads the command lines of the tools themselves
     found = {str(path.relative_to(PACKAGE)): names for path in modules() if (names := names_asked_for(path))}
-    assert {path: names for path, names in found.items() if PACKAGE / path not in own} == {}
+    assert {path: names for path, names in found.items() if PACKAGE / path not in asks} == {}
     # nor by another launcher
     for path in own:
         assert [name for name in names_asked_for(path) if not name.endswith(f" {path.stem}")] == []
@@ -243,7 +244,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launched(*words: str) -> Launch:
     parser = argparse.ArgumentParser()
-    add_launching(parser, default_processes=2)
+    add_launching(parser)
     parser.set_defaults(workers=0)
     return launch_of(parser.parse_args(words))
 

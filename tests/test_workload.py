@@ -265,12 +265,12 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_a_file_without_workload(tmp_path: Path) -> None:
-    """It says what the file has to define."""
-    path = write(tmp_path / "without.py", "x = 1\n")
+    """It is a plain script, which is not run: the message names what can be done with it."""
+    path = write(tmp_path / "without.py", "raise RuntimeError('it was run')\n")
     with pytest.raises(WorkloadError) as caught:
         find_workload(str(path))
     assert "without.py" in str(caught.value)
-    assert "workload = Workload(" in str(caught.value)
+    assert "everyrank audit" in str(caught.value)
 
 
 def test_a_file_with_workloads_of_other_names(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ RAISES = {
 def test_a_file_that_raises_on_import(tmp_path: Path, case: str) -> None:
     """File, line and function of the person's own code, in one line; a SystemExit is no way to end our process."""
     code, expected = RAISES[case]
-    path = write(tmp_path / "my_raising.py", f"'''Mine.'''\n{code}\n")
+    path = write(tmp_path / "my_raising.py", f"'''Mine.'''\n{code}\nworkload = None\n")
     with pytest.raises(WorkloadError) as caught:
         find_workload(str(path))
     message = str(caught.value)
@@ -338,7 +338,7 @@ def test_a_neighbour_that_raises(tmp_path: Path) -> None:
 
 def test_a_file_that_raised_is_read_again(tmp_path: Path) -> None:
     """In a notebook one mends the file and calls again: a half-imported module must not be kept."""
-    path = write(tmp_path / "mended.py", "raise RuntimeError('boom')\n")
+    path = write(tmp_path / "mended.py", "raise RuntimeError('boom')\nworkload = None\n")
     with pytest.raises(WorkloadError, match="boom"):
         find_workload(str(path))
     finished(path, "# another length, so that no cached bytecode is taken")

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 from everyrank._version import __version__
 from everyrank.commands import COMMANDS
 from everyrank.commands.launching import dry_run_or_submit, is_reporting_rank
-from everyrank.commands.old_words import today_of
 from everyrank.commands.shared import close_output
+from everyrank.commands.suggestions import suggest_command, suggest_flag
 from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError, describe, printable, shortened
 from everyrank.launch import rank_info_from_environment
 from everyrank.layout import STRATEGIES
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
     try:
-        parsed = _parser().parse_args(arguments)
-        parsed.words = list(sys.argv[1:] if arguments is None else arguments)
+        parsed = _parse(list(sys.argv[1:] if arguments is None else arguments))
         done = _dry_run_or_submit(parsed) if hasattr(parsed, "workload") and hasattr(parsed, "launcher") else None
         status = parsed.run(parsed) if done is None else done
     except EveryrankError as error:
@@ -144,7 +143,24 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(today_of(message) or f"{message}; see {self.prog} --help")
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    """The arguments that were typed, as `words` too. Raises `UsageError`; exits where only help was asked for."""
+    if not words or words == ["help"]:
+        typed = ["--help"]
+    elif words[0] == "help":
+        typed = [words[1], "--help"]
+    else:
+        typed = ["--version"] if words == ["version"] else words
+    if not typed[0].startswith("-") and typed[0] not in COMMANDS:
+        raise UsageError(suggest_command(typed[0], COMMANDS))
+    parsed, unknown = _parser().parse_known_args(typed)
+    if unknown:
+        raise UsageError(suggest_flag(unknown, parsed.parser))
+    parsed.words = words
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         parser = commands.add_parser(name, help=command.HELP)
         command.add_arguments(parser)
-        parser.set_defaults(run=command.run)
+        parser.set_defaults(run=command.run, parser=parser)
     return top
 
 

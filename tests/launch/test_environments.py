@@ -35,7 +35,7 @@ PERSON = by_hand(0, "29501", 3)
 def launched(*words: str, layout: Layout | None = None) -> Launch:
     """What these words come to, in this environment."""
     parser = argparse.ArgumentParser()
-    add_launching(parser, default_processes=2)
+    add_launching(parser)
     parser.set_defaults(workers=0)
     return launch_of(parser.parse_args(words), layout=layout)
 

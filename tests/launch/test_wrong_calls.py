@@ -137,8 +137,9 @@ def test_srun_that_is_not_here(typed: Any) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
-def test_what_to_type_on_each_host(typed: Any, launcher: str) -> None:
+def test_what_to_type_on_each_host(typed: Any, launcher: str, tmp_path: Path) -> None:
     """Of several hosts and no node rank: the line for each of them, with the words as they were typed."""
+    (tmp_path / "my net.py").write_text("workload = None\n")
     words = [
         "train",
         "my net.py",

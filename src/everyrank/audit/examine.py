@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from everyrank.audit.watch.place import is_own_file
 from everyrank.audit.watch.recorder import Settings
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
 from everyrank.launch.rank_info import RankInfo
+from everyrank.workload.scan import names_of_workloads
 
 __all__ = ["Audit", "AuditOptions", "audit_script", "judge_run"]
 
@@ -301,5 +303,9 @@ def _raise_never_trained(words: Sequence[str], run: ScriptRun, evidence: Evidenc
     if evidence.ranks and evidence.all_of("backward"):
         raise UsageError(
             f"{name}: backward is called, and no optimizer of torch.optim steps: there is nothing to audit"
+        )
+    if words[0] != "-m" and names_of_workloads(Path(words[0])):
+        raise UsageError(
+            f"{name} defines a workload, and trains nothing by itself: everyrank verify {shlex.quote(name)}"
         )
     raise UsageError(f"{name}: it ended without training: no backward and no optimizer step was seen")

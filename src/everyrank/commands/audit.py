@@ -45,11 +45,18 @@ def _end_with_the_terminal() -> None:
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
 
 
-def _words(args: argparse.Namespace) -> list[str]:
-    """What Python is given: a script, or -m and a module, and its arguments."""
+def _command(args: argparse.Namespace) -> tuple[list[str], int | None]:
+    """What Python is given, and how many processes; a separator (--) before the script or its arguments is left out."""
+    from everyrank.audit.command_line import ScriptCommand, script_command
+
     if args.module is not None:
-        return ["-m", *args.module]
-    return args.script[1:] if args.script[:1] == ["--"] else args.script
+        command = ScriptCommand(["-m", *args.module])
+    else:
+        command = script_command(args.script[1:] if args.script[:1] == ["--"] else args.script)
+    words, start = command.words, 2 if command.words[:1] == ["-m"] else 1
+    if words[start : start + 1] == ["--"]:
+        del words[start]
+    return words, command.processes if args.processes is None else args.processes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.report import audit_page, print_audit
 
     _end_with_the_terminal()
-    words = _words(args)
-    options = AuditOptions(args.processes, args.updates, args.watch, args.timeout, args.limit, args.replay)
+    words, processes = _command(args)
+    options = AuditOptions(processes, args.updates, args.watch, args.timeout, args.limit, args.replay)
     check_html(args)
     for path in (args.json, args.html):
         check_writable(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+from collections.abc import Sequence
 
 from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import (
@@ -15,9 +17,11 @@ from everyrank.commands.shared import (
     check_writable,
     layouts_of,
     options_of,
+    say_next,
     show,
     source_of,
     status_of,
+    workload_words,
 )
 from everyrank.errors import UsageError
 from everyrank.launch import rank_info_from_environment
@@ -31,7 +35,7 @@ HELP = "check layouts, then time those that are equal"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """WORKLOAD, how its ranks start, the layouts, `BenchOptions`, and what to write."""
-    add_common(parser, default_processes=2, several_sizes=True)
+    add_common(parser, several_sizes=True)
     add_layouts(parser)
     add_options(parser, BenchOptions)
     add_outputs(parser)
@@ -69,4 +73,17 @@ def run(args: argparse.Namespace) -> int:
     if not records:
         return 0
     show({"": records}, args)
-    return status_of(records, args)
+    status = status_of(records, args)
+    if status == 0:
+        _say_next(records, args)
+    return status
+
+
+def _say_next(records: Sequence[Record], args: argparse.Namespace) -> None:
+    """What to type after a bench: a training under the fastest of the layouts that are equal to one device."""
+    timed = [(record.throughput_samples_per_second, record) for record in records if record.parity.status == "equal"]
+    rates = {record.layout: (rate.median, record.world_size) for rate, record in timed if rate is not None}
+    if rates:
+        fastest = max(rates, key=lambda layout: rates[layout])
+        count = rates[fastest][1]
+        say_next(f"everyrank train {workload_words(args)} --layout {shlex.quote(fastest)} --processes {count}")

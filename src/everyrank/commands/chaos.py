@@ -20,7 +20,7 @@ _TIMEOUT_SECONDS = 30.0  # a rank that hangs is waited for as long
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """WORKLOAD, how its ranks start, the layouts, and `ChaosOptions`."""
-    add_common(parser, default_processes=2)
+    add_common(parser)
     parser.set_defaults(timeout=_TIMEOUT_SECONDS)
     parser.add_argument("--layout", nargs="+", action="extend", required=True, metavar="L", help="one or more")
     add_options(parser, ChaosOptions)

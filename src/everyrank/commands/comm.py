@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="repeat each operation at each size for so long, at most 200 times",
     )
-    add_launching(parser, default_processes=2, several_backends=True)
+    add_launching(parser, several_backends=True)
     parser.set_defaults(timeout=60.0, workers=0, workload="comm")  # the name of a batch job
     parser.add_argument("--json", type=Path, metavar="F", help="write the rows, and latency and bandwidth of each")
     parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page with time over bytes")

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="why does it not start? look at what launchers left, where ranks would meet, and at each rank of a start",
     )
-    add_launching(parser, default_processes=2)
+    add_launching(parser)
     parser.set_defaults(timeout=60.0, workers=0)
     parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
 

@@ -31,15 +31,15 @@ from everyrank.layout import Layout, parse_layout
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of", "quiet_launch_of"]
 
 
-def add_launching(
-    parser: argparse.ArgumentParser,
-    default_processes: int,
-    several_sizes: bool = False,
-    several_backends: bool = False,
-) -> None:
-    """--processes, --launcher and what belongs to them. `default_processes`: where there is no accelerator."""
-    parser.set_defaults(default_processes=default_processes)
-    ranks = "ranks in all, on all nodes; default: the visible accelerators"
+_CPU_PROCESSES = 2  # the fewest with which a parallel layout does something
+
+
+def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, several_backends: bool = False) -> None:
+    """--processes, --launcher and what belongs to them."""
+    ranks = (
+        "number of processes over all nodes; default: the visible GPUs, or on CPU "
+        f"{_CPU_PROCESSES}; 1 for a layout of one device"
+    )
     if several_sizes:
         parser.add_argument(
             "--processes", type=int, nargs="+", metavar="N", help=f"{ranks}. Several (1 2 4): how each layout scales"
@@ -218,7 +218,7 @@ def _processes(
     if tasks is not None:
         return tasks
     here = 0 if args.device == "cpu" else num_accelerators()
-    return here * nodes or max(args.default_processes, nodes)
+    return here * nodes or max(_CPU_PROCESSES, nodes)
 
 
 def _most_nodes(args: argparse.Namespace, nodes: int) -> int:

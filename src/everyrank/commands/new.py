@@ -8,13 +8,15 @@ import shlex
 import sys
 from pathlib import Path
 
-from everyrank.commands.old_words import recipe_of_today
-from everyrank.commands.shared import check_writable
-from everyrank.errors import UsageError
+from everyrank.commands.shared import check_writable, say_next
+from everyrank.commands.suggestions import suggest_recipe
+from everyrank.errors import UsageError, printable
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "print or write a standalone script: plain PyTorch, yours"
+HELP = "write a standalone script in plain PyTorch, or the template of a workload"
+
+_WORKLOAD = "workload"  # the one name that is no recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,23 +41,30 @@ def run(args: argparse.Namespace) -> int:
             summary = text.lstrip('"').partition("\n")[0].rstrip('"')
             print(f"{name:{width}}  {summary}")
     elif args.recipe not in recipes:
-        raise UsageError(recipe_of_today(args.recipe) or f"recipe {args.recipe!r}: give one of {', '.join(recipes)}")
+        raise UsageError(suggest_recipe(args.recipe, recipes))
     elif args.path in (None, Path("-")):
         print(recipes[args.recipe], end="")
     else:
-        print(f"wrote {' and '.join(map(str, _write(args.recipe, recipes[args.recipe], args.path)))}")
+        written = _write(args.recipe, recipes[args.recipe], args.path)
+        print(f"wrote {printable(' and '.join(map(str, written)))}")
+        if args.recipe == _WORKLOAD:
+            say_next(f"everyrank verify {shlex.quote(str(args.path))} --layout ddp --processes 2 --quick")
     sys.stdout.flush()  # a reader that has gone is met here, where it is no error, and not when Python ends
     return 0
 
 
 def _recipes() -> dict[str, str]:
-    """The text of each recipe by its name, in alphabetical order."""
+    """The text of each recipe by its name, in alphabetical order, and of the template of a workload."""
     folder = importlib.resources.files("everyrank.recipes")
-    return {
+    recipes = {
         Path(entry.name).stem: entry.read_text(encoding="utf-8")
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        for entry in folder.iterdir()
         if entry.name.endswith(".py") and not entry.name.startswith("_")
     }
+    recipes[_WORKLOAD] = (importlib.resources.files("everyrank.builtin") / "template.py.txt").read_text(
+        encoding="utf-8"
+    )
+    return dict(sorted(recipes.items()))
 
 
 def _write(name: str, recipe: str, target: Path) -> list[Path]:

@@ -17,7 +17,7 @@ HELP = "write what a trained model says of each sample"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """WORKLOAD, how its ranks start, --layout, and `PredictOptions`."""
-    add_common(parser, default_processes=1, records=False)
+    add_common(parser, records=False)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
     add_options(parser, PredictOptions)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from everyrank.errors import CHECK_FAILED, CannotRunError, UnsupportedLayoutErro
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.options import Argument, arguments_of
 from everyrank.record import Record, write_records
-from everyrank.workload import LR_RULES, Source, parse_settings
+from everyrank.workload import LR_RULES, Source, check_place, parse_settings
 
 __all__ = [
     "add_common",
@@ -28,20 +29,20 @@ __all__ = [
     "layouts_of",
     "options_of",
     "say",
+    "say_next",
     "show",
     "source_of",
     "status_of",
+    "workload_words",
 ]
 
 _Options = TypeVar("_Options")
 
 
-def add_common(
-    parser: argparse.ArgumentParser, default_processes: int, several_sizes: bool = False, records: bool = True
-) -> None:
+def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, records: bool = True) -> None:
     """WORKLOAD, and how its ranks start."""
     parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
-    add_launching(parser, default_processes, several_sizes)
+    add_launching(parser, several_sizes)
     parser.add_argument(
         "--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)"
     )
@@ -109,7 +110,8 @@ def options_of(args: argparse.Namespace, options: type[_Options], **others: Any)
 
 
 def source_of(args: argparse.Namespace) -> Source:
-    """The workload that was asked for, with its settings; `--data` is one of them."""
+    """The workload that was asked for, with its settings; `--data` is one of them. Raises `UsageError`."""
+    check_place(args.workload)
     settings = parse_settings(args.set)
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
@@ -169,6 +171,22 @@ def say(text: str) -> None:
         close_output()
 
 
+def workload_words(args: argparse.Namespace) -> str:
+    """The workload as it was typed, with the flags that say which data, settings and batch it has: for a shell."""
+    words = [args.workload]
+    words += ["--data", str(args.data)] if args.data is not None else []
+    words += ["--set", *args.set] if args.set else []
+    words += ["--batch", str(args.batch)] if args.batch is not None else []
+    words += ["--lr-rule", args.lr_rule] if args.lr_rule != "none" else []
+    return shlex.join(words)
+
+
+def say_next(*commands: str) -> None:
+    """Print what to type next, each a command that can be pasted; only rank 0 of an external launcher prints."""
+    if os.environ.get("RANK", "0") == "0":
+        say(printable(f"next: {'; or '.join(commands)}"))
+
+
 def close_output() -> None:
     """Send what is still to come nowhere: whoever read our output has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -194,7 +212,8 @@ def status_of(records: list[Record], args: argparse.Namespace) -> int:
 
 
 def check_html(args: argparse.Namespace) -> None:
-    """Find out before the work whether --html can be made. Raises `CannotRunError`."""
+    """Find out before the work whether --html can be made. Raises `CannotRunError`, or `UsageError` for its place."""
+    check_writable(args.html)
     if args.html is not None:
         from everyrank.report.page import require_libraries
 

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import time
 from pathlib import Path
 
 from everyrank.commands.launching import launch_of, quiet_launch_of
-from everyrank.commands.shared import add_common, add_options, check_writable, options_of, say, source_of
-from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError
+from everyrank.commands.shared import (
+    add_common,
+    add_options,
+    check_html,
+    check_writable,
+    options_of,
+    say,
+    say_next,
+    source_of,
+    workload_words,
+)
+from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, printable
 from everyrank.launch import slurm
-from everyrank.layout import parse_layout
+from everyrank.layout import Layout, parse_layout
 from everyrank.options import AUTO, GUARDS, TrainOptions
 from everyrank.record import Record, write_records
 from everyrank.runs import checkpoints_of, find_checkpoint
@@ -27,7 +38,7 @@ _NEWEST = object()  # --resume without a place: the newest checkpoint in --out; 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """WORKLOAD, how its ranks start, --layout, and `TrainOptions`."""
-    add_common(parser, default_processes=1)
+    add_common(parser)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
     add_options(
         parser,
@@ -36,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         save_every={"type": _save_every, "metavar": "K|auto"},
         guard={"choices": GUARDS},
     )
+    parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page of the training")
 
 
 def _save_every(text: str) -> int | str:
@@ -61,17 +73,17 @@ def run(args: argparse.Namespace) -> int:
     """
     from everyrank import api
 
-    layout = parse_layout(args.layout)
+    layout, source = parse_layout(args.layout), source_of(args)
     resume = _resumed(args)
     out = None if args.evaluate else _folder(args, layout.strategy, resume)
     if not args.evaluate:
         api.check_fewer_ranks(layout, quiet_launch_of(args, layout), args.out or (out if resume is not None else None))
     launch = launch_of(args, logs=out / "ranks" if out is not None else None, layout=layout)
     layout.mesh(launch.processes)
-    source = source_of(args)
     files = [out / "log.jsonl", out / "record.json"] if out is not None else []
     for path in (*files, args.json, args.profile):
         check_writable(path)
+    check_html(args)
     options = options_of(args, TrainOptions, out=out, resume=resume)
     before = _newest_step(out)
     try:
@@ -92,7 +104,18 @@ def run(args: argparse.Namespace) -> int:
         raise
     if records:
         _write(records, args, out)
+        if out is not None:
+            _say_next(args, layout, launch.processes, out)
     return 0
+
+
+def _say_next(args: argparse.Namespace, layout: Layout, processes: int, out: Path) -> None:
+    """What to type after a training: a check of its layout, and the weights in a file of their own."""
+    checked, count = (args.layout, processes) if layout.axis is not None else ("ddp", 2)
+    commands = [f"everyrank verify {workload_words(args)} --layout {shlex.quote(checked)} --processes {count}"]
+    if checkpoints_of(out):
+        commands.append(f"everyrank checkpoint export {shlex.quote(str(out))} model.safetensors")
+    say_next(*commands)
 
 
 def _requeue(error: EveryrankError) -> None:
@@ -117,6 +140,11 @@ def _write(records: list[Record], args: argparse.Namespace, out: Path | None) ->
         say(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
     if args.json is not None:
         write_records(records, args.json)
+    if args.html is not None:
+        from everyrank.report.page import page
+
+        args.html.write_text(page({"": records}), encoding="utf-8", errors="replace")
+        say(f"wrote {printable(str(args.html))}")
     if args.profile is not None and not args.evaluate:
         say(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import (
@@ -12,9 +13,11 @@ from everyrank.commands.shared import (
     check_writable,
     layouts_of,
     options_of,
+    say_next,
     show,
     source_of,
     status_of,
+    workload_words,
 )
 from everyrank.options import VerifyOptions
 
@@ -25,7 +28,7 @@ HELP = "check that layouts equal one device"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """WORKLOAD, how its ranks start, the layouts, and `VerifyOptions`."""
-    add_common(parser, default_processes=2)
+    add_common(parser)
     add_layouts(parser)
     add_options(parser, VerifyOptions)
 
@@ -49,4 +52,11 @@ def run(args: argparse.Namespace) -> int:
         )
     args.html = args.markdown = None
     show({"": records}, args, lines)
-    return status_of(records, args)
+    status = status_of(records, args)
+    equal = [record.layout for record in records if record.parity.status == "equal"]
+    if status == 0 and equal and not args.samples:
+        say_next(
+            f"everyrank bench {workload_words(args)} --layout {shlex.join(dict.fromkeys(['single', *equal]))} "
+            f"--processes {launch.processes} --html report.html"
+        )
+    return status

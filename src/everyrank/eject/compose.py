@@ -117,7 +117,7 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
     names += ["evaluate"] if "eval" in holds else []
     imports = {ImportLine(sources.module, sources.attribute, sources.attribute)}
     if "batch_norm" in holds:
-        imports.add(ImportLine("batch_norm", "synchronise_batch_norm", "synchronise_batch_norm"))
+        imports.add(ImportLine(sources.names.batch_norm, "synchronise_batch_norm", "synchronise_batch_norm"))
     bodies: list[str] = []
     for name in [*names, "main"]:
         text = part(name, holds, values)
@@ -126,7 +126,8 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
     body = "\n\n\n".join(bodies) + "\n"
     first, _, rest = _HEADERS[request.kind].partition("\n\n")
     header = f'"""Trains {workload.name}: {first}\n\nRun: {command}\n\n{rest}\n"""'
-    return "\n\n".join([header, render_imports(prune_imports(imports, body), {sources.module, "batch_norm"}), body])
+    imports = prune_imports(imports, body)
+    return "\n\n".join([header, render_imports(imports, {sources.module, sources.names.batch_norm}), body])
 
 
 def part(name: str, holds: Set[str], values: Mapping[str, str]) -> str:
@@ -176,6 +177,7 @@ def _values(
         "replicas": str(request.replicas),
         "dtype": "float32" if low else request.layout.precision,
         "command": command,
+        "script": f"{sources.names.script}.py",
         "processes": str(request.processes),
         "blocks": str(workload.blocks),
         "inputs": f"{facts.call}inputs",

@@ -35,21 +35,21 @@ def write_project(request: EjectRequest, folder: Path) -> list[Path]:
         raise WorkloadError(describe(error)) from error
     sources = own_sources(request.source)
     holds = conditions_of(workload, facts, request)
-    command = start_command(request)
+    command, names = start_command(request, sources.names.script), sources.names
     script = compose(workload, facts, request, sources, command)
-    texts = {"train.py": script, **sources.files, "requirements.txt": requirements(sources)}
+    texts = {f"{names.script}.py": script, **sources.files, "requirements.txt": requirements(sources)}
     if "batch_norm" in holds:
-        texts["batch_norm.py"] = part("batch_norm", holds, {})
+        texts[f"{names.batch_norm}.py"] = part("batch_norm", holds, {})
     if request.launcher == "slurm":
-        texts["train.sbatch"] = _sbatch(request)
+        texts[f"{names.script}.sbatch"] = _sbatch(request, names.script)
     texts["README.md"] = readme(workload, facts, request, sources, "batch_norm" in holds)
     return _written(folder, texts, sources.data)
 
 
-def _sbatch(request: EjectRequest) -> str:
-    """The batch script that starts train.py."""
+def _sbatch(request: EjectRequest, script: str) -> str:
+    """The batch script that starts `script`.py."""
     text = (files("everyrank.eject.parts") / "train.sbatch.txt").read_text(encoding="utf-8")
-    return text.replace("@PROCESSES@", str(request.processes))
+    return text.replace("@PROCESSES@", str(request.processes)).replace("@SCRIPT@", script)
 
 
 def _written(folder: Path, texts: dict[str, str], data: list[Path]) -> list[Path]:

@@ -16,14 +16,14 @@ __all__ = ["readme", "requirements", "start_command"]
 _ALWAYS = ("torch", "numpy")
 
 
-def start_command(request: EjectRequest) -> str:
-    """The command that starts train.py."""
+def start_command(request: EjectRequest, script: str) -> str:
+    """The command that starts `script`.py."""
     count = request.processes
     return {
-        "spawn": f"python train.py --processes {count}",
-        "torchrun": f"torchrun --standalone --nproc-per-node {count} train.py",
-        "slurm": "sbatch train.sbatch",
-        "mpi": f"mpirun -n {count} --bind-to none python train.py",
+        "spawn": f"python {script}.py --processes {count}",
+        "torchrun": f"torchrun --standalone --nproc-per-node {count} {script}.py",
+        "slurm": f"sbatch {script}.sbatch",
+        "mpi": f"mpirun -n {count} --bind-to none python {script}.py",
     }[request.launcher]
 
 
@@ -37,11 +37,15 @@ def requirements(sources: OwnSources) -> str:
 
 def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, has_norms: bool) -> str:
     """The text of README.md: how to start it, what each file is, and what is to be known of it."""
+    names = sources.names
     files = [
-        ("train.py", f"the training: how {request.kind} is done, from meeting the other ranks to saving the weights"),
+        (
+            f"{names.script}.py",
+            f"the training: how {request.kind} is done, from meeting the other ranks to saving the weights",
+        ),
         *((name, "the workload" if name == f"{sources.module}.py" else "what it needs") for name in sources.files),
-        *([("batch_norm.py", "batch norm over the samples of all ranks")] if has_norms else []),
-        *([("train.sbatch", "starts it in a job of Slurm")] if request.launcher == "slurm" else []),
+        *([(f"{names.batch_norm}.py", "batch norm over the samples of all ranks")] if has_norms else []),
+        *([(f"{names.script}.sbatch", "starts it in a job of Slurm")] if request.launcher == "slurm" else []),
         *((data.name, "data") for data in sources.data),
     ]
     weights = "`weights.pt` is what was trained."
@@ -59,14 +63,14 @@ def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: Own
         name=workload.name,
         kind=request.kind,
         command=request.command,
-        start=start_command(request),
-        hosts="\n".join(_several_hosts(request)),
+        start=start_command(request, names.script),
+        hosts="\n".join(_several_hosts(request, names.script)),
         files="\n".join(f"| `{name}` | {text} |" for name, text in files),
         weights="\n\n".join(notes),
     )
 
 
-def _several_hosts(request: EjectRequest) -> list[str]:
+def _several_hosts(request: EjectRequest, script: str) -> list[str]:
     """How to start it on more than one host."""
     count = request.processes
     return {
@@ -76,16 +80,16 @@ def _several_hosts(request: EjectRequest) -> list[str]:
             "",
             "```",
             f"torchrun --nnodes 2 --nproc-per-node {count} --rdzv-backend c10d --rdzv-endpoint FIRST:29500 "
-            "--rdzv-id train train.py",
+            f"--rdzv-id train {script}.py",
             "```",
         ],
-        "slurm": ["Nodes, tasks, time and account are in the first lines of `train.sbatch`."],
+        "slurm": [f"Nodes, tasks, time and account are in the first lines of `{script}.sbatch`."],
         "mpi": [
             "On several hosts the ranks need an address to meet at:",
             "",
             "```",
             f"MASTER_ADDR=FIRST MASTER_PORT=29500 mpirun -x MASTER_ADDR -x MASTER_PORT -n {count} --hostfile HOSTS "
-            "--bind-to none python train.py",
+            f"--bind-to none python {script}.py",
             "```",
         ],
     }[request.launcher]

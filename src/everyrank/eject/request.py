@@ -113,6 +113,9 @@ def refuse_workload(workload: Workload, request: EjectRequest) -> None:
             f"workload {workload.name}: num_devices={workload.num_devices}: eject writes one device a rank"
         )
     if request.kind == "pipeline" and workload.blocks is None:
-        raise UsageError(f"workload {workload.name} has no blocks, where a pipeline is cut; set Workload.blocks")
+        raise UsageError(
+            f"workload {workload.name} says nothing of its blocks, which a pipeline divides: "
+            'set blocks="layers", the path of the repeated layers in the model'
+        )
     if request.kind == "tensor" and not workload.tensor_plan:
         raise UsageError(f"workload {workload.name} has no tensor_plan, which says how its matrices are split")

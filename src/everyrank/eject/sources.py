@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
+from collections.abc import Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from everyrank.eject.flatten import gather_definitions
 from everyrank.eject.imports import import_lines
@@ -39,16 +41,38 @@ _TYPES = {
 }
 
 
+class ProjectNames(NamedTuple):
+    """What the modules that eject writes are called, without `.py`: names that the user's own files do not have."""
+
+    script: str = "train"
+    task: str = "task"
+    batch_norm: str = "batch_norm"
+
+
+_USUAL_NAMES = ProjectNames()
+_OTHER_NAMES = ProjectNames("train_distributed", "training_task", "synced_batch_norm")
+
+
+def _free_names(taken: Set[str]) -> ProjectNames:
+    """A name for each module of the project that is not among the `taken` ones."""
+    chosen: list[str] = []
+    for name, other in zip(_USUAL_NAMES, _OTHER_NAMES, strict=True):
+        candidates = itertools.chain([name, other], (f"{other}_{number}" for number in itertools.count(2)))
+        chosen.append(next(candidate for candidate in candidates if candidate not in taken))
+    return ProjectNames(*chosen)
+
+
 @dataclasses.dataclass
 class OwnSources:
     """The files of a workload.
 
-    module, attribute   where train.py finds the workload
+    module, attribute   where the script finds the workload
     is_called           it is a function, called with the settings
     takes               names of its parameters
     files               name -> text
     data                files that are copied as they are
     left_out            data files that are too large to be copied
+    names               what the modules are called that eject adds
     third_party         top-level modules that are imported
     """
 
@@ -59,6 +83,7 @@ class OwnSources:
     files: dict[str, str]
     data: list[Path]
     left_out: list[Path]
+    names: ProjectNames = _USUAL_NAMES
 
     @property
     def third_party(self) -> set[str]:
@@ -73,19 +98,20 @@ def own_sources(source: Source) -> OwnSources:
     text, _, name = source.place.rpartition(":") if ".py:" in source.place else (source.place, "", "")
     path, name = Path(text).absolute(), name or "workload"
     own = _closure(path)
+    names = _free_names({file.relative_to(path.parent).parts[0].removesuffix(".py") for file in own})
     files: dict[str, str] = {}
     wanted: dict[str, list[str]] = {}
     for file in own:
-        files[str(file.relative_to(path.parent))] = _redirected(file, wanted)
+        files[str(file.relative_to(path.parent))] = _redirected(file, wanted, names.task)
     helper = gather_definitions(wanted)
     if helper.needs_workload or helper.texts:
         text = helper.render("What a training is made of.", workload_class([*files.values(), *helper.texts]))
-        files["task.py"] = text
+        files[f"{names.task}.py"] = text
     found = getattr(import_file(path), name)
     is_called = not isinstance(found, Workload)
     data, left_out = _data_beside(own)
     return OwnSources(
-        path.stem, name, is_called, _parameters(found) if is_called else frozenset(), files, data, left_out
+        path.stem, name, is_called, _parameters(found) if is_called else frozenset(), files, data, left_out, names
     )
 
 
@@ -124,14 +150,11 @@ def _closure(path: Path) -> list[Path]:
                 inits = [beside.parent / "__init__.py", beside / "__init__.py"]
                 near = [beside.with_suffix(".py"), *(init for init in inits if init.parent != path.parent)]
                 waiting += [other for other in near if other.is_file()] if place[-1] else []
-    for file in found:
-        if file.name in ("train.py", "task.py", "batch_norm.py") and file.parent == path.parent:
-            raise UsageError(f"{file}: the project has a {file.name} of its own; give the file another name")
     return sorted(found)
 
 
-def _redirected(file: Path, wanted: dict[str, list[str]]) -> str:
-    """The text of a person's file; what it imports from everyrank comes from task.py, and is noted in `wanted`."""
+def _redirected(file: Path, wanted: dict[str, list[str]], task: str) -> str:
+    """The text of a user's file; its imports from everyrank become imports from `task`, and are noted in `wanted`."""
     text = file.read_text(encoding="utf-8")
     tree = ast.parse(text)
     changes: list[tuple[int, int, str]] = []
@@ -139,7 +162,7 @@ def _redirected(file: Path, wanted: dict[str, list[str]]) -> str:
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "everyrank" for alias in node.names):
             names = _used_attributes(file, tree, node)
             wanted.setdefault(_SHOWN["Workload"], []).extend(names)
-            changes.append((node.lineno, node.end_lineno or node.lineno, f"from task import {', '.join(names)}"))
+            changes.append((node.lineno, node.end_lineno or node.lineno, f"from {task} import {', '.join(names)}"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "everyrank":
             shown = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
             for alias in node.names:
@@ -151,7 +174,7 @@ def _redirected(file: Path, wanted: dict[str, list[str]]) -> str:
                 wanted.setdefault(module, []).append(alias.name)
             indent = " " * node.col_offset
             changes.append(
-                (node.lineno, node.end_lineno or node.lineno, f"{indent}from task import {', '.join(shown)}")
+                (node.lineno, node.end_lineno or node.lineno, f"{indent}from {task} import {', '.join(shown)}")
             )
     lines = text.splitlines()
     for first, last, line in sorted(changes, reverse=True):
@@ -220,7 +243,7 @@ def workload_class(texts: list[str]) -> str:
         "",
         "@dataclass(frozen=True)",
         "class Workload:",
-        '    """What is trained; train.py says how."""',
+        '    """What is trained; the script says how."""',
         "",
     ]
     for name, one in known.items():

@@ -80,32 +80,37 @@ def traffic(records: Sequence[Record]) -> str:
 
 
 def curves(records: Sequence[Record]) -> str:
-    """Losses of all layouts on each other, and below how far each is from single."""
+    """The losses of all layouts and, where one of them is single, how far each of the others is from it."""
     shown = [record for record in records if len(record.loss) > 1]
     if not shown:
         return ""
     colours = colours_of(records)
+    single = next((record for record in shown if record.layout == "single"), None)
+    has_distances = single is not None and len(shown) > 1
 
     def paint(figure: Any) -> None:
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        single = next((record for record in shown if record.layout == "single"), None)
+        if has_distances:
+            upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        else:
+            upper, lower = figure.subplots(), None
         for index, record in enumerate(shown):
             # each line thinner than the one below it: equal curves stay visible as nested bands
             width = 1.2 + min(1.6, 8.0 / len(shown)) * (len(shown) - 1 - index)
             colour = colours[record.layout]
             upper.plot(record.loss, linewidth=width, color=colour, label=short(label(record)))
-            if single is not None and record is not single and _same_batch(record, single):
+            if lower is not None and single is not None and record is not single and _same_batch(record, single):
                 pairs = zip(single.loss, record.loss, strict=False)
                 gaps = [abs(a - b) / abs(a) if a and a != b else math.nan for a, b in pairs]  # no gap, no point
                 lower.plot(gaps, marker=".", markersize=3, linewidth=width / 2, color=colour)
         upper.set_ylabel("loss")
         upper.legend(frameon=False)
-        lower.set_yscale("log")
-        lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
-        lower.set_ylabel("relative distance\nfrom single")
-        lower.set_xlabel("update")
+        (lower or upper).set_xlabel("update")
+        if lower is not None:
+            lower.set_yscale("log")
+            lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+            lower.set_ylabel("relative distance\nfrom single")
 
-    return draw(4.4, paint)
+    return draw(4.4 if has_distances else 3.2, paint)
 
 
 def _same_batch(one: Record, other: Record) -> bool:
@@ -172,7 +177,10 @@ def resources(records: Sequence[Record]) -> str:
                 assert used is not None
                 values = [value / unit for value in values_of(used)]
                 if len(values) == len(used.seconds):
-                    axes.plot(used.seconds, values, ".", markersize=4, color=colours[record.layout], label=name)
+                    # values that hardly change lie on the upper edge, which would cut the dots in half
+                    axes.plot(
+                        used.seconds, values, ".", markersize=4, color=colours[record.layout], label=name, clip_on=False
+                    )
             axes.set_ylim(bottom=0)
             axes.set_ylabel(heading)
         all_axes[-1].set_xlabel("seconds since the call; each layout in its turns")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from everyrank.record import Interval, Record
-from everyrank.report.rows import label
+from everyrank.report.rows import is_checked, label
 
 __all__ = ["COLOURS", "TEXT", "bars", "colours_of", "draw", "legend_above", "legend_height", "short", "spread"]
 
@@ -15,8 +15,11 @@ TEXT = "#010203"  # stands for the page's own text colour
 _WIDTH = 5.0  # inches
 _LONGEST_NAME = 30
 
-# Okabe and Ito 2008: told apart by most colour-blind people, and on light and dark
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#a6811c", "#7a7a7a")
+# Okabe and Ito 2008, then Tol's muted ones: told apart by most colour-blind people, and on light and dark
+COLOURS = (
+    *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#a6811c", "#7a7a7a"),
+    *("#882255", "#44aa99", "#6655bb", "#999933"),
+)
 
 
 def draw(height: float, paint: Callable[[Any], None]) -> str:
@@ -41,8 +44,9 @@ def draw(height: float, paint: Callable[[Any], None]) -> str:
 
 
 def colours_of(records: Sequence[Record]) -> dict[str, str]:
-    """The colour of each layout of the page's section, whichever of them a drawing shows."""
-    names = dict.fromkeys(record.layout for record in records)
+    """The colour of each layout of the page's section; those that a drawing can show have the first colours."""
+    shown = [record for record in records if is_checked(record) or record.loss]
+    names = dict.fromkeys(record.layout for record in (*shown, *records))
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 

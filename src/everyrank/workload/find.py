@@ -8,6 +8,8 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.workload.batch import with_batch
+from everyrank.workload.scan import defines, names_of_workloads
 from everyrank.workload.workload import Source, Workload
 
 __all__ = ["BUILT_IN", "HIDDEN_NAME", "check_place", "find_workload", "import_file", "load", "parse_settings"]
@@ -109,9 +112,19 @@ def _find(place: str) -> tuple[object, str]:
     module = import_file(path)
     if not hasattr(module, name):
         workloads = [key for key, value in vars(module).items() if isinstance(value, Workload)]
-        hint = f"; it has {', '.join(workloads)}: write {path.name}:{workloads[0]}" if workloads else ""
-        raise WorkloadError(f"{path.name} defines no `{name}`: end it with `{name} = Workload(...)`{hint}")
+        raise WorkloadError(_without_workload(path, name, workloads))
     return getattr(module, name), f"{path.name}:{name}"
+
+
+def _without_workload(path: Path, name: str, workloads: Sequence[str]) -> str:
+    """The message for a file that defines no `name`, and of workloads those in `workloads`."""
+    if workloads:
+        return f"{path.name} defines no `{name}`. It defines {', '.join(workloads)}: write {path.name}:{workloads[0]}"
+    shown = shlex.quote(os.path.relpath(path))
+    return (
+        f"{path.name} defines no `{name}`: it is a plain script. To check it as it is: everyrank audit {shown}. "
+        "To train it under a layout, describe it as a workload: everyrank new workload my_workload.py"
+    )
 
 
 def check_place(place: str) -> None:
@@ -121,7 +134,11 @@ def check_place(place: str) -> None:
 
 
 def _path_and_name(place: str) -> tuple[Path, str]:
-    """`path/file.py[:name]` taken apart."""
+    """`path/file.py[:name]` taken apart.
+
+    Raises `UsageError` where there is no such file, `WorkloadError` for a file that does not define the name: such a
+    script is read, and not run.
+    """
     path_text, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
     if not path_text.endswith(".py"):
         close = difflib.get_close_matches(place, BUILT_IN, n=1)
@@ -132,7 +149,10 @@ def _path_and_name(place: str) -> tuple[Path, str]:
     path = Path(path_text).absolute()
     if not path.is_file():
         raise UsageError(f"workload {place!r}: there is no file {path}")
-    return path, name or "workload"
+    name = name or "workload"
+    if not defines(path, name):
+        raise WorkloadError(_without_workload(path, name, names_of_workloads(path)))
+    return path, name
 
 
 def import_file(path: Path) -> ModuleType:

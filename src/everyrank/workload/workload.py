@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,12 @@ class Workload:
             raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
         for name in ("model", "train_data", "loss", "optimizer"):
             self._require_callable(name, getattr(self, name))
+        if _is_module(self.model):
+            kind = type(self.model).__name__
+            raise WorkloadError(
+                f"workload {self.name}: model={kind}(...) is a module that is built already. Give what builds it: "
+                f"model={kind}, or model=lambda: {kind}(...)"
+            )
         for name in ("eval_data", "collate", "schedule", "predict", "weights", "on_epoch"):
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
@@ -167,6 +174,12 @@ class Workload:
     def _require_callable(self, name: str, value: object) -> None:
         if not callable(value):
             raise WorkloadError(f"workload {self.name}: {name}={value!r}: give a function, not {type(value).__name__}")
+
+
+def _is_module(value: object) -> bool:
+    """Whether this is an `nn.Module`; no module exists where torch has not been imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def changed(workload: Workload, **fields: Any) -> Workload:

@@ -202,7 +202,8 @@ def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: M
     chunks = chunks if ranks > 1 else 1
     if workload.blocks is None:
         raise UnsupportedLayoutError(
-            f"workload {workload.name} has no blocks, where a pipeline is cut; set Workload.blocks"
+            f"workload {workload.name} says nothing of its blocks, which a pipeline divides: "
+            'set blocks="layers", the path of the repeated layers in the model'
         )
     blocks = find_blocks(workload, model)
     if len(blocks) < ranks * chunks:

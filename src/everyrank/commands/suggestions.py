@@ -1,10 +1,15 @@
-"""Words of other scripts and of earlier years, each with today's: for those who type what they are used to."""
+"""What to type instead of a command, flag or recipe that does not exist: near misses, and the words of other tools."""
 
 from __future__ import annotations
 
-import re
+import argparse
+import difflib
+from collections.abc import Collection, Sequence
 
-__all__ = ["recipe_of_today", "today_of"]
+__all__ = ["suggest_command", "suggest_flag", "suggest_recipe"]
+
+_COMMANDS = {"init": "new", "check": "verify", "test": "verify", "fit": "train", "launch": "train", "lint": "audit"}
+"""A command of other tools -> ours."""
 
 _RANK = "launchers tell each rank its place in the environment; leave it out, and start with --processes N or torchrun"
 _WORLD = "write --processes N for the ranks, --nodes N for the hosts"
@@ -25,6 +30,14 @@ _FLAGS = {
     "--world-size": _WORLD,
     "--word-size": _WORLD,
     "--nproc-per-node": _PROCESSES,
+    "--gpus": _PROCESSES,
+    "--num-gpus": _PROCESSES,
+    "--ngpus": _PROCESSES,
+    "--devices": _PROCESSES,
+    "--num-processes": _PROCESSES,
+    "--nprocs": _PROCESSES,
+    "-n": _PROCESSES,
+    "-np": _PROCESSES,
     "--multiprocessing-distributed": "--processes N starts N ranks on this host; leave it out",
     "--ip": _HOST,
     "--port": _HOST,
@@ -73,20 +86,54 @@ _RECIPES = {
 """Name of a script in the collections that people come from -> ours, and why another name."""
 
 
-def today_of(message: str) -> str | None:
-    """What is said of a call that argparse does not understand, where it was right elsewhere; None for all others."""
-    found = re.fullmatch(r"unrecognized arguments: (?P<words>.*)", message, re.DOTALL)
-    for word in found["words"].split() if found is not None else []:
-        flag = word.partition("=")[0]
-        hint = _FLAGS.get(flag) or _FLAGS.get(flag.replace("_", "-"))
+_MOST_RECIPES = 12  # that are named: a line of the screen
+
+
+def suggest_command(name: str, commands: Collection[str]) -> str:
+    """The message for a command that does not exist."""
+    close = _COMMANDS.get(name) or next(
+        iter(
+            [*difflib.get_close_matches(name, commands, n=1), *(known for known in commands if name.startswith(known))]
+        ),
+        None,
+    )
+    hint = f"did you mean {close}?" if close is not None else f"give one of {', '.join(commands)}."
+    return f"there is no command {name!r}: {hint} See everyrank --help"
+
+
+def suggest_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """The message for arguments that a command does not have; `parser` is that command's."""
+    flag, _, value = unknown[0].partition("=")
+    for number, word in enumerate(unknown):
+        name, _, given = word.partition("=")
+        hint = _FLAGS.get(name) or _FLAGS.get(name.replace("_", "-"))
         if hint is not None:
-            return f"{flag}: {hint}"
-    return None
+            given = given or next(iter(unknown[number + 1 : number + 2]), "")
+            if hint is _PROCESSES and given.isdecimal():
+                hint = hint.replace("--processes N", f"--processes {given}")
+            return f"{name}: {hint}"
+    known = [option for option in _options(parser) if option.startswith("--")]
+    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.8) if flag.startswith("-") else []
+    if close:
+        return f"{parser.prog} has no {flag}: did you mean {' '.join([*close, *([value] if value else [])])}?"
+    return f"unrecognized arguments: {' '.join(unknown)}; see {parser.prog} --help"
 
 
-def recipe_of_today(name: str) -> str | None:
-    """What is said of a recipe that has another name here; None for all others."""
-    if name not in _RECIPES:
-        return None
-    ours, why = _RECIPES[name]
-    return f"recipe {name!r}: {why}: everyrank new {ours}"
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags of a command, in the order in which its help shows them."""
+    return [flag for action in parser._actions for flag in action.option_strings]  # pyright: ignore[reportPrivateUsage]
+
+
+def suggest_recipe(name: str, recipes: Collection[str]) -> str:
+    """The message for a script that `everyrank new` does not have."""
+    if name in _RECIPES:
+        ours, why = _RECIPES[name]
+        return f"recipe {name!r}: {why}: everyrank new {ours}"
+    close = [known for known in recipes if known.startswith(name)]
+    close += difflib.get_close_matches(name, recipes, n=3)
+    close += [known for known in recipes if name.startswith(known) or name in known]
+    if not close:
+        return f"there is no recipe {name!r}; everyrank new --list shows those there are"
+    *others, last = list(dict.fromkeys(close))[:_MOST_RECIPES]
+    names = f"{', '.join(others)} or {last}" if others else last
+    return f"there is no recipe {name!r}: did you mean {names}?"
