@@ -393,7 +393,7 @@ def workload(epochs: int = 200, lr: float = 0.1):
 
 
 def test_a_schedule_has_the_length_that_was_asked_for(forge: Forge, tmp_path: Path) -> None:
-    """--epochs reaches the function that builds the schedule; going on with another length is another training."""
+    """--epochs reaches the function that builds the schedule; a resumed run with more epochs has their rates."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
     words = ["train", "lengths.py", "--out", "run"]
     assert forge(tmp_path, *words, "--epochs", "3").status == 0
@@ -401,8 +401,30 @@ def test_a_schedule_has_the_length_that_was_asked_for(forge: Forge, tmp_path: Pa
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
     done = forge(tmp_path, *words, "--epochs", "5", "--resume")
+    assert done.status == 0, done.err
+    assert "learning rates: from update 6 on those of 5 epochs, before that those of 3 epochs" in done.out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    later = [row["lr"] for row in rows if "lr" in row][6:]
+    assert later == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 10)) for step in range(6, 10)])
+
+
+def test_a_resumed_run_has_the_settings_and_length_of_its_checkpoint(forge: Forge, tmp_path: Path) -> None:
+    """What the call does not give; and a setting that it gives differently is refused in the words that were typed."""
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    words = ["train", "lengths.py", "--out", "run", "--save-every", "1"]
+    assert forge(tmp_path, *words, "--epochs", "3", "--set", "lr=0.3", "--batch", "4").status == 0
+    first = str(next((tmp_path / "run" / "checkpoints").glob("step-*1")))
+    done = forge(tmp_path, "train", "lengths.py", "--resume", first, "--out", "again")
+    assert done.status == 0, done.err
+    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("run", "again")]
+    whole, again = ([(row["lr"], row["loss"]) for row in map(json.loads, log) if "lr" in row] for log in logs)
+    assert again == whole
+    done = forge(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--set", "lr=0.2")
     assert done.status == 2
-    assert "it was trained with --set epochs=3, this is --set epochs=5" in done.err
+    assert "it was trained with --set lr=0.3, this is --set lr=0.2" in done.err
+    done = forge(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--batch", "2")
+    assert done.status == 2
+    assert "--batch 4 makes them equal" in done.err
 
 
 def rate(workload: Any) -> float:

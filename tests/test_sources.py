@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import pickle
 import struct
@@ -31,7 +32,7 @@ from everyrank.datasets.transforms import (
     to_pixels,
 )
 from everyrank.errors import UsageError, WorkloadError
-from everyrank.workload import load
+from everyrank.workload import BUILT_IN, Source, load
 from everyrank.world import World
 from processes import Forge
 
@@ -457,3 +458,59 @@ def test_the_sources_serve_a_workload_of_ones_own(images: Path) -> None:
     workload = load(find_workload("imagenet", data=str(images), size=16, width=4, batch=5, epochs=1))
     assert len(workload.train_data()) == 45
     assert workload.train_data() is workload.train_data()  # read once
+
+
+SETTINGS = {
+    "digits": ["--set", "width=4", "lr=0.07", "batch=512"],
+    "text": ["--set", "lr=0.003", "batch=16", "steps=3"],
+    "causal-lm": ["--set", "lr=0.003", "batch=8", "steps=3", "num_blocks=2", "width=32"],
+    "mnist": ["--set", "lr=0.07", "batch=20"],
+    "cifar10": ["--set", "width=4", "lr=0.07", "schedule=linear", "batch=20"],
+    "cifar100": ["--set", "width=4", "lr=0.07", "warmup=0", "batch=20"],
+    "imagenet": ["--set", "width=4", "size=16", "lr=0.07", "batch=20"],
+}
+"""Settings that make each built-in workload small; text-medium and text-124m are text in other sizes."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_built_in_workload_is_resumed_without_its_settings(
+    forge: Forge, mnist: Path, cifar: Path, images: Path, tmp_path: Path, name: str
+) -> None:
+    """Evaluated, and trained for longer: settings and the place of the data are those of the checkpoint."""
+    assert {*SETTINGS, "text-medium", "text-124m"} == set(BUILT_IN)
+    places = {"mnist": mnist, "cifar10": cifar, "cifar100": cifar, "imagenet": images}
+    data = ["--data", str(places[name])] if name in places else []
+    length, longer = ("steps", 5) if "text" in name or name == "causal-lm" else ("epochs", 2)
+    first = [f"--{length}", "1"] if length == "epochs" else []
+    done = forge(tmp_path, "train", name, *data, *SETTINGS[name], *first, "--out", "run")
+    assert done.status == 0, done.err
+    (record,) = read_records(tmp_path / "run" / "record.json")
+    done = forge(tmp_path, "train", name, "--resume", "run", "--evaluate", "--json", "evaluated.json")
+    assert done.status == 0, done.err
+    (evaluated,) = read_records(tmp_path / "evaluated.json")
+    assert evaluated.metrics == record.metrics
+    done = forge(tmp_path, "train", name, "--resume", "run", f"--{length}", str(longer))
+    assert done.status == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    settings = {
+        key: value for key, value in json.loads(about_of(tmp_path / "run"))["settings"].items() if key != length
+    }
+    workload = load(Source(name, settings, **{length: longer}))
+    model = torch.nn.Linear(1, 1)
+    optimizer = workload.optimizer(model)
+    schedule = workload.schedule(optimizer) if workload.schedule else None
+    expected: list[float] = []
+    for _ in rates:
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    begun = len(record.loss)
+    assert len(rates) > begun
+    assert rates[begun:] == pytest.approx(expected[begun:]), "the rates of the longer training"
+
+
+def about_of(run: Path) -> str:
+    newest = max((run / "checkpoints").glob("step-*[0-9]"))
+    return (newest / "about.json").read_text()

@@ -18,7 +18,7 @@ from everyrank.launch import Launch, catch_signals, run_ranks
 from everyrank.layout import Layout, check_reference, parse_layout
 from everyrank.options import AUTO, GUARDS, BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
 from everyrank.record import Record
-from everyrank.runs import find_checkpoint, require_whole
+from everyrank.runs import LENGTHS, find_checkpoint, require_whole
 from everyrank.tasks.predictions import check_predictions_suffix
 from everyrank.workload import HIDDEN_NAME, Source, Workload, check_place
 
@@ -59,11 +59,14 @@ def run(
         profile=_absolute(options.profile),
         trackers=tuple(options.trackers),
     )
+    sent = _sent(workload)
+    if isinstance(workload, Source) and options.resume is not None:
+        sent = _with_saved_settings(workload, options.resume)
+        if options.epochs is None and options.steps is None:
+            options = dataclasses.replace(options, epochs=sent.epochs, steps=sent.steps)
     with catch_signals(signal.SIGTERM, signal.SIGUSR1) as stop:
         try:
-            results = run_ranks(
-                launch, "everyrank.tasks.train:train_rank", _sent(workload), layout, launch, options, stop=stop
-            )
+            results = run_ranks(launch, "everyrank.tasks.train:train_rank", sent, layout, launch, options, stop=stop)
         except StoppedError as error:
             if stop.asked is not None:
                 error.exit_status = 128 + stop.asked
@@ -100,7 +103,10 @@ def predict(workload: Workload | Source, layout: Layout, launch: Launch, options
         resume=_checkpoint(options.resume),
         pretrained=_absolute(options.pretrained),
     )
-    results = run_ranks(launch, "everyrank.tasks.predict:predict_rank", _sent(workload), layout, launch, options)
+    sent = _sent(workload)
+    if isinstance(workload, Source) and options.resume is not None:
+        sent = _with_saved_settings(workload, options.resume)
+    results = run_ranks(launch, "everyrank.tasks.predict:predict_rank", sent, layout, launch, options)
     return results.get(0) or 0
 
 
@@ -228,6 +234,18 @@ def _sent(workload: Workload | Source) -> Workload | Source:
             if name.startswith(HIDDEN_NAME):
                 cloudpickle.register_pickle_by_value(module)
     return sent
+
+
+def _with_saved_settings(source: Source, checkpoint: Path) -> Source:
+    """The source with the settings, batch and length of a checkpoint, where the call does not give others."""
+    about = find_checkpoint(checkpoint).about
+    saved = {name: value for name, value in about.settings.items() if name not in LENGTHS}
+    lengths = {name: about.settings[name] for name in LENGTHS if name in about.settings}
+    if source.epochs is not None or source.steps is not None or any(name in source.settings for name in LENGTHS):
+        lengths = {}
+    has_batch = source.batch is None and "batch" not in source.settings and "--lr-rule" in about.settings
+    batch = {"batch": about.global_batch, "lr_rule": about.settings["--lr-rule"]} if has_batch else {}
+    return dataclasses.replace(source, saved=saved, **lengths, **batch)
 
 
 def _command() -> list[str]:

@@ -169,9 +169,21 @@ def _empty(parameter: nn.Parameter, about: TensorStorageMetadata) -> Tensor:
 
 
 @torch.no_grad()
-def load_state(trainable: Trainable, world: World, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Give optimizer, schedule, scale and generators what was read; the model's tensors were read in place."""
+def load_state(
+    trainable: Trainable,
+    world: World,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    *,
+    schedule_step: int | None = None,
+) -> None:
+    """Give optimizer, schedule, scale and generators what was read; the model's tensors were read in place.
+
+    With `schedule_step` the saved state of the schedule is not used: the schedule, which was built for a different
+    length of the training, takes so many steps from its beginning.
+    """
     optimizer = trainable.optimizer
+    first_rates = [group["lr"] for group in optimizer.param_groups]
     state = optimizer.state_dict()
     if values["kinds"] != _kinds(trainable):
         was, now = " and ".join(values["kinds"]), " and ".join(_kinds(trainable))
@@ -194,7 +206,12 @@ def load_state(trainable: Trainable, world: World, tensors: Mapping[str, Tensor]
     state["state"] = {index: of_name[name] for index, name in pairs if name in of_name}
     optimizer.load_state_dict(state)
     if trainable.schedule is not None and values["schedule"] is not None:
-        trainable.schedule.load_state_dict(values["schedule"])
+        if schedule_step is None or trainable.follows_evaluation:
+            trainable.schedule.load_state_dict(values["schedule"])
+        else:
+            for group, rate in zip(optimizer.param_groups, first_rates, strict=True):
+                group["lr"] = rate
+            trainable.advance_schedule(schedule_step)
     if trainable.scaler is not None and values["scale"] is not None:
         trainable.scaler.scale, trainable.scaler.good_steps = values["scale"]
     own_generators = tensors.get(f"generators/{world.rank}")

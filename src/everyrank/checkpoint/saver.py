@@ -31,6 +31,7 @@ from everyrank.checkpoint.storage import (
 )
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.runs import (
+    LENGTHS,
     About,
     Checkpoint,
     add_metrics,
@@ -196,16 +197,25 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
     """Put a training where a checkpoint left it, under any layout; the number of updates done. A collective.
 
     `expected` is what a checkpoint of this training would say of itself.
-    Raises `UsageError` on every rank alike: for a damaged checkpoint (the last good one is offered), and for one of
-    another training.
+    A training of a different length (epochs, steps) is resumed with the learning rates of that length: its schedule
+    takes `step` steps from its beginning. Raises `UsageError` on every rank alike: for a damaged checkpoint (the last
+    good one is offered), and for one of a different training.
     """
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
+    was, now = checkpoint.about.settings, expected.settings
+    is_longer = any(was.get(name) != now.get(name) for name in LENGTHS)
     _check_whole(checkpoint, prepared)
     kept = contents_of(checkpoint)
     tensors = targets_for(prepared.trainable, world, kept)
     read(tensors, checkpoint, group_for_saving(prepared, world))
     try:
-        load_state(prepared.trainable, world, tensors, read_values(checkpoint))
+        load_state(
+            prepared.trainable,
+            world,
+            tensors,
+            read_values(checkpoint),
+            schedule_step=checkpoint.about.step if is_longer else None,
+        )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
@@ -231,17 +241,21 @@ def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
     for name in ("workload", "seed", "global_batch", "clip_norm", "samples", "data_checksum"):
         was, now = getattr(saved, name), getattr(expected, name)
         if was != now:
+            typed = f"; {_TYPED[name]}{was} makes them equal" if name in _TYPED else ""
             raise UsageError(
-                f"{checkpoint.path}: it was trained with {name}={was}, this is {name}={now}: another training; "
-                "make them equal, or begin from its weights: everyrank checkpoint export, then --pretrained"
+                f"{checkpoint.path}: it was trained with {name}={was}, this is {name}={now}: another training{typed}. "
+                "To begin from its weights: everyrank checkpoint export, then --pretrained"
             )
     was, now = dict(saved.settings), dict(expected.settings)
-    for name in sorted((was.keys() | now.keys()) - {"data"}):  # data may have been moved; its checksum was compared
+    for name in sorted((was.keys() | now.keys()) - {"data", *LENGTHS}):  # the checksum of the data was compared
         if was.get(name) != now.get(name):
             raise UsageError(
                 f"{checkpoint.path}: it was trained with {_setting(name, was)}, this is {_setting(name, now)}: "
                 "another training; make them equal"
             )
+
+
+_TYPED = {"seed": "--set seed=", "global_batch": "--batch "}
 
 
 def _setting(name: str, settings: dict[str, Any]) -> str:
@@ -250,6 +264,8 @@ def _setting(name: str, settings: dict[str, Any]) -> str:
     text = text if text.isprintable() else repr(text)
     if name.startswith("Workload."):  # a field of it
         return f"{name}={text}" if name in settings else f"no {name}"
+    if name.startswith("--"):
+        return f"{name} {text}" if name in settings else f"no {name}"
     return f"--set {name}={text}" if name in settings else f"no --set {name}"
 
 

@@ -141,15 +141,17 @@ class Trainable:
 
     def skip_update(self) -> None:
         """Leave this update out: its gradients have overflowed, or there are none."""
+        self.advance_schedule()
+
+    def advance_schedule(self, steps: int = 1) -> None:
+        """So many updates are done: a schedule that counts them takes as many steps."""
+        if self.schedule is None or self.follows_evaluation:
+            return
         with warnings.catch_warnings():
             # torch takes a schedule that steps before the first optimizer step for a mistake
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self.advance_schedule()
-
-    def advance_schedule(self) -> None:
-        """One update is done: a schedule that counts them takes its step."""
-        if self.schedule is not None and not self.follows_evaluation:
-            self.schedule.step()
+            for _ in range(steps):
+                self.schedule.step()
 
     @property
     def follows_evaluation(self) -> bool:

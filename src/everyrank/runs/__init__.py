@@ -17,7 +17,17 @@ folder.py   which there are, and the names that only whole ones have
 lock.py     one run at a time
 """
 
-from everyrank.runs.about import About, Checkpoint, check_about, crc_of, damage, fields_of, open_file, write_about
+from everyrank.runs.about import (
+    LENGTHS,
+    About,
+    Checkpoint,
+    check_about,
+    crc_of,
+    damage,
+    fields_of,
+    open_file,
+    write_about,
+)
 from everyrank.runs.folder import (
     add_metrics,
     all_of,
@@ -41,6 +51,7 @@ from everyrank.runs.folder import (
 from everyrank.runs.lock import hold
 
 __all__ = [
+    "LENGTHS",
     "About",
     "Checkpoint",
     "add_metrics",

@@ -18,6 +18,7 @@ from everyrank.errors import UsageError
 
 __all__ = [
     "ABOUT",
+    "LENGTHS",
     "NAME",
     "About",
     "Checkpoint",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 ABOUT = "about.json"
+LENGTHS = ("epochs", "steps")
+"""Settings that say how long a training lasts: a resumed run may change them."""
 NAME = re.compile(r"step-([0-9]{1,18})(\.old)?")  # .old: whole, and about to be replaced by one of the same step
 _SUM = ',\n "crc": '
 _LONGEST = 1 << 26  # bytes of about.json: that of a thousand ranks has a hundred thousand

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from everyrank.checkpoint import Saver, resume, with_pretrained
+from everyrank.checkpoint import Saver, load_model, resume, with_pretrained
 from everyrank.data import (
     KnownUpdates,
     OpenUpdates,
@@ -29,6 +29,7 @@ from everyrank.measure.resource_log import resource_log
 from everyrank.options import TrainOptions
 from everyrank.record import Record
 from everyrank.runs import (
+    LENGTHS,
     About,
     best_of,
     checkpoint_named,
@@ -88,8 +89,8 @@ def train_rank(
         prepared = _prepared(workload, layout, world)
         job = TrainingJob(prepared, train_data, eval_data)
         about = about_of(job, options)
-        begin, place = _go_on(job, options, about) if options.resume is not None else (0, {})
         display = Display(world.rank == 0 and options.show)
+        begin, place = _go_on(job, options, about, display) if options.resume is not None else (0, {})
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
@@ -172,14 +173,24 @@ def _agreed(options: TrainOptions, world: World, goes_on: bool) -> TrainOptions:
     return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
 
 
-def _go_on(job: TrainingJob, options: TrainOptions, about: About) -> tuple[int, dict[str, int]]:
-    """Put the training where the checkpoint left it; the number of updates done, and their place in the epochs."""
+def _go_on(job: TrainingJob, options: TrainOptions, about: About, display: Display) -> tuple[int, dict[str, int]]:
+    """Put the training where the checkpoint left it; the number of updates done, and their place in the epochs.
+
+    An evaluation needs the model only, whatever else has changed since.
+    """
     assert options.resume is not None
     checkpoint = checkpoint_named(options.resume)
     begin, place = checkpoint.about.step, dict(checkpoint.about.place)
-    if not options.evaluate:
-        check_left(job, options.resume, begin, place)
+    if options.evaluate:
+        load_model(job.prepared, job.prepared.world, checkpoint)
+        return begin, place
+    check_left(job, options.resume, begin, place)
     resume(job.prepared, job.prepared.world, checkpoint, about)
+    for name in LENGTHS:
+        was, now = checkpoint.about.settings.get(name), about.settings.get(name)
+        if was != now:
+            new, old = (f"{value} {name}" if value is not None else "the workload's own length" for value in (now, was))
+            display.line(f"learning rates: from update {begin} on those of {new}, before that those of {old}")
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
         on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
     return begin, place

@@ -31,8 +31,6 @@ def about_of(job: TrainingJob, options: TrainOptions) -> About:
         )
     source = workload.source
     settings = dict(source.settings) if source else {}
-    if source and source.epochs is not None and workload.schedule is not None:
-        settings["epochs"] = source.epochs  # the schedule may have been built on it
     if source and source.batch is not None:  # the global batch is a field of its own
         settings["--lr-rule"] = source.lr_rule
     if workload.drop_last:

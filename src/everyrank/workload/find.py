@@ -54,6 +54,8 @@ def load(what: Source | Workload) -> Workload:
     if isinstance(what, Workload):
         return what
     takes = _parameters(_find(what.place)[0])
+    saved = {name: value for name, value in what.saved.items() if name in takes}
+    what = dataclasses.replace(what, settings={**saved, **what.settings}, saved={})
     asked = {"batch": what.batch, "epochs": what.epochs, "steps": what.steps}
     # a function that takes them builds its schedule on them
     settings = {name: value for name, value in asked.items() if value is not None and name in takes}
@@ -68,7 +70,8 @@ def load(what: Source | Workload) -> Workload:
     if what.epochs is not None or what.steps is not None:
         found = dataclasses.replace(found, epochs=what.epochs, steps=what.steps)
     found = dataclasses.replace(found)
-    object.__setattr__(found, "source", what)
+    lengths = {name: value for name, value in settings.items() if name != "batch"}
+    object.__setattr__(found, "source", dataclasses.replace(what, settings={**what.settings, **lengths}))
     return found
 
 

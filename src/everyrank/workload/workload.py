@@ -23,7 +23,7 @@ class Source:
 
     `place` is a built-in name or `path/file.py[:name]`; `settings` go to the function found there. `batch` is another
     global batch than the workload's own, and `lr_rule` how the learning rate follows it (`batch.LR_RULES`); `epochs` or
-    `steps` another length.
+    `steps` another length. `saved` are settings of the checkpoint that is resumed, for what `settings` does not give.
     """
 
     place: str
@@ -32,6 +32,7 @@ class Source:
     lr_rule: str = "none"
     epochs: int | None = None
     steps: int | None = None
+    saved: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
