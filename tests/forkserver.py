@@ -107,6 +107,8 @@ class Forked:
         """End it and its session, if they still run."""
         self.connection.close()
 
+    __del__ = close
+
 
 class ForkServer:
     """Starts when it is first asked for something.

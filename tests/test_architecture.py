@@ -18,6 +18,7 @@ PACKAGE = Path(everyrank.__file__).parent
 ORDER = [
     "_version",
     "errors",
+    "fields",
     "workload",
     "layout",
     "record",

@@ -321,7 +321,8 @@ def test_the_average_travels_in_checkpoints(forge: Forge, tmp_path: Path) -> Non
         assert forge(tmp_path, "predict", "plateau.py", *source, "--out", out).status == 0
     one, two = ((tmp_path / name).read_text().splitlines() for name in ("one.jsonl", "two.jsonl"))
     assert one == two
-    done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", "--resume", after_3, "--out", "other", size=2)
+    words = ["--set", "average=0.5", "--resume", after_3, "--out", "other"]
+    done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", *words, size=2)
     assert done.status == 2
     assert "trained with Workload.ema_decay=0.8" in done.err or "--set average=0.8" in done.err
 

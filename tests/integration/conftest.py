@@ -130,27 +130,34 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     for parent in folder.parents:
         if parent.name.startswith("pytest"):
             parent.chmod(0o755)  # munge wants to be reached
-    started = [start_munge(folder)]
     ports = [free_port() for _ in range(3)]
     (folder / "slurm.conf").write_text(SLURM_CONF.format(host=socket.gethostname(), ports=ports, folder=folder))
     for name in ("state", "spool.n1", "spool.n2"):
         (folder / name).mkdir()
     variables = {"SLURM_CONF": str(folder / "slurm.conf")}
     environment = {**os.environ, **variables}
-    for command in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
-        log = (folder / f"{'-'.join(command)}.out").open("wb")
-        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+    started: list[subprocess.Popen[bytes]] = []
     try:
+        started.append(start_munge(folder))
+        for command in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+            log = (folder / f"{'-'.join(command)}.out").open("wb")
+            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
         wait_for_nodes(environment, folder)
         yield variables
     finally:
+        stop_slurm(started, environment)
+
+
+def stop_slurm(started: Sequence[subprocess.Popen[bytes]], environment: dict[str, str]) -> None:
+    """End the jobs, then all daemons, also where only some of them have been started."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # a controller that never came answers nothing
         subprocess.run(["scancel", "--user=root"], env=environment, timeout=20, check=False, capture_output=True)
-        for process in reversed(started):
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            process.kill()
-            process.wait()
+    for process in reversed(started):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        process.kill()
+        process.wait()
 
 
 def start_munge(folder: Path) -> subprocess.Popen[bytes]:

@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
-from everyrank.launch import Launch, catch_signals, run_ranks
+from everyrank.fields import check_fields
+from everyrank.launch import (
+    CPU_PROCESSES,
+    Launch,
+    catch_signals,
+    num_accelerators,
+    rank_info_from_environment,
+    run_ranks,
+)
 from everyrank.layout import Layout, check_reference, parse_layout
 from everyrank.options import AUTO, GUARDS, BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
 from everyrank.record import Record
@@ -28,23 +36,28 @@ _Options = TypeVar("_Options", TrainOptions, PredictOptions, VerifyOptions, Benc
 
 
 def run(
-    workload: Workload | Source,
-    layout: Layout,
-    launch: Launch,
+    workload: Workload | Source | str,
+    layout: Layout | str,
+    launch: Launch | str | None = None,
     *,
     options: TrainOptions | None = None,
     **changes: Any,
 ) -> list[Record]:
     """Train `workload` under `layout` on the ranks that `launch` starts; a list of one Record.
 
+    workload  a `Workload`, or as the command line has it: a built-in name, or "path/file.py[:name]"
+    layout    a `Layout`, or its text: "fsdp:precision=bf16"
+    launch    None: here, on as many processes as `everyrank train` would take; a text is the name of a launcher
+
     `options` are those of `everyrank train`; fields of `TrainOptions` can be given by name, too:
-    `run(workload, layout, launch, epochs=3, out=Path("runs/first"))`.
+    `run("digits", "ddp", epochs=3, out="runs/first")`.
 
     Where this process is itself a rank that torchrun started, only rank 0 gets the Record, the others [].
     Raises an `EveryrankError`: `UsageError` for a wrong call or workload, `RankFailedError` when a rank fails,
     `StoppedError` when SIGTERM or SIGUSR1 asked to stop: then the update in progress is done and saved.
     """
-    options = _completed(options or TrainOptions(), changes)
+    workload, layout = _workload_of(workload), _layout_of(layout)
+    launch, options = _launch_of(launch, [layout]), _completed(options or TrainOptions(), changes)
     if options.epochs is not None and options.steps is not None:
         raise UsageError(f"--epochs {options.epochs} --steps {options.steps}: give one of the two")
     _check_choices(options)
@@ -85,12 +98,15 @@ def _check_choices(options: TrainOptions) -> None:
         raise UsageError(f"--guard {options.guard}: give one of {', '.join(GUARDS)}")
 
 
-def predict(workload: Workload | Source, layout: Layout, launch: Launch, options: PredictOptions) -> int:
+def predict(
+    workload: Workload | Source | str, layout: Layout | str, launch: Launch | str | None, options: PredictOptions
+) -> int:
     """Write the model's predictions for the held-out data to `options.out`, in the order of the data; how many.
 
     The end of the name says how: .jsonl (a row for each sample) or .npy (one array). Raises what `run` raises.
     """
-    options = _completed(options, {})
+    workload, layout = _workload_of(workload), _layout_of(layout)
+    launch, options = _launch_of(launch, [layout]), _completed(options, {})
     check_predictions_suffix(options.out)
     if options.resume is None and options.pretrained is None:
         raise UsageError("predict needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE")
@@ -148,21 +164,23 @@ def _checkpoint(place: Path | None) -> Path | None:
 
 
 def verify(
-    workload: Workload | Source,
-    layouts: Sequence[Layout],
-    launch: Launch,
+    workload: Workload | Source | str,
+    layouts: Sequence[Layout | str] | str,
+    launch: Launch | str | None = None,
     *,
     options: VerifyOptions | None = None,
     **changes: Any,
 ) -> list[Record]:
     """Compare each layout with one device; one Record for each.
 
-    `options` are those of `everyrank verify`; fields of `VerifyOptions` can be given by name, too. A layout that the
-    workload cannot have is refused in its row, or not verified, with the reason; where none of the layouts can be had,
-    that is raised. A difference is no error: it is in `Record.parity`. `reference="fsdp:meta=true"` compares with that
-    layout, where one device cannot hold the model. Raises what `run` raises.
+    `verify("digits", ["ddp", "fsdp"])`: workload, layouts and launch are given as to `run`. `options` are those of
+    `everyrank verify`; fields of `VerifyOptions` can be given by name, too. A layout that the workload cannot have is
+    refused in its row, or not verified, with the reason; where none of the layouts can be had, that is raised. A
+    difference is no error: it is in `Record.parity`. `reference="fsdp:meta=true"` compares with that layout, where one
+    device cannot hold the model. Raises what `run` raises.
     """
-    options = _completed(options or VerifyOptions(), changes)
+    workload, layouts = _workload_of(workload), _layouts_of(layouts)
+    launch, options = _launch_of(launch, layouts), _completed(options or VerifyOptions(), changes)
     options = dataclasses.replace(options, reference=str(options.reference) if options.reference else None)
     for layout in layouts if options.by_name else ():
         layout.mesh(launch.processes)
@@ -180,9 +198,9 @@ def _some_were_possible(records: list[Record]) -> list[Record]:
 
 
 def bench(
-    workload: Workload | Source,
-    layouts: Sequence[Layout],
-    launch: Launch,
+    workload: Workload | Source | str,
+    layouts: Sequence[Layout | str] | str,
+    launch: Launch | str | None = None,
     *,
     options: BenchOptions | None = None,
     kept: list[Record] | None = None,
@@ -193,7 +211,8 @@ def bench(
     `options` are those of `everyrank bench`; fields of `BenchOptions` can be given by name, too. Raises what `run`
     raises; `kept` has by then what was known, also after Ctrl-C.
     """
-    options = _completed(options or BenchOptions(), changes)
+    workload, layouts = _workload_of(workload), _layouts_of(layouts)
+    launch, options = _launch_of(launch, layouts), _completed(options or BenchOptions(), changes)
     for layout in layouts if options.by_name else ():
         layout.mesh(launch.processes)
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
@@ -209,9 +228,51 @@ def bench(
     return _some_were_possible(results.get(0) or [])
 
 
+def _workload_of(given: Workload | Source | str) -> Workload | Source:
+    if isinstance(given, str):
+        return Source(given)
+    if not isinstance(given, Workload | Source):
+        raise UsageError(
+            f"workload={given!r}: give a Workload, a built-in name or a file; find_workload(...) makes one"
+        )
+    return given
+
+
+def _layout_of(given: Layout | str) -> Layout:
+    if isinstance(given, str):
+        return parse_layout(given)
+    if not isinstance(given, Layout):
+        raise UsageError(f'layout={given!r}: give a Layout, or its text, like "fsdp:precision=bf16"')
+    return given
+
+
+def _layouts_of(given: Sequence[Layout | str] | str) -> list[Layout]:
+    layouts = [given] if isinstance(given, str | Layout) else list(given)
+    if not layouts:
+        raise UsageError('layouts=[]: give at least one, like ["ddp"]')
+    return [_layout_of(layout) for layout in layouts]
+
+
+def _launch_of(given: Launch | str | None, layouts: Sequence[Layout]) -> Launch:
+    """The launch; where none is given, or its launcher only, with as many processes as the command line would take."""
+    if isinstance(given, Launch):
+        return given
+    if given is not None and not isinstance(given, str):
+        raise UsageError(f'launch={given!r}: give a Launch, or the name of a launcher, like "torchrun"')
+    info = rank_info_from_environment(os.environ)
+    if info is not None:
+        processes = info.size
+    elif all(layout.axis is None for layout in layouts):
+        processes = 1
+    else:
+        processes = num_accelerators() or CPU_PROCESSES
+    return Launch(processes=processes) if given is None else Launch(given, processes=processes)
+
+
 def _completed(options: _Options, changes: dict[str, Any]) -> _Options:
     """The options with what was given by name, and what this process knows of the call. Raises `UsageError`."""
     asked = dataclasses.replace(options, **changes, command=_command(), started=time.time())
+    check_fields(asked)
     check_minimums(asked)
     return asked
 

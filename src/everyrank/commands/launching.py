@@ -15,6 +15,7 @@ from everyrank.api import check_fewer_ranks
 from everyrank.commands.typed import commands_text, typed_on
 from everyrank.errors import UsageError
 from everyrank.launch import (
+    CPU_PROCESSES,
     LAUNCHERS,
     Launch,
     Launcher,
@@ -31,14 +32,11 @@ from everyrank.layout import Layout, parse_layout
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of", "quiet_launch_of"]
 
 
-_CPU_PROCESSES = 2  # the fewest with which a parallel layout does something
-
-
 def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, several_backends: bool = False) -> None:
     """--processes, --launcher and what belongs to them."""
     ranks = (
         "number of processes over all nodes; default: the visible GPUs, or on CPU "
-        f"{_CPU_PROCESSES}; 1 for a layout of one device"
+        f"{CPU_PROCESSES}; 1 for a layout of one device"
     )
     if several_sizes:
         parser.add_argument(
@@ -218,7 +216,7 @@ def _processes(
     if tasks is not None:
         return tasks
     here = 0 if args.device == "cpu" else num_accelerators()
-    return here * nodes or max(_CPU_PROCESSES, nodes)
+    return here * nodes or max(CPU_PROCESSES, nodes)
 
 
 def _most_nodes(args: argparse.Namespace, nodes: int) -> int:

@@ -39,10 +39,11 @@ from everyrank.launch.environments import rank_info_from_environment, threads_as
 from everyrank.launch.job import Launch
 from everyrank.launch.launcher import LAUNCHERS, Launcher, find_launcher, launchers
 from everyrank.launch.processes import run_ranks
-from everyrank.launch.rank_info import RankInfo, cgroup_quota, num_accelerators, num_cores
+from everyrank.launch.rank_info import CPU_PROCESSES, RankInfo, cgroup_quota, num_accelerators, num_cores
 from everyrank.launch.signals import Stop, catch_signals
 
 __all__ = [
+    "CPU_PROCESSES",
     "LAUNCHERS",
     "Launch",
     "Launcher",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.errors import UsageError
+from everyrank.fields import check_fields
 from everyrank.launch.hosts import split_endpoint
 from everyrank.launch.launcher import DEFAULT_LAUNCHER, Launcher, launcher_named
 
@@ -66,6 +67,7 @@ class Launch:
     options: Any = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         row = self.row
         if self.options is None and row.options is not None:
             object.__setattr__(self, "options", row.options())

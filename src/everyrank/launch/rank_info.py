@@ -11,7 +11,7 @@ from typing import Any
 
 from everyrank.errors import UsageError
 
-__all__ = ["RankInfo", "cgroup_quota", "has_driver", "num_accelerators", "num_cores"]
+__all__ = ["CPU_PROCESSES", "RankInfo", "cgroup_quota", "has_driver", "num_accelerators", "num_cores"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ def cgroup_quota(folder: Path) -> float | None:
         quota = int((folder / "cpu" / "cpu.cfs_quota_us").read_text())
         return quota / int((folder / "cpu" / "cpu.cfs_period_us").read_text()) if quota > 0 else None
     return None
+
+
+CPU_PROCESSES = 2
+"""Processes where nobody says how many and there is no GPU: the fewest with which a parallel layout does something."""
 
 
 def num_accelerators() -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
+from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe, shortened
 from everyrank.workload.batch import with_batch
 from everyrank.workload.scan import defines, names_of_workloads
 from everyrank.workload.workload import Source, Workload
@@ -150,8 +150,12 @@ def _path_and_name(place: str) -> tuple[Path, str]:
             f"workload {place!r}: {hint}give one of {', '.join(BUILT_IN)}, or a file: path/to/file.py[:name]"
         )
     path = Path(path_text).absolute()
-    if not path.is_file():
-        raise UsageError(f"workload {place!r}: there is no file {path}")
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_file = False
+    if not is_file:
+        raise UsageError(f"workload {shortened(repr(place))}: there is no file {shortened(str(path))}")
     name = name or "workload"
     if not defines(path, name):
         raise WorkloadError(_without_workload(path, name, names_of_workloads(path)))

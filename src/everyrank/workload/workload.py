@@ -125,8 +125,7 @@ class Workload:
     source: Source | None = field(default=None, compare=False, init=False)
 
     def __post_init__(self) -> None:
-        if not self.name or any(ord(letter) < 32 for letter in self.name):
-            raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
+        self._check_name()
         for name in ("model", "train_data", "loss", "optimizer"):
             self._require_callable(name, getattr(self, name))
         if _is_module(self.model):
@@ -139,12 +138,36 @@ class Workload:
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
         self._check_numbers()
-        if not isinstance(self.metrics, Mapping):
-            raise WorkloadError(f"workload {self.name}: metrics={self.metrics!r}: give a dict of functions")
+        self._check_places()
+        for name in ("metrics", "derived"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise WorkloadError(f"workload {self.name}: {name}={getattr(self, name)!r}: give a dict of functions")
         for name, metric in self.metrics.items():
             self._require_callable(f"metrics[{name!r}]", metric)
         for name, derive in self.derived.items():
             self._require_callable(f"derived[{name!r}]", derive)
+
+    def _check_name(self) -> None:
+        if not isinstance(self.name, str) or not self.name or any(ord(letter) < 32 for letter in self.name):
+            raise WorkloadError(f"name={self.name!r}: a workload needs a printable name")
+        if "/" in self.name or "\\" in self.name:
+            raise WorkloadError(f"name={self.name!r}: folders of runs are named after it; leave out slashes")
+
+    def _check_places(self) -> None:
+        """Where in the model something is, and in which dimension of its input."""
+        for name in ("blocks", "experts"):
+            value: object = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise WorkloadError(f'workload {self.name}: {name}={value!r}: give a path in the model, like "layers"')
+        plan: object = self.tensor_plan
+        pairs = plan.items() if isinstance(plan, Mapping) else None
+        if plan is not None and (pairs is None or not all(isinstance(word, str) for pair in pairs for word in pair)):
+            raise WorkloadError(
+                f'workload {self.name}: tensor_plan={plan!r}: give a dict, like {{"layers.*.query": "colwise"}}'
+            )
+        dim: object = self.sequence_dim
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise WorkloadError(f"workload {self.name}: sequence_dim={dim!r}: give the number of a dimension")
 
     def _check_numbers(self) -> None:
         for name in ("global_batch", "num_devices", "epochs", "steps", "eval_batch"):
@@ -165,11 +188,12 @@ class Workload:
             raise WorkloadError(f"workload {self.name}: dropout={self.dropout!r}: give exact or torch")
         if self.order == "shard" and self.weights is not None:
             raise WorkloadError(f"workload {self.name}: weights draw from all samples; use order='global'")
-        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**64:
             raise WorkloadError(f"workload {self.name}: seed={self.seed!r}: give a whole number of 64 bits")
         if self.ema_decay is not None and not (isinstance(self.ema_decay, float) and 0 < self.ema_decay < 1):
             raise WorkloadError(f"workload {self.name}: ema_decay={self.ema_decay!r}: give a number between 0 and 1")
-        if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
+        norm: object = self.clip_norm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
             raise WorkloadError(f"workload {self.name}: clip_norm={self.clip_norm!r}: give a number above 0, or None")
 
     def _require_callable(self, name: str, value: object) -> None:
