@@ -225,6 +225,7 @@ INSIDE = {
         "watch.inject.sitecustomize",
         "command_line",
         "script",
+        "guardian",
         "start",
         "outside",
         "evidence",

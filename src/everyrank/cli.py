@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
     _replace_closed()
+    parsed = argparse.Namespace()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
@@ -52,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EveryrankError as error:
         status = _say(str(error), error.log, error.exit_status)
     except KeyboardInterrupt:
-        status = _say_ended("interrupted", INTERRUPTED)
+        status = _say_ended("interrupted", INTERRUPTED, parsed)
     except _TerminatedError:
-        status = _say_ended("terminated", TERMINATED)
+        status = _say_ended("terminated", TERMINATED, parsed)
     except BrokenPipeError:
         close_output()  # `everyrank new ddp_torchrun | head`
         status = 0
@@ -95,9 +96,10 @@ def _say(line: str, log: Path | None, status: int) -> int:
     return status
 
 
-def _say_ended(word: str, status: int) -> int:
+def _say_ended(word: str, status: int, parsed: argparse.Namespace) -> int:
     """What a signal has ended. A launcher outside passes it on to each rank: one of them says so."""
-    return _say(f"{word}; all ranks are ended", None, status) if is_reporting_rank() else status
+    ranks = "; all ranks are ended" if getattr(parsed, "starts_ranks", False) else ""
+    return _say(f"{word}{ranks}", None, status) if is_reporting_rank() else status
 
 
 def _written(error: BaseException) -> Path | None:

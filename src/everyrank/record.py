@@ -239,6 +239,8 @@ def _plain(value: Any) -> Any:
 def read_records(path: str | Path) -> list[Record]:
     """Read what `write_records` wrote. Raises `UsageError` for a file that is not a list of Records."""
     path = Path(path)
+    if path.is_fifo() and path.absolute().parts[1:2] not in (("dev",), ("proc",)):  # those are <(...) of a shell
+        raise UsageError(f"{path}: a named pipe; give a file that --json wrote")
     try:
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text)

@@ -1,87 +1,444 @@
-"""Audits of scripts that crash, hang, are cut off, or start what should not outlive them."""
+"""Hostile use of `everyrank audit`: terminals that close, ranks typed by hand, crashes, links, limits, odd scripts.
+
+The findings are numbers 2, 3, 4, 5, 9 and 12 of the second round of hostile use.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import signal
-import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-CRASH = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(3))
-if dist.get_rank() == 1:
-    raise ValueError("boom")
-dist.all_reduce(torch.ones(3))
-"""
-ENDLESS = """
+from auditing import SCRIPTS, lines_with
+from everyrank.audit.outside import rank_from_outside, shared_folder
+from everyrank.errors import EveryrankError
+from processes import Cli, command_line, free_port, left_of
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in Linux's /proc")
+
+LEFT_SECONDS = 8.0  # in which what is left over has to end
+
+
+def left(cli: Cli) -> dict[int, str]:
+    return left_of(cli.mark, LEFT_SECONDS)
+
+
+def last_line(stderr: str) -> str:
+    assert "Traceback" not in stderr
+    return stderr.strip().splitlines()[-1]
+
+
+# --- finding 2: nothing stays, however the audit ends
+
+# each script runs `touch`, because what it writes itself once torch is imported is put aside
+
+WAITS = "import subprocess, time\nsubprocess.run(['touch', {reached!r}])\ntime.sleep(1000)\n"
+WITH_TORCH = "import torch\n" + WAITS
+COMPUTES = "import subprocess, torch\nsubprocess.run(['touch', {reached!r}])\nwhile True:\n    torch.ones(10).sum()\n"
+OTHER_SESSION = (
+    "import subprocess, time\n"
+    "subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+    "subprocess.run(['touch', {reached!r}])\n"
+    "time.sleep(1000)\n"
+)
+DAEMON = (  # its parent has ended, and its session is its own
+    "import subprocess, time\n"
+    "subprocess.run(['setsid', '--fork', 'sleep', '1000'])\n"
+    "subprocess.run(['touch', {reached!r}])\n"
+    "time.sleep(1000)\n"
+)
+STARTS_PYTHON = (
+    "import subprocess, sys, time\n"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session=True)\n"
+    "subprocess.run(['touch', {reached!r}])\n"
+    "time.sleep(1000)\n"
+)
+SHELL = (
+    "import subprocess\n"
+    "subprocess.run(['touch', {reached!r}])\n"
+    "subprocess.run('trap \"\" HUP TERM; sleep 1000; sleep 1000', shell=True)\n"
+)
+IGNORES = (
+    "import signal, subprocess, time\n"
+    "for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):\n"
+    "    signal.signal(number, signal.SIG_IGN)\n"
+    "subprocess.run(['touch', {reached!r}])\n"
+    "while True:\n"
+    "    time.sleep(1)\n"
+)
+SCRIPT_KINDS = {
+    "waits": WAITS,
+    "waits with torch": WITH_TORCH,
+    "computes": COMPUTES,
+    "a child in another session": OTHER_SESSION,
+    "a daemon": DAEMON,
+    "python in another session": STARTS_PYTHON,
+    "a shell": SHELL,
+    "ignores signals": IGNORES,
+}
+QUICK = ("waits", "a child in another session")
+
+
+def start_audit(cli: Cli, text: str, *words: object) -> None:
+    """An audit of one process whose script has come to its mark."""
+    reached = cli.folder / "reached"
+    (cli.folder / "train.py").write_text(text.format(reached=str(reached)))
+    cli.start("audit", *words, "train.py")
+    deadline = time.monotonic() + 60
+    while not reached.exists():
+        assert time.monotonic() < deadline, cli.said()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.integration) for kind in SCRIPT_KINDS],
+)
+def test_nothing_stays_when_the_audit_is_ended(kind: str, number: signal.Signals, cli: Cli) -> None:
+    """SIGHUP is what the audit gets when its terminal is closed."""
+    start_audit(cli, SCRIPT_KINDS[kind])
+    os.kill(cli.process.pid, number)
+    cli.end(timeout=30)
+    assert left(cli) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_stays_of_two_ranks(number: signal.Signals, cli: Cli) -> None:
+    start_audit(cli, OTHER_SESSION, "--processes", 2)
+    os.kill(cli.process.pid, number)
+    cli.end(timeout=30)
+    assert left(cli) == {}
+
+
+def test_a_closed_terminal_ends_the_whole_group(cli: Cli) -> None:
+    """The system signals every process of the foreground at once."""
+    start_audit(cli, OTHER_SESSION)
+    os.killpg(os.getpgid(cli.process.pid), signal.SIGHUP)
+    cli.end(timeout=30)
+    assert left(cli) == {}
+
+
+def test_a_script_that_kills_its_parent(cli: Cli) -> None:
+    text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1000)\n"
+    (cli.folder / "train.py").write_text(text)
+    cli.start("audit", "--timeout", 10, "train.py")
+    cli.end(timeout=60)
+    assert left(cli) == {}
+
+
+@pytest.mark.parametrize("kind", ["a child in another session", "a daemon", "python in another session"])
+def test_nothing_stays_of_a_script_that_ends(kind: str, cli: Cli) -> None:
+    """What it started is ended with the audit, also in another session."""
+    start_audit(cli, SCRIPT_KINDS[kind].removesuffix("time.sleep(1000)\n"))
+    cli.end(timeout=60)
+    assert left(cli) == {}
+
+
+def test_nothing_stays_after_a_timeout(cli: Cli) -> None:
+    start_audit(cli, OTHER_SESSION, "--timeout", 2)
+    status, _, err = cli.end(timeout=60)
+    assert status == 4, err
+    assert left(cli) == {}
+
+
+@pytest.mark.integration
+def test_a_real_terminal_that_is_closed(cli: Cli) -> None:
+    """`script` gives it a terminal; when that is killed, the system closes it."""
+    reached = cli.folder / "reached"
+    (cli.folder / "train.py").write_text(OTHER_SESSION.format(reached=str(reached)))
+    code = "import pty, sys; pty.spawn(sys.argv[1:])"
+    words = ("-c", code, sys.executable, "-m", "everyrank", "audit", "train.py")
+    cli.start(command=words, is_forked=False)
+    cli.wait_for(reached.exists)
+    cli.process.kill()
+    cli.end(timeout=30)
+    assert left(cli) == {}
+
+
+def test_no_folder_stays(cli: Cli, tmp_path: Path) -> None:
+    """Of an audit that its terminal has ended; one that was killed may leave its folder."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    reached = cli.folder / "reached"
+    (cli.folder / "train.py").write_text(WAITS.format(reached=str(reached)))
+    cli.start("audit", "train.py", is_forked=False, TMPDIR=str(temporary))
+    cli.wait_for(reached.exists)
+    os.kill(cli.process.pid, signal.SIGHUP)
+    cli.end(timeout=30)
+    assert left(cli) == {}
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("everyrank-audit")] == []
+
+
+# --- finding 3: ranks that are typed in two terminals
+
+MISTAKE = ("        sampler.set_epoch(epoch)\n", "")
+SHELLS = {
+    "shells": ("sh", "-c", '"$@"; exit $?', "sh"),  # each is the parent of its audit
+    "timeout": ("timeout", "300"),
+}
+
+
+@contextlib.contextmanager
+def typed_ranks(server: Any, folder: Path, before: tuple[str, ...], size: int = 2) -> Iterator[list[Cli]]:
+    """The command of docs/audit.md, typed once for each rank."""
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(command_line(server, folder)) for _ in range(size)]
+        for number, rank in enumerate(ranks):
+            variables = {"RANK": str(number), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            rank.start("audit", "train.py", before=before, is_forked=False, **variables, **own)
+        yield ranks
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", SHELLS)
+def test_ranks_of_two_terminals_meet(kind: str, forkserver: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text((SCRIPTS / "classifier.py").read_text().replace(*MISTAKE))
+    with typed_ranks(forkserver, tmp_path, SHELLS[kind]) as ranks:
+        status, out, err = ranks[0].end(timeout=80)
+        status_1, out_1, err_1 = ranks[1].end(timeout=80)
+        assert status == 1, err
+        assert "data.epoch" in out
+        assert "updates on 2 ranks" in out
+        assert status_1 == 0, err_1
+        assert "data.epoch" not in out_1
+        assert [left_of(rank.mark, LEFT_SECONDS) for rank in ranks] == [{}, {}]
+    found = [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("everyrank-audit")]
+    assert found == []
+
+
+@pytest.mark.integration
+def test_ranks_of_two_terminals_twice(forkserver: Any, tmp_path: Path) -> None:
+    """On the same port: what the first audit has left is not taken for the second one's."""
+    (tmp_path / "train.py").write_text((SCRIPTS / "classifier.py").read_text().replace(*MISTAKE))
+    for _ in range(2):
+        with typed_ranks(forkserver, tmp_path, SHELLS["shells"]) as ranks:
+            status, out, err = ranks[0].end(timeout=80)
+            ranks[1].end(timeout=80)
+            assert status == 1, err
+            assert "updates on 2 ranks" in out
+
+
+# --- finding 4: whose error is shown
+
+CRASHES = """\
 import torch
-model = torch.nn.Linear(2, 1)
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(4, 2)).mean().backward()
-optimizer.step()
-while True:
-    torch.ones(10).sum()
-"""
-OTHER_SESSION = """
-import subprocess, time
-subprocess.Popen(["sleep", "1033"], start_new_session=True)
-open("/dev/shm/NAME", "w").close()
-time.sleep(1000)
+CRASH
+for update in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
 """
 
 
-def test_the_rank_that_crashed_is_named(everyrank: Any, tmp_path: Path) -> None:
-    """Rank 0 only loses its peer."""
-    (tmp_path / "train.py").write_text(CRASH)
-    ran = everyrank(tmp_path, "audit", "train.py")
-    assert ran.returncode == 4
-    assert "rank 1" in ran.stderr
-    assert "boom" in ran.stderr
+@pytest.mark.parametrize(("size", "crashing"), [(2, 1), (3, 2), (2, 0)])
+def test_the_error_of_the_rank_that_crashed(size: int, crashing: int, everyrank: Any, tmp_path: Path) -> None:
+    """The others only lose their connection to it."""
+    text = CRASHES.replace("CRASH", f"if dist.get_rank() == {crashing}:\n    raise ValueError('boom')")
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "--processes", size, "train.py")
+    assert done.returncode == 4, done.stderr
+    [line] = list(lines_with(text, "raise ValueError"))
+    said = last_line(done.stderr)
+    own_error = rf"rank {crashing}: train\.py:{line} in <module>: (\[rank{crashing}\]: ?)?ValueError: boom"
+    assert re.search(own_error, said), said
+    assert "onnection" not in said
 
 
-def test_an_audit_that_was_cut_off(everyrank: Any, tmp_path: Path) -> None:
-    """It does not say that nothing is wrong, and names the flag."""
+@pytest.mark.parametrize("crash", ["raise SystemExit(3)", "import os; os._exit(3)"])
+def test_the_status_of_the_rank_that_ended(crash: str, everyrank: Any, tmp_path: Path) -> None:
+    """It says nothing; its number and its status are what is known."""
+    (tmp_path / "train.py").write_text(CRASHES.replace("CRASH", f"if dist.get_rank() == 1:\n    {crash}"))
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 4, done.stderr
+    assert "rank 1" in last_line(done.stderr)
+    assert "status 3" in last_line(done.stderr)
+
+
+# --- finding 5: a folder that somebody else has made first
+
+
+def test_a_link_in_the_place_of_the_shared_folder_is_not_followed(forkserver: Any, tmp_path: Path) -> None:
+    """The name that a first audit uses is a link when the second one, started in the same way, comes."""
+    (tmp_path / "train.py").write_text("import torch\nx = torch.ones(2, requires_grad=True)\nx.sum().backward()\n")
+    temporary, victim = tmp_path / "temporary", tmp_path / "victim"
+    temporary.mkdir()
+    victim.mkdir()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    variables |= {"TMPDIR": str(temporary), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+    def run_rank() -> set[str]:
+        """What it has left, or had there while it ran."""
+        seen = set[str]()
+        with command_line(forkserver, tmp_path) as rank:
+            rank.start("audit", "train.py", is_forked=False, **variables)  # TMPDIR is read at the start
+            deadline = time.monotonic() + 30
+            while rank.process.poll() is None and time.monotonic() < deadline:
+                seen |= {path.name for path in temporary.iterdir()}
+                time.sleep(0.02)
+        return seen | {path.name for path in temporary.iterdir()}
+
+    names = {name for name in run_rank() if name.startswith("everyrank")}
+    for name in names:
+        path = temporary / name
+        if path.is_dir():
+            for inner in sorted(path.rglob("*"), reverse=True):
+                inner.rmdir() if inner.is_dir() else inner.unlink()
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+        path.symlink_to(victim)
+    run_rank()
+    assert [path.name for path in victim.rglob("*")] == []
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Path | None]:
+    """The folder of the ranks of one start, asked for by each of them; None where that is refused by its name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    info = rank_from_outside(environment)
+    assert info is not None
+
+    def ask() -> Path | None:
+        with contextlib.suppress(EveryrankError):
+            return shared_folder(info, environment)
+        return None
+
+    return ask
+
+
+def test_a_link_made_first_is_refused(shared: Callable[[], Path | None], tmp_path: Path) -> None:
+    """Or another folder is taken."""
+    folder, victim = shared(), tmp_path / "victim"
+    assert folder is not None
+    victim.mkdir()
+    folder.rmdir()
+    folder.symlink_to(victim)
+    again = shared()
+    assert again is None or again.resolve() != victim.resolve()
+
+
+def test_a_folder_that_others_may_write_is_refused(shared: Callable[[], Path | None]) -> None:
+    """`--replay` unpickles what lies in it."""
+    folder = shared()
+    assert folder is not None
+    folder.chmod(0o777)
+    again = shared()
+    assert again is None or again.stat().st_mode & 0o022 == 0
+
+
+# --- finding 9: an audit that --limit has stopped
+
+ENDLESS = """\
+import time
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for update in range(1_000_000):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    if update >= 3:
+        time.sleep(0.2)
+"""
+SILENT = ENDLESS.replace("time.sleep(0.2)", "while True: torch.ones(10).sum()")
+
+
+@pytest.mark.parametrize("text", [ENDLESS, SILENT], ids=["it goes on", "it computes"])
+def test_an_audit_that_was_cut_off_says_so(text: str, everyrank: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "--limit", 6, "--updates", 500, "train.py")
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    assert "nothing wrong found" not in said
+    assert "--limit" in said
+
+
+def test_an_audit_that_was_cut_off_is_so_in_json(everyrank: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDLESS)
-    ran = everyrank(tmp_path, "audit", "--limit", "6", "train.py")
-    assert ran.returncode == 0, ran.stderr
-    assert "nothing wrong found" not in ran.stdout
-    assert "--limit" in ran.stdout.splitlines()[-1]
+    everyrank(tmp_path, "audit", "--limit", 6, "--updates", 500, "--json", "found.json", "train.py")
+    assert "--limit" in (tmp_path / "found.json").read_text()
 
 
-def test_a_script_with_a_null_byte_is_named(everyrank: Any, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_bytes(b"print(1)\0\n")
-    ran = everyrank(tmp_path, "audit", "train.py")
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("everyrank: train.py: ")
+def test_an_audit_that_came_to_its_end_says_nothing_of_it(everyrank: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDLESS.replace("1_000_000", "3"))
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "nothing wrong found" in done.stdout
+    assert "--limit" not in done.stdout
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a folder that is not redirected")
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_nothing_outlives_the_audit(tmp_path: Path, number: signal.Signals) -> None:
-    """Not even a program that the script has put into a session of its own."""
-    ready = Path(f"/dev/shm/everyrank-test-{tmp_path.parent.name}-{number}")
-    (tmp_path / "train.py").write_text(OTHER_SESSION.replace("NAME", ready.name))
-    command = [sys.executable, "-m", "everyrank", "audit", "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as audit:
-        try:
-            deadline = time.monotonic() + 60
-            while not ready.exists():
-                assert audit.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            started = psutil.Process(audit.pid).children(recursive=True)
-            assert any("sleep" in process.name() for process in started)
-            audit.send_signal(number)
-            audit.wait(30)
-            _, alive = psutil.wait_procs(started, timeout=10)
-            assert not alive
-        finally:
-            audit.kill()
-            ready.unlink(missing_ok=True)
+# --- finding 12: scripts that are none
+
+
+@pytest.mark.parametrize("content", [b"import torch\0\n", b"\0", b"\x7fELF\0\0\0", b"x = 1\n\0\n"])
+def test_a_script_with_null_bytes_is_named(content: bytes, everyrank: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_bytes(content)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 2
+    assert "train.py" in last_line(done.stderr)
+    assert "ast.py" not in done.stderr
+    assert "null byte" in last_line(done.stderr).lower()
+
+
+@pytest.mark.parametrize("content", [b"# coding: nonsense\n", b"\xff\xfe\n", b"(" * 5000 + b"\n"])
+def test_a_script_that_cannot_be_read_is_named(content: bytes, everyrank: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_bytes(content)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 2
+    assert "train.py" in last_line(done.stderr)
+    assert "ast.py" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["/proc/self/mem", "/dev/null", "/dev/zero"])
+def test_a_file_that_is_no_script_is_named(place: str, cli: Cli) -> None:
+    cli.start("audit", place)
+    status, _, err = cli.end(timeout=30)
+    assert status in (2, 4)
+    assert place in last_line(err)
+
+
+def test_a_fifo_is_no_script(cli: Cli) -> None:
+    os.mkfifo(cli.folder / "train.py")
+    cli.start("audit", "train.py")
+    status, _, err = cli.end(timeout=15)
+    assert status == 2
+    assert "train.py" in last_line(err)
+
+
+def test_a_backward_that_does_nothing(everyrank: Any, tmp_path: Path) -> None:
+    """Nothing is trained, so nothing can have been found right."""
+    nothing = "torch.Tensor.backward = lambda *_, **__: None"
+    text = ENDLESS.replace("1_000_000", "5").replace("torch.manual_seed(0)", nothing)
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert "Traceback" not in done.stderr
+    assert "nothing wrong found" not in done.stdout

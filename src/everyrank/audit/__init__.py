@@ -12,7 +12,7 @@ finding.py    what a rule says
 Knows torch (watch/ alone) and the script's processes, nothing of workloads, layouts and strategies.
 """
 
-from everyrank.audit.examine import Audit, AuditOptions, audit_script
+from everyrank.audit.examine import Audit, AuditOptions, ScriptFailedError, audit_script
 from everyrank.audit.finding import LEVELS, Finding, short_place
 
-__all__ = ["LEVELS", "Audit", "AuditOptions", "Finding", "audit_script", "short_place"]
+__all__ = ["LEVELS", "Audit", "AuditOptions", "Finding", "ScriptFailedError", "audit_script", "short_place"]

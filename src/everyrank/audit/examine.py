@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -14,10 +15,11 @@ from typing import Any
 
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Finding, Findings, short_place
-from everyrank.audit.outside import rank_from_outside, shared_folder, together
+from everyrank.audit.outside import rank_from_outside, remove_shared_folder, shared_folder, together
 from everyrank.audit.rules import RULES
 from everyrank.audit.rules.collectives import check_collectives, stands
 from everyrank.audit.script import (
+    are_distributed,
     check_arguments,
     find_script,
     has_gpu,
@@ -33,13 +35,30 @@ from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, Us
 from everyrank.launch.rank_info import RankInfo
 from everyrank.workload.scan import names_of_workloads
 
-__all__ = ["Audit", "AuditOptions", "audit_script", "judge_run"]
+__all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_run"]
 
 _BATCHES = 4  # of an epoch, before its last one
 _REPLAYED = 3  # updates
-_WANTS_RANK = re.compile(r"KeyError: '(LOCAL_)?RANK'|KeyError: 'WORLD_SIZE'")
+_WANTS_RANK = re.compile(r"KeyError: '((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR)'|environment variable \w+ expected")
+_WANTS_CUDA = re.compile(
+    r"not compiled with CUDA|no NVIDIA driver|CUDA is not available|CUDA-capable|_cuda_\w+", re.IGNORECASE
+)
+_TAIL_LINES = 14  # of a traceback
 _LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|recvValue failed", re.IGNORECASE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
+
+
+class ScriptFailedError(RankFailedError):
+    """The script ended with an error of its own.
+
+    tail   the last lines of its traceback
+    audit  what had been found by then; None where it had not trained yet
+    """
+
+    def __init__(self, message: str, log: Path | None, tail: list[str]) -> None:
+        super().__init__(message, log)
+        self.tail = tail
+        self.audit: Audit | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +71,8 @@ class AuditOptions:
     timeout_seconds  without a sign of life, after which a script hangs
     limit_seconds    of the whole run
     replay           whether the first updates are run once more, in one process and float64
+    pretend_cuda     let CUDA devices be the CPU, also where no line that could be read beforehand names them
+    shim             a folder of modules that come before all others: old names that today's packages do not have
     """
 
     processes: int | None = None
@@ -60,6 +81,8 @@ class AuditOptions:
     timeout_seconds: float = 60.0
     limit_seconds: float = 900.0
     replay: bool = False
+    pretend_cuda: bool = False
+    shim: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("processes", "updates", "timeout_seconds", "limit_seconds"):
@@ -70,6 +93,8 @@ class AuditOptions:
             raise UsageError(
                 "--replay with --watch: it needs the functions that --watch leaves out; leave out one of them"
             )
+        if self.shim is not None and not self.shim.is_dir():
+            raise UsageError(f"--shim {self.shim}: no folder is there; give one of modules to import first")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +106,7 @@ class Audit:
     unchecked  what could not be checked, or had no occasion
     replayed   what the replay of the first updates gave, where one was asked for
     was_cut    whether the script was ended by the limit of the call before enough was seen
+    doubt      why it must not be said that nothing is wrong; "" where it may
     """
 
     words: tuple[str, ...]
@@ -92,6 +118,7 @@ class Audit:
     unchecked: tuple[str, ...]
     replayed: tuple[str, ...] = ()
     was_cut: bool = False
+    doubt: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -109,6 +136,7 @@ class Audit:
             "findings": [finding.as_json() for finding in self.findings],
             "replay": list(self.replayed),
             "was_cut": self.was_cut,
+            "doubt": self.doubt,
             "altered": list(self.altered),
             "not_checked": list(self.unchecked),
         }
@@ -128,8 +156,9 @@ def audit_script(
     """
     script = find_script(words)
     text = own_text(script) if script else ""
-    num_ranks = options.processes or (2 if words[0] == "-m" or is_distributed(text) else 1)
-    devices = 0 if has_gpu() or not names_cuda(f"{text} {' '.join(words)}") else num_ranks
+    num_ranks = options.processes or (2 if script is None or is_distributed(text) else 1)
+    names_gpu = options.pretend_cuda or names_cuda(f"{text} {' '.join(words)}")
+    devices = 0 if has_gpu() or not names_gpu else num_ranks
     info = rank_from_outside(os.environ)
     if info is not None:
         return _audit_from_outside(words, script, options, info, info.size if devices else 0, moved)
@@ -138,20 +167,32 @@ def audit_script(
         check_arguments(words)
     ranks = [{}] if starts_ranks else rank_environments(num_ranks)
     first: RankFailedError | None = None
-    for attempt in _attempts(options, devices):
+    attempts = list(_attempts(options, devices))
+    while attempts:
         folder = _new_folder()
-        settings = _settings(folder, script, options, *attempt)
+        settings = _settings(folder, script, options, *attempts.pop(0))
         try:
             run = run_script(words, settings, ranks, options.timeout_seconds, options.limit_seconds, num_ranks, moved)
+            if num_ranks == 1 and options.processes is None and _knows_of_ranks(run):
+                return audit_script(words, dataclasses.replace(options, processes=2), moved)
             return judge_run(words, run, options, settings)
         except RankFailedError as error:
             first = first or error
-            if starts_ranks and _WANTS_RANK.search(str(error)):  # it can spawn, and was told not to
-                return audit_script(words, dataclasses.replace(options, processes=num_ranks), moved)
+            if (starts_ranks or num_ranks == 1) and options.processes is None and _WANTS_RANK.search(str(error)):
+                # it can spawn, and was told not to; or it was started as a single process
+                return audit_script(words, dataclasses.replace(options, processes=max(2, num_ranks)), moved)
+            if not settings.devices and not has_gpu() and _WANTS_CUDA.search(str(error)) and not devices:
+                devices = num_ranks
+                attempts = list(_attempts(options, devices))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     assert first is not None
     raise first
+
+
+def _knows_of_ranks(run: ScriptRun) -> bool:
+    """Whether a script that ran as one process has imported files that know of ranks."""
+    return any(are_distributed(event["files"]) for event in read_evidence(run).all_of("sources"))
 
 
 def _audit_from_outside(
@@ -167,7 +208,7 @@ def _audit_from_outside(
     Where torchrun starts all ranks again, after a failure, epochs are left whole.
     """
     is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    folder = shared_folder(info, os.environ)
+    folder = shared_folder(info, os.environ, words)
     settings = _settings(folder, script, options, devices, 0 if options.watch or is_again else _BATCHES)
     try:
         run = run_script(
@@ -177,7 +218,7 @@ def _audit_from_outside(
         return None if whole is None else judge_run(words, whole, options, settings)
     finally:
         if info.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_shared_folder(folder)
 
 
 def _new_folder() -> Path:
@@ -203,7 +244,7 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
         modes=not options.watch,
         replay=min(_REPLAYED, options.updates) if options.replay else 0,
         keep_files=options.watch,
-        auditor=os.getpid(),
+        shim=str(options.shim.absolute()) if options.shim is not None else "",
         main=str(script.absolute()) if script else "",
     )
 
@@ -211,11 +252,21 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
 def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
     """What the records of a run come to. Raises as `audit_script` does."""
     evidence = read_evidence(run)
-    findings = Findings()
     if run.status == "failed" and not _has_seen_enough(run, evidence) and not _mismatch(evidence):
-        _raise_own_error(run)
+        error = _own_error(run)
+        if evidence.steps:
+            with contextlib.suppress(Exception):  # rules expect the events of a script that has not crashed
+                error.audit = _judged(words, run, evidence, options, settings)
+        raise error
     if not evidence.ranks or not evidence.all_of("step"):
         _raise_never_trained(words, run, evidence, options)
+    return _judged(words, run, evidence, options, settings)
+
+
+def _judged(
+    words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
+) -> Audit:
+    findings = Findings()
     for rule in RULES:
         rule(evidence, findings)
     if evidence.world_size == 1 and not evidence.calls_by_rpc:
@@ -243,7 +294,19 @@ def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, setti
         tuple(findings.unchecked),
         tuple(findings.replayed),
         run.status == "long",
+        _doubt(run, evidence),
     )
+
+
+def _doubt(run: ScriptRun, evidence: Evidence) -> str:
+    """Why an audit without findings is no good news; "" where it is."""
+    if run.status == "long":
+        return "ended by --limit before enough was seen"
+    if evidence.world_size == 1 and any(are_distributed(event["files"]) for event in evidence.all_of("sources")):
+        return "only one rank of a distributed script was checked (use --processes 2)"
+    if not evidence.all_of("backward"):
+        return "no backward was seen, so gradients were not checked"
+    return ""
 
 
 def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
@@ -268,8 +331,8 @@ def _mismatch(evidence: Evidence) -> bool:
     return found.has("collective.order")
 
 
-def _raise_own_error(run: ScriptRun) -> None:
-    """The script's own last words: where it raised, and what."""
+def _own_error(run: ScriptRun) -> ScriptFailedError:
+    """The script's own last words: where it raised, and what; what each rank has printed is kept in a folder."""
     failed = _failed_by_themselves(run)
     own = [rank for rank in failed if not _LOST_PEER.search(_last_error(run.outputs[rank].splitlines()))]
     place = next(iter([*own, *failed]), 0)  # a rank that lost another one only answers that one's crash
@@ -280,7 +343,23 @@ def _raise_own_error(run: ScriptRun) -> None:
         name, line, function = frames[-1]
         where = f"{short_place(name)}:{line}{f' in {function}' if function else ''}: "
     said = _last_error(lines) or f"it ended with status {run.codes[place]}, and said nothing"
-    raise RankFailedError(f"rank {place}: {where}{shortened(said)}")
+    return ScriptFailedError(f"rank {place}: {where}{shortened(said)}", _kept_outputs(run, place), _tail(lines))
+
+
+def _tail(lines: Sequence[str]) -> list[str]:
+    """The end of what a rank has printed, from its last traceback on."""
+    begin = max((number for number, line in enumerate(lines) if "Traceback (most" in line), default=-1)
+    return list(lines[begin + 1 :][-_TAIL_LINES:])
+
+
+def _kept_outputs(run: ScriptRun, place: int) -> Path | None:
+    """A file with what the rank has printed, beside those of the other ranks; None where none can be written."""
+    with contextlib.suppress(OSError):
+        folder = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
+        for rank, output in enumerate(run.outputs):
+            (folder / f"rank{rank}.log").write_text(output, encoding="utf-8", errors="replace")
+        return folder / f"rank{place}.log"
+    return None
 
 
 def _last_error(lines: Sequence[str]) -> str:

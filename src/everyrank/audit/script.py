@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.machinery
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from everyrank.errors import UsageError, describe
 
 __all__ = [
+    "are_distributed",
     "check_arguments",
     "find_script",
     "has_gpu",
@@ -27,28 +31,51 @@ _STARTS_RANKS = re.compile(
 _IS_DISTRIBUTED = re.compile(
     r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|accelerate|lightning|transformers|deepspeed|horovod"
 )
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([\w.]+))", re.MULTILINE
+)
+_MOST_FILES = 500
 _NAMES_CUDA = re.compile(r"\bcuda\b|\bnccl\b|torch\.accelerator")
 
 
 def find_script(words: Sequence[str]) -> Path | None:
-    """The file that is run, None for a module by its name. Raises `UsageError` for what cannot be run."""
+    """The file that is run; None for a module that is not found. Raises `UsageError` for what cannot be run."""
     if not words:
         raise UsageError("audit needs a script: everyrank audit train.py --its-own arguments")
     if words[0] == "-m":
         if len(words) < 2:
             raise UsageError("audit -m: give the name of a module")
-        return None
+        return _module_file(words[1])
     path = Path(words[0])
     if not path.is_file():
-        why = "it is a folder" if path.is_dir() else "no such file"
+        why = "it is a folder" if path.is_dir() else "it is no file" if path.exists() else "no such file"
         raise UsageError(f"{path}: {why}; give a Python script, or -m and a module")
     try:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         raise UsageError(_named(path, describe(error))) from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; give a Python script, or -m and a module") from None
+    except (RecursionError, MemoryError):
+        raise UsageError(f"{path}: more parentheses in each other than Python reads") from None
     except ValueError as error:  # a null byte
         raise UsageError(f"{path.name}: {type(error).__name__}: {error}") from None
     return path
+
+
+def _module_file(name: str) -> Path | None:
+    """The file that `python -m name` runs, found without importing its packages."""
+    folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]  # noqa: PTH109
+    for place, part in enumerate(parts := name.split(".")):
+        spec = importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None:
+            return None
+        if spec.submodule_search_locations is None:
+            is_last = place == len(parts) - 1
+            return Path(spec.origin) if is_last and spec.origin is not None else None
+        folders = list(spec.submodule_search_locations)
+    main = importlib.machinery.PathFinder.find_spec("__main__", folders)
+    return Path(main.origin) if main is not None and main.origin is not None else None
 
 
 def _named(path: Path, text: str) -> str:
@@ -67,16 +94,33 @@ def check_arguments(words: Sequence[str]) -> None:
 
 
 def own_text(script: Path) -> str:
-    """Of the script, and of the person's files beside it that it imports."""
+    """Of the script, and of the user's modules and packages beside it that it imports."""
     found, waiting = dict[Path, str](), [script]
-    while waiting:
+    roots = {script.parent, Path.cwd()}
+    while waiting and len(found) < _MOST_FILES:
         path = waiting.pop()
         if path in found or not path.is_file():
             continue
         found[path] = text = path.read_text(encoding="utf-8", errors="replace")
-        for name in re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE):
-            waiting += [path.parent / f"{name}.py"]
+        for dots, source, names, plain in _IMPORT.findall(text):
+            name = source or plain
+            folder = path.parent
+            for _ in dots[1:]:
+                folder = folder.parent
+            for root in [folder] if dots else roots | {path.parent}:
+                module = root.joinpath(*name.split(".")) if name else root
+                waiting += [module.with_name(f"{module.name}.py"), module / "__init__.py"]
+                waiting += [module / f"{one}.py" for one in re.split(r"[,()\s]+", names) if one.isidentifier()]
     return "\n".join(found.values())
+
+
+def are_distributed(files: Iterable[str]) -> bool:
+    """Whether one of these files knows of ranks."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            if is_distributed(Path(file).read_text(encoding="utf-8", errors="replace")):
+                return True
+    return False
 
 
 def has_gpu() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from typing import IO
 
 import psutil
 
+from everyrank.audit.guardian import end_all_of, guarded
 from everyrank.audit.script import has_gpu
 from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, ENVIRONMENT, Settings
 
@@ -70,21 +70,26 @@ def run_script(
     """
     folder, begin = Path(settings.folder), time.monotonic()
     processes: list[_Process] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        if ends_all:
+            stack.enter_context(guarded(folder))
+        stack.callback(lambda: _end(processes, folder, ends_all))
         for variables in ranks:  # one by one: those that have started are ended whatever happens
             process = _Process([sys.executable, *words], {**os.environ, **variables, **_injected(settings)})
             processes.append(process)
         status = _wait(processes, folder, begin, timeout_seconds, limit_seconds, moved)
         if status not in ("finished", "failed"):
             _ask_for_stacks(folder)
-    finally:
         codes = tuple(process.process.poll() for process in processes)
-        for process in processes:
-            process.end()
-        if ends_all:
-            _end_the_rest(folder)
     outputs = tuple(process.output() for process in processes)
     return ScriptRun(folder, world_size, status, codes, outputs, time.monotonic() - begin)
+
+
+def _end(processes: Sequence[_Process], folder: Path, ends_all: bool) -> None:
+    for process in processes:
+        process.end()
+    if ends_all:
+        end_all_of(folder)
 
 
 def rank_environments(processes: int) -> list[dict[str, str]]:
@@ -106,7 +111,7 @@ def _injected(settings: Settings) -> dict[str, str]:
     """The environment that puts the hooks into every Python process below."""
     package = str(Path(__file__).parents[2])  # everyrank may not be installed where the script runs
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(filter(None, [_INJECT, *before, package]))
+    path = os.pathsep.join(filter(None, [_INJECT, settings.shim, *before, package]))
     kept = {} if settings.keep_files else {"PYTHONDONTWRITEBYTECODE": "1"}
     return {ENVIRONMENT: settings.written(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **kept}
 
@@ -203,17 +208,3 @@ def _ask_for_stacks(folder: Path) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
             os.kill(int(path.name.removeprefix("stack")), signal.SIGUSR1)
     time.sleep(1.0)
-
-
-def _end_the_rest(folder: Path) -> None:
-    """Whatever the script has started, also in sessions of its own: all inherit this audit's settings."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ValueError, OSError):
-            if process.pid != os.getpid() and _is_watched(process, folder):
-                process.kill()
-
-
-def _is_watched(process: psutil.Process, folder: Path) -> bool:
-    """Whether it carries this audit's settings, which are inherited."""
-    settings = process.environ().get(ENVIRONMENT)
-    return settings is not None and json.loads(settings).get("folder") == str(folder)

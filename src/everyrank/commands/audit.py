@@ -8,9 +8,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from everyrank.commands.shared import check_html, check_writable, close_output
+from everyrank.commands.shared import check_html, check_writable, close_output, write_text
 from everyrank.errors import CHECK_FAILED, UsageError, printable
+
+if TYPE_CHECKING:
+    from everyrank.audit import Audit
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -19,6 +23,7 @@ HELP = "your own script, unmodified: the distributed mistakes it makes, with fil
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What stands before the script is ours, what stands after it is the script's."""
+    parser.set_defaults(starts_ranks=True)
     parser.add_argument("--processes", type=int, metavar="N", help="ranks, as torchrun starts them (default 2)")
     parser.add_argument("--updates", type=int, default=12, metavar="K", help="updates that are looked at (default 12)")
     parser.add_argument(
@@ -27,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replay", action="store_true", help="the first updates once more in one process and float64, to compare with"
     )
+    parser.add_argument(
+        "--pretend-cuda", action="store_true", help="let CUDA be the CPU where no line read beforehand names it"
+    )
+    parser.add_argument("--shim", type=Path, metavar="DIR", help="modules to import first: names of old packages")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds without a sign of life")
     parser.add_argument("--limit", type=float, default=900.0, metavar="S", help="seconds in all (default 900)")
     parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
@@ -61,14 +70,15 @@ def _command(args: argparse.Namespace) -> tuple[list[str], int | None]:
 
 def run(args: argparse.Namespace) -> int:
     """Audit a script, print what was found; 1 where a number of it is wrong."""
-    from everyrank.audit import AuditOptions, audit_script
+    from everyrank.audit import AuditOptions, ScriptFailedError, audit_script
     from everyrank.launch.environments import is_rank_0_of_all
     from everyrank.progress import progress
-    from everyrank.report import audit_page, print_audit
 
     _end_with_the_terminal()
     words, processes = _command(args)
-    options = AuditOptions(processes, args.updates, args.watch, args.timeout, args.limit, args.replay)
+    options = AuditOptions(
+        processes, args.updates, args.watch, args.timeout, args.limit, args.replay, args.pretend_cuda, args.shim
+    )
     check_html(args)
     for path in (args.json, args.html):
         check_writable(path)
@@ -84,13 +94,26 @@ def run(args: argparse.Namespace) -> int:
                 begin(f"update {done + 1} of {options.updates}" if updates else "starting the script")
 
         moved(0)
-        audit = audit_script(words, options, moved)
-    if audit is None:  # rank 0 has the word
-        return 0
+        try:
+            audit, failure = audit_script(words, options, moved), None
+        except ScriptFailedError as error:
+            audit, failure = error.audit, error
+    if audit is not None:
+        _show(audit, args)
+    if failure is not None:
+        print("\n".join(f"  {printable(line)}" for line in failure.tail), file=sys.stderr)
+        raise failure
+    return CHECK_FAILED if audit is not None and audit.has_failed else 0  # without one, rank 0 has the word
+
+
+def _show(audit: Audit, args: argparse.Namespace) -> None:
+    """Write the files that were asked for, then print: a closed pipe loses no result."""
+    from everyrank.report import audit_page, print_audit
+
     if args.json is not None:
-        args.json.write_text(json.dumps(audit.as_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(audit.as_json(), indent=1) + "\n")
     if args.html is not None:
-        args.html.write_text(audit_page(audit), encoding="utf-8", errors="replace")
+        write_text(args.html, audit_page(audit))
     try:
         print_audit(audit)
         for path in (args.json, args.html):
@@ -99,4 +122,3 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
         close_output()
-    return CHECK_FAILED if audit.has_failed else 0

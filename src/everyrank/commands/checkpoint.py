@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.commands.shared import check_writable
-from everyrank.errors import CHECK_FAILED
+from everyrank.commands.shared import check_writable, write_text
+from everyrank.errors import CHECK_FAILED, printable
 from everyrank.runs import About, Checkpoint, all_of, damage, fields_of, find_checkpoint
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         found = find_checkpoint(args.place)
         check_writable(args.out)
         state = export(found, args.out)
-        print(f"wrote {args.out}: {len(state)} tensors after update {found.about.step}, from {found.path}")
+        what = f"{args.out}: {len(state)} tensors after update {found.about.step}, from {found.path}"
+        print(f"wrote {printable(what)}")
         return 0
     run = args.place.parent if args.place.name == "checkpoints" else args.place
     there = all_of(run)
@@ -75,7 +76,7 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
     if json_file is not None:
         check_writable(json_file)
         about_all = [{"path": str(one.path), **fields_of(one.about)} for one in whole]
-        json_file.write_text(json.dumps(about_all, indent=1), encoding="utf-8")
+        write_text(json_file, json.dumps(about_all, indent=1))
     last = whole[-1].about
     title = f"{last.workload} · seed {last.seed} · global batch {last.global_batch} · {last.samples:,} samples"
     header = ["checkpoint", "update", "epoch", "layout", "MiB", "metrics", "state"]

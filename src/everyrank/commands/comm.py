@@ -10,7 +10,7 @@ from typing import Any
 
 from everyrank.collectives.question import ALGORITHM_NAMES, DTYPE_BYTES, REDUCTION_NAMES, CommOptions, parse_sizes
 from everyrank.commands.launching import add_launching, launch_of
-from everyrank.commands.shared import check_html, check_writable, close_output
+from everyrank.commands.shared import check_html, check_writable, close_output, write_text
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch, run_ranks
 
@@ -89,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
 def _write(measured: dict[str, Any], args: argparse.Namespace) -> None:
     """The files that were asked for, before anything is printed: a closed pipe loses no result."""
     if args.json is not None:
-        args.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(measured, indent=1) + "\n")
     if args.html is not None:
         from everyrank.report.comm_page import comm_page
 
-        args.html.write_text(comm_page(measured), encoding="utf-8", errors="replace")
+        write_text(args.html, comm_page(measured))
 
 
 def _check_groups(options: CommOptions, launch: Launch) -> None:

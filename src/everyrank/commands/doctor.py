@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from everyrank.commands.launching import add_launching, launch_of
-from everyrank.commands.shared import check_writable, close_output
+from everyrank.commands.shared import check_writable, close_output, write_text
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(3 if launch else 5, show=True) as begin:
         examination = Examination(examine_launch(launch, begin)) if launch else examine(args.timeout, begin)
     if args.json is not None:
-        args.json.write_text(json.dumps(examination.as_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(examination.as_json(), indent=1) + "\n")
     try:
         print_findings(examination.sections)
         print("\nTo paste into an issue:\n" + paste(examination) + "\n", flush=True)

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from everyrank.errors import UsageError
+from everyrank.errors import UsageError, printable
 from everyrank.layout import parse_layout
 from everyrank.workload import Source, check_place, parse_settings
 
@@ -44,5 +44,6 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["everyrank", *args.words])
     request = eject.EjectRequest(source, layout, args.launcher, args.processes, command)
     written = eject.write_project(request, args.folder)
-    print(f"wrote {', '.join(path.name for path in written)} in {args.folder}; README.md says how to start it")
+    names = printable(f"{', '.join(path.name for path in written)} in {args.folder}")
+    print(f"wrote {names}; README.md says how to start it")
     return 0

@@ -34,6 +34,7 @@ __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of
 
 def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, several_backends: bool = False) -> None:
     """--processes, --launcher and what belongs to them."""
+    parser.set_defaults(starts_ranks=True)
     ranks = (
         "number of processes over all nodes; default: the visible GPUs, or on CPU "
         f"{CPU_PROCESSES}; 1 for a layout of one device"

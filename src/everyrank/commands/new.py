@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from everyrank.commands.shared import check_writable, say_next
+from everyrank.commands.shared import check_writable, say_next, write_text
 from everyrank.commands.suggestions import suggest_recipe
 from everyrank.errors import UsageError, printable
 
@@ -84,7 +84,7 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
             raise UsageError(f"{path}: it exists already; give another path, or remove it")
         check_writable(path)
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     written = list(texts)
     data = target.with_name("digits.csv.gz")
     if data.name in recipe:

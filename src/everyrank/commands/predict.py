@@ -6,6 +6,7 @@ import argparse
 
 from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import add_common, add_options, check_writable, options_of, source_of
+from everyrank.errors import printable
 from everyrank.layout import parse_layout
 from everyrank.options import PredictOptions
 from everyrank.tasks.predictions import check_predictions_suffix
@@ -32,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.out)
     count = api.predict(source_of(args), layout, launch, options_of(args, PredictOptions))
     if count:
-        print(f"wrote {args.out}: {count} predictions, in the order of the data")
+        print(f"wrote {printable(str(args.out))}: {count} predictions, in the order of the data")
     return 0

@@ -34,6 +34,7 @@ __all__ = [
     "source_of",
     "status_of",
     "workload_words",
+    "write_text",
 ]
 
 _Options = TypeVar("_Options")
@@ -148,11 +149,11 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
     if args.json is not None:
         write_records([record for records in sets.values() for record in records], args.json)
     if args.markdown is not None:
-        args.markdown.write_text("\n".join(markdown(*parts) for parts in shown), encoding="utf-8", errors="replace")
+        write_text(args.markdown, "\n".join(markdown(*parts) for parts in shown))
     if args.html is not None:
         from everyrank.report.page import page
 
-        args.html.write_text(page(sets), encoding="utf-8", errors="replace")
+        write_text(args.html, page(sets))
     try:
         for parts in shown:
             print_table(*parts)
@@ -169,6 +170,14 @@ def say(text: str) -> None:
         print(text, flush=True)
     except OSError:
         close_output()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file. An `OSError` names it, which Python leaves out where a disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def workload_words(args: argparse.Namespace) -> str:
@@ -225,6 +234,9 @@ def check_writable(path: Path | None) -> None:
     if path is None or os.environ.get("RANK", "0") != "0":  # rank 0 alone writes
         return
     try:
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not target.parent.is_dir():
+            raise UsageError(f"{path}: a link to {target}, a folder that does not exist; give another place")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_fifo():  # opening it would wait for its reader
             return

@@ -21,6 +21,7 @@ from everyrank.commands.shared import (
     say_next,
     source_of,
     workload_words,
+    write_text,
 )
 from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, printable
 from everyrank.launch import slurm
@@ -137,16 +138,18 @@ def _write(records: list[Record], args: argparse.Namespace, out: Path | None) ->
     if out is not None:
         (out / "record.json").unlink(missing_ok=True)  # it may be a link to a file outside
         write_records(records, out / "record.json")
-        say(f"wrote {out}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
+        say(f"wrote {printable(str(out))}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
     if args.json is not None:
         write_records(records, args.json)
     if args.html is not None:
         from everyrank.report.page import page
 
-        args.html.write_text(page({"": records}), encoding="utf-8", errors="replace")
+        write_text(args.html, page({"": records}))
         say(f"wrote {printable(str(args.html))}")
     if args.profile is not None and not args.evaluate:
-        say(f"wrote {args.profile}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing")
+        say(
+            f"wrote {printable(str(args.profile))}: one step of all ranks; open it at ui.perfetto.dev or chrome://tracing"
+        )
 
 
 def _resumed(args: argparse.Namespace) -> Path | None:

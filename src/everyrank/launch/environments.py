@@ -78,7 +78,8 @@ def _check_complete(environment: Mapping[str, str], known: list[Environment]) ->
     fix = f"start with {program}, or unset {present[0]}"
     if missing == ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]:
         fix = f"which ranks share a host is not known then; set both (0 and 1 with one rank a host), or {fix}"
-    raise UsageError(f"the environment has {', '.join(present)} but not {', '.join(missing)}: {fix}")
+    shown = [name if environment[name].isdecimal() else f"{name}={environment[name]}" for name in present]
+    raise UsageError(f"the environment has {', '.join(shown)} but not {', '.join(missing)}: {fix}")
 
 
 def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:
@@ -101,10 +102,13 @@ def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:
 
 
 def is_rank_0_of_all(environment: Mapping[str, str]) -> bool:
-    """Whether this process is no rank of a launcher outside, or its rank 0, whatever else its variables say."""
+    """Whether this process is no rank of a launcher outside, or its rank 0, whatever else its variables say.
+
+    A variable that is no number, left in a shell of an allocation, makes no rank: somebody has to say so.
+    """
     # a person may have started this one alone: their RANK counts beside the marker of a launcher only
     return all(
-        environment.get(name, "0") == "0"
+        environment.get(name, "0") == "0" or not environment[name].isdecimal()
         for own in _environments()
         if own.marker is None or own.marker in environment
         for name in own.rank_variables

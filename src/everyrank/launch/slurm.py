@@ -159,8 +159,9 @@ def _check_forgotten(environment: Mapping[str, str]) -> None:
     tasks = environment.get("SLURM_NTASKS", "1")
     if job is not None and (nodes, tasks) != ("1", "1"):
         raise UsageError(
-            f"this is Slurm job {job} of {tasks} tasks on {nodes} node{'s' * (nodes != '1')}, and nobody said how to "
-            "use them: --launcher slurm (or srun before the command), or --launcher spawn for this node alone"
+            f"this is Slurm job {job} (SLURM_JOB_ID={job}) of {tasks} tasks on {nodes} node{'s' * (nodes != '1')}, and "
+            "nobody said how to use them: --launcher slurm (or srun before the command), or --launcher spawn for this "
+            "node alone"
         )
 
 

@@ -25,10 +25,10 @@ def summary(audit: Audit) -> str:
     found = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
     ranks = f"{audit.world_size} rank{'s' if audit.world_size > 1 else ''}"
     seen = f"{audit.updates} updates on {ranks} in {audit.seconds:.0f} s"
-    if counts["FAIL"]:
+    if audit.doubt and not counts["FAIL"]:
+        return f"{audit.doubt}: {found or 'no finding'} so far; {seen}"
+    if counts["FAIL"] or counts["WARN"]:
         return f"{found}; {seen}"
-    if audit.was_cut:
-        return f"ended by --limit before enough was seen: {found or 'no finding'} so far; {seen}"
     return f"nothing wrong found{f' ({found})' if found else ''}; {seen}"
 
 

@@ -10,7 +10,6 @@ import functools
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ from everyrank.audit.watch.loaders import Loaders, install_loaders
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.overlay import Overlay, install_overlay
-from everyrank.audit.watch.place import caller_is_own, chain, where
+from everyrank.audit.watch.place import caller_is_own, chain, is_own_file, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import BY_RPC, ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.replay import run_replay
@@ -73,20 +72,8 @@ def install() -> None:
         keeper = Keeper(recorder, losses, gradients)
         install_keeper(keeper)
         end.replay = functools.partial(run_replay, keeper)
-    if settings.auditor:
-        threading.Thread(target=_end_with, args=(settings.auditor,), daemon=True).start()
     recorder.event("start", pid=os.getpid(), modes=settings.modes, devices=settings.devices, replay=settings.replay)
     end.at_exit()
-
-
-def _end_with(auditor: int) -> None:
-    """End this process when nobody waits for it any more."""
-    while True:
-        time.sleep(1.0)
-        try:
-            os.kill(auditor, 0)
-        except ProcessLookupError:
-            os._exit(1)
 
 
 class End:
@@ -103,6 +90,9 @@ class End:
         Ranks that have sent each other nothing so far may be preparing something, each for itself: these go on.
         """
         recorder = self.recorder
+        if recorder.update == 1:
+            files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+            recorder.event("sources", files=[file for file in files if file is not None and is_own_file(file)])
         if not recorder.settings.modes:
             return
         is_alone = recorder.num_sent == 0 and recorder.world_size > 1

@@ -8,8 +8,11 @@ and the gradient scaler's device.
 # pyright: basic
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import time
+import types
 from typing import Any
 
 import torch
@@ -72,10 +75,23 @@ class PretendCuda:
         nothing = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect", "init")
         memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         answers = {**dict.fromkeys(nothing), **dict.fromkeys(memory, 0)}
-        for name, value in {**answers, "current_device": local_rank, "get_device_name": "the CPU"}.items():
+        answers |= {
+            "get_device_properties": _PROPERTIES,
+            "get_device_capability": (8, 0),
+            "mem_get_info": (2**36, 2**36),
+        }
+        answers |= {"current_device": local_rank, "get_device_name": "the CPU", "is_initialized": True}
+        answers |= dict.fromkeys(("current_stream", "default_stream"), _Stream())
+        for name, value in answers.items():
             setattr(cuda, name, _constant(value))
         for name in ("set_device_index", "set_device_idx", "synchronize"):
             setattr(accelerator, name, _constant(None))
+        for name in ("mark", "range_push", "range_pop"):
+            setattr(cuda.nvtx, name, _constant(0))
+        replaced = {"Event": _Event, "Stream": _Stream, "get_rng_state": _rng_state, "set_rng_state": _set_rng_state}
+        for name, value in {**replaced, **dict.fromkeys(("stream", "device", "device_of"), _Block)}.items():
+            setattr(cuda, name, value)
+        torch.Generator = _Generator
 
     def _meshes(self) -> None:
         """A mesh that a script builds, and the one that fully_shard builds by itself."""
@@ -122,6 +138,66 @@ class PretendCuda:
             scaler_init(self, _on_cpu(device), *args, **kwargs)
 
         autocast.__init__, scaler.__init__ = begin, scale
+
+
+class _GeneratorType(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _REAL_GENERATOR)
+
+
+_REAL_GENERATOR = torch.Generator
+
+
+class _Generator(metaclass=_GeneratorType):
+    """`torch.Generator(device="cuda")` makes a generator of the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _REAL_GENERATOR(_on_cpu(device, numbers=True))
+
+
+class _Stream:
+    """What is put into a stream is done at once."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.cuda_stream = self.stream_id = self.device_index = 0
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else _Event()
+
+    def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    synchronize = wait_stream = wait_event = wait = _nothing
+
+
+class _Event(_Stream):
+    """Its time is that of the CPU."""
+
+    seconds = 0.0
+
+    def record(self, *_args: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, other: Any) -> float:
+        return (other.seconds - self.seconds) * 1e3
+
+
+class _Block(contextlib.nullcontext):
+    """`with torch.cuda.stream(...)`, `with torch.cuda.device(...)`."""
+
+
+_PROPERTIES = types.SimpleNamespace(name="the CPU", total_memory=2**36, major=8, minor=0, multi_processor_count=1)
+
+
+def _rng_state(*_args: Any) -> Any:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(*_args: Any) -> None:
+    pass
 
 
 def _stays(self: Any, device: Any = None) -> Any:  # noqa: ARG001  (as it is called)

@@ -41,7 +41,7 @@ class Settings:
     replay         updates that are kept, and run once more in one process
     keep_files     whether what the script writes goes where it says
     main           the script
-    auditor        the process that waits for this one, and with which it ends
+    shim           a folder of modules that come before all others
     """
 
     folder: str
@@ -52,7 +52,7 @@ class Settings:
     modes: bool = True
     replay: int = 0
     keep_files: bool = False
-    auditor: int = 0
+    shim: str = ""
     main: str = ""
 
     @classmethod

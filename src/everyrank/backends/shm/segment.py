@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import platform
+import resource
 import secrets
 import select
 import sys
@@ -28,6 +29,7 @@ __all__ = ["Peers", "map_shared", "no_shared_memory"]
 _STRONG_ORDER = ("x86_64", "amd64")
 _TOKEN_BYTES = 16
 _PROBE_BYTES = 4096
+_MOST_BYTES = 2**30  # of the groups of many ranks
 
 
 def no_shared_memory(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
@@ -137,6 +139,9 @@ def map_shared(
 
 def _forbidden() -> str:
     """Why this process cannot have it; empty where it can. Old kernels and containers refuse the system calls."""
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if largest != resource.RLIM_INFINITY and largest < _MOST_BYTES:  # memory that is shared counts as a file
+        return f"ulimit -f allows {largest:,} bytes, and many ranks share up to {_MOST_BYTES:,}"
     try:
         os.close(os.memfd_create("everyrank"))
         os.close(os.pidfd_open(os.getpid()))

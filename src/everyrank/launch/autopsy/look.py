@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -121,12 +122,43 @@ def _is_sound(row: dict[str, Any]) -> bool:
     needed = ("job", "rank", "size", "host", "space", "pid", "began", "main") if "job" in row else ("time", "frames")
     return (
         all(name in row for name in needed)
-        and all(name in _KINDS and isinstance(value, _KINDS[name]) for name, value in row.items())
-        and all(
-            isinstance(frame, list) and [type(part) for part in frame] == [str, int, str]  # pyright: ignore
-            for frame in row.get("frames", [])
-        )
+        and all(name in _KINDS and _is_of_kind(value, _KINDS[name]) for name, value in row.items())
+        and all(0 <= row.get(name, 0) < _LARGEST for name in ("rank", "size"))
+        and all(_is_frame(frame) for frame in row.get("frames", []))
+        and _are_calls(row.get("calls", {}))
     )
+
+
+def _is_of_kind(value: object, kind: type | tuple[type, ...]) -> bool:
+    """Whether a value is of a kind; True is no number here, and neither are NaN and infinity."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _is_frame(frame: object) -> bool:
+    """[file, line, function]."""
+    return isinstance(frame, list) and [type(part) for part in frame] == [str, int, str]  # pyright: ignore
+
+
+def _are_calls(calls: dict[str, Any]) -> bool:
+    """Whether it is what `world.calls.recorded_calls` returns: groups with their ranks, and rows of nine."""
+    groups, rows = calls.get("groups", {}), calls.get("calls", [])
+    return (
+        isinstance(groups, dict)
+        and all(isinstance(ranks, list) and all(type(rank) is int for rank in ranks) for ranks in groups.values())  # pyright: ignore
+        and isinstance(rows, list)
+        and all(isinstance(row, list) and len(row) == len(_CALL) + 1 and _is_call(row) for row in rows)  # pyright: ignore
+    )
+
+
+_CALL: tuple[type | tuple[type, ...], ...] = (str, int, str, int, str, bool, bool, (int, float))
+
+
+def _is_call(row: list[Any]) -> bool:
+    """One row: group, number, operation, elements, dtype, is it done, is it a message, when it began, its frame."""
+    *values, frame = row
+    return all(map(_is_of_kind, values, _CALL)) and (frame is None or _is_frame(frame))
 
 
 def _ask(folder: Path) -> str:
@@ -211,7 +243,8 @@ def _view(folder: Path, who: dict[str, Any], process: psutil.Process | None, bus
 def _stack(folder: Path, who: dict[str, Any], pid: int) -> list[Frame]:
     """The stack of a process that answers the signal; [] of one that does not, which is sent none."""
     path = folder / f"rank{who['rank']}.stacks"
-    if STACKS_SIGNAL is None or not _catches(pid, STACKS_SIGNAL):
+    # a pipe that nobody writes into would be waited for without end
+    if STACKS_SIGNAL is None or not path.is_file() or not _catches(pid, STACKS_SIGNAL):
         return []
     with contextlib.suppress(OSError):
         size = path.stat().st_size
@@ -241,7 +274,10 @@ def _main_thread(text: str, who: dict[str, Any]) -> list[Frame]:
 
 def _of_abort(folder: Path, who: dict[str, Any]) -> list[Frame]:
     """Where a process stood that a library has ended; [] of one that ended in another way."""
-    with contextlib.suppress(OSError), (folder / f"rank{who['rank']}.stacks").open("rb") as file:
+    path = folder / f"rank{who['rank']}.stacks"
+    if not path.is_file():
+        return []
+    with contextlib.suppress(OSError), path.open("rb") as file:
         _, fatal, text = file.read(_LARGEST).decode(errors="replace").rpartition("Fatal Python error:")
         return _main_thread(text, who) if fatal else []
     return []
