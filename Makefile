@@ -11,8 +11,8 @@
 #                            their own commands), models (odd ones, transformers), layouts (8 ranks, experts, simulations,
 #                            dropout, own code, parameter servers; their traffic, their mutations), suite (what is marked
 #                            beside the other tests)
-#   make test-versions   the built wheel under Python 3.11 to 3.13 and torch 2.11 to 2.13, as far as this machine can
-#                            have them (each pair installs a torch of its own); what is not here is said
+#   make test-versions   the built wheel under Python 3.11, 3.13 and 3.14 with torch 2.11, 2.13, 2.14 and 2.15, as far
+#                            as this machine can have them (each pair installs its own torch); prints what is missing and why
 #   make check    format, lint, types, and the test-suite
 #   make docs     the documentation as a site, in build/docs/site; a link that leads nowhere ends it
 #

@@ -40,10 +40,18 @@ from everyrank.doctor.network import (
     check_rendezvous_port,
 )
 from everyrank.doctor.selftest import _wrong_answers
-from everyrank.doctor.software import check_combinations, check_optional, check_software, installed_versions
+from everyrank.doctor.software import (
+    NEWEST_TESTED_TORCH,
+    OLDEST_TORCH,
+    check_combinations,
+    check_optional,
+    check_software,
+    installed_versions,
+)
 from everyrank.errors import RankFailedError
 from everyrank.train.trackers import TRACKERS
 from everyrank.world import World
+from try_versions import TORCHES
 
 examining: Any = importlib.import_module("everyrank.doctor.examination")  # the package has a function of that name
 
@@ -385,9 +393,11 @@ def test_a_launcher_that_contradicts_itself_is_a_problem(name: str, value: str) 
         ("2.11.0", OK),
         ("2.13.0", OK),
         ("2.13.1+cu130", OK),
-        ("2.14.0", WARNING),
-        ("2.14.1", WARNING),
-        ("2.15.0.dev20261101", WARNING),
+        ("2.14.1", OK),
+        ("2.15.0", OK),
+        ("2.15.1+cu132", OK),
+        ("2.16.0", WARNING),
+        ("2.16.0.dev20261201", WARNING),
         ("3.0.0", WARNING),
     ],
 )
@@ -397,6 +407,25 @@ def test_torch_has_to_be_one_that_was_tested(version: str, status: str) -> None:
     assert version in found[0].text
     if status != OK:
         is_one_line(found[0], "2.11")
+
+
+def test_the_tested_versions_are_those_that_are_installed(repository: Path) -> None:
+    """pyproject.toml, constraints.txt, `make test-versions` and the README name what doctor accepts."""
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST_TORCH, NEWEST_TESTED_TORCH))
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    major, minor = NEWEST_TESTED_TORCH
+    assert f"torch>={oldest},<{major}.{minor + 1}" in project["dependencies"]
+    assert f"\ntorch=={newest}." in (repository / "constraints.txt").read_text()
+    assert (TORCHES[0], TORCHES[-1]) == (oldest, newest)
+    assert f"torch {oldest} to {newest}" in (repository / "README.md").read_text()
+
+
+def test_a_newer_torch_is_a_warning_and_no_failure() -> None:
+    """pip does not install it, but somebody who has it can go on."""
+    (found,) = check_combinations({"torch": "2.16.1", "numpy": "2.0.0"}, has_driver=False)
+    is_one_line(found, "2.16.1", "2.11 to 2.15", "pip install 'torch==2.15.*'")
+    assert found.status == WARNING
+    assert Examination({"software": [found]}).problems == []
 
 
 def test_without_torch_or_numpy_the_fix_is_to_install_it() -> None:
@@ -450,7 +479,8 @@ def test_what_is_optional_is_what_the_package_names(repository: Path) -> None:
 def test_the_installed_versions_are_those_of_the_environment() -> None:
     import torch
 
-    assert installed_versions()["torch"] == torch.__version__
+    # the CUDA wheel is 2.15.0 for pip and 2.15.0+cu132 for Python
+    assert torch.__version__.partition("+")[0] == installed_versions()["torch"].partition("+")[0]
     assert [finding.what for finding in check_software(installed_versions(), has_driver=False)][:2] == [
         "everyrank",
         "torch",

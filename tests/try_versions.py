@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-PYTHONS = ("3.11", "3.12", "3.13")
-TORCHES = ("2.11", "2.12", "2.13")
+PYTHONS = ("3.11", "3.13", "3.14")
+TORCHES = ("2.11", "2.13", "2.14", "2.15")
 TESTS = ("tests/test_layout.py", "tests/test_workload.py", "tests/test_data.py", "tests/test_eject.py")
 REPOSITORY = Path(__file__).parents[1]
 
@@ -46,6 +46,16 @@ def last_line(text: str) -> str:
     return lines[-1][:200] if lines else "no word"
 
 
+def reason_of(output: str) -> str:
+    """Why pip installed nothing: the constraint that forbids this torch, or else pip's last error."""
+    lines = [line.strip() for line in output.splitlines()]
+    forbidden = [line for line in lines if line.startswith("The user requested (constraint)")]
+    if forbidden:
+        return f"pip on this machine is limited to {forbidden[0].split()[-1]}; PIP_CONSTRAINT=/dev/null lifts it"
+    errors = [line for line in lines if line.startswith("ERROR") and "ResolutionImpossible" not in line]
+    return last_line("\n".join(errors[-1:]) or output)
+
+
 def try_pair(version: str, torch: str, wheel: Path, folder: Path, tests: list[str], index: str) -> Result:
     """Install the wheel for a pair, and run the tests."""
     program = find_python(version)
@@ -57,12 +67,11 @@ def try_pair(version: str, torch: str, wheel: Path, folder: Path, tests: list[st
         made = subprocess.run([program, "-m", "venv", place], capture_output=True, text=True)
         if made.returncode:
             return Result(version, torch, "not here", f"no virtual environment: {last_line(made.stderr)}")
-    options = ["--quiet", "--disable-pip-version-check", *(["--extra-index-url", index] if index else [])]
+    options = ["--progress-bar=off", "--disable-pip-version-check", *(["--extra-index-url", index] if index else [])]
     wanted = [f"torch=={torch}.*", f"{wheel}[html]", "pytest", "pytest-timeout", "ruff", "pillow"]
     done = subprocess.run([python, "-m", "pip", "install", *options, *wanted], capture_output=True, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        return Result(version, torch, "not here", last_line("\n".join(lines[-1:]) or done.stderr))
+        return Result(version, torch, "not here", reason_of(done.stdout + done.stderr))
     again = ["--force-reinstall", "--no-deps", str(wheel)]  # the same version number, of an earlier try
     subprocess.run([python, "-m", "pip", "install", *options, *again], capture_output=True, check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -13,12 +13,22 @@ from everyrank._version import __version__
 from everyrank.doctor.findings import CheckResult, absent, ok, problem, warning
 from everyrank.launch import launchers
 
-__all__ = ["check_combinations", "check_optional", "check_software", "installed_versions"]
+__all__ = [
+    "NEWEST_TESTED_TORCH",
+    "OLDEST_TORCH",
+    "check_combinations",
+    "check_optional",
+    "check_software",
+    "installed_versions",
+]
 
 _PACKAGES = (
     "torch numpy torchvision accelerate lightning transformers datasets horovod ray "
     "jinja2 matplotlib tensorboard wandb pillow pyarrow"
 )
+
+# A test compares these with pyproject.toml and constraints.txt.
+OLDEST_TORCH, NEWEST_TESTED_TORCH = (2, 11), (2, 15)
 
 # what is optional: name -> (what it is for, how to get it)
 _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
@@ -76,10 +86,18 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
     torch = _numbers(text)
     is_cpu_build = "+cpu" in text
     found: list[CheckResult] = []
-    if torch < (2, 11):
-        found.append(problem("torch", f"{text}: everyrank needs 2.11 or newer", "pip install 'torch>=2.11'"))
-    elif torch >= (2, 14):
-        found.append(warning("torch", f"{text} is newer than what everyrank was tested with (2.11 to 2.13)", "tell us"))
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    if torch < OLDEST_TORCH:
+        found.append(problem("torch", f"{text}: everyrank needs {oldest} or newer", f"pip install 'torch>={oldest}'"))
+    elif torch > NEWEST_TESTED_TORCH:
+        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+        found.append(
+            warning(
+                "torch",
+                f"{text} is newer than what everyrank was tested with ({oldest} to {newest})",
+                f"pip install 'torch=={newest}.*', or tell us whether it works",
+            )
+        )
     else:
         found.append(ok("torch", text))
     if has_driver and is_cpu_build:
