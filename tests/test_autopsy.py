@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pickle
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +26,7 @@ from everyrank.launch.autopsy import hang_autopsy
 from everyrank.launch.autopsy.look import RankView
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.hosts import pid_namespace
+from everyrank.world import calls as recorder
 from everyrank.world import open_world
 from processes import Cli, free_port
 
@@ -249,6 +253,51 @@ def view(rank: int, calls: list[list[Any]] | None = None, size: int = 3, **more:
 
 def call(number: int, is_done: bool = True, operation: str = "all_reduce", count: int = 8) -> list[Any]:
     return ["0", number, operation, count, "float32", is_done, False, 0, None]
+
+
+def entry(backend: str, time_ns: int) -> dict[str, Any]:
+    """A call as a Flight Recorder writes it down."""
+    return {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": 1,
+        "p2p_seq_id": 0,
+        "profiling_name": f"{backend}:all_reduce",
+        "input_sizes": [[2, 4]],
+        "input_dtypes": ["Float"],
+        "retired": False,
+        "state": "scheduled",
+        "is_p2p": False,
+        "time_created_ns": time_ns,
+    }
+
+
+@pytest.mark.parametrize("with_places", [False, True])
+def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, with_places: bool) -> None:
+    """gloo's, that of nccl2 (`nccl` from torch 2.15 on) and that of the older nccl; no torch has to have all."""
+    ending, dump = ("", pickle.dumps) if with_places else ("_json", json.dumps)
+
+    def hooked(*_: bool, backend: str = "gloo") -> Any:
+        return dump({"entries": [entry(backend, 1 if backend == "gloo" else 2)]})
+
+    def older(*_: bool) -> Any:
+        return dump({"entries": [entry("gloo", 1)]})
+
+    def legacy(*_: bool) -> Any:
+        return dump({"version": "2.10"} if with_places else {"entries": [entry("nccl", 3)]})
+
+    names = {f"_dump_fr_trace{ending}": hooked, f"_dump_nccl_trace{ending}": legacy, "FlightRecorderHook": object}
+    for changed, times in (
+        ({}, [1, 2] if with_places else [1, 2, 3]),
+        ({"FlightRecorderHook": None}, [1] if with_places else [1, 3]),  # torch 2.13 for CUDA
+        ({f"_dump_fr_trace{ending}": older}, [1] if with_places else [1, 3]),  # a hook without recorders of its own
+        ({"FlightRecorderHook": None, f"_dump_nccl_trace{ending}": None}, [1]),  # torch 2.13 for CPU
+        (dict.fromkeys(names), []),
+    ):
+        present = {name: value for name, value in (names | changed).items() if value is not None}
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**present))
+        rows = recorder._flight_recorder(with_places)
+        assert [row[7] for row in rows] == times
+        assert all(row[:7] == ["0", 1, "all_reduce", 8, "float32", False, False] for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,27 @@ def test_tensors_that_are_not_contiguous(ranks: Any) -> None:
     assert ranks(2, strided) == [[True] * 3] * 2
 
 
+def gathered_into_one(world: Any) -> list[Any]:
+    """What torch 2.14 and 2.15 ask of a group: gather_single, monitored_barrier, whether it can estimate times."""
+    group, options = group_of(world), dist.GatherOptions()
+    options.rootRank = 1
+    whole = torch.zeros(4, 3).t() if world.rank == 1 else torch.zeros(0)
+    group.gather_single(whole, torch.arange(6.0).view(3, 2) + 10 * world.rank, options).wait()
+    said = ""
+    try:
+        dist.monitored_barrier(group=group)
+    except ValueError as error:
+        said = str(error)
+    return [whole.tolist(), said, group._supports_time_estimate]
+
+
+def test_gather_into_one_tensor(ranks: Any) -> None:
+    first, second = ranks(2, gathered_into_one)
+    said = "monitored_barrier is only implemented for GLOO backend."
+    assert first == [[], said, False]
+    assert second == [[[0, 1, 2, 3], [4, 5, 10, 11], [12, 13, 14, 15]], said, False]
+
+
 def in_any_order(world: Any) -> list[float]:
     """Three groups, started in another order on each rank, several at once in each, waited for in yet another."""
     groups = [group_of(world) for _ in range(3)]

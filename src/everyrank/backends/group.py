@@ -64,7 +64,8 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stubs give each method another sha
 class PythonGroup(_ProcessGroup):
     """A process group of torch over a `Transport`."""
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    supports_splitting = supports_coalescing = False
+    supports_time_estimate = _supports_time_estimate = False  # the second name: since torch 2.14
     bound_device_id = None
 
     def __init__(self, transport: Transport, rank: int, size: int, name: str) -> None:
@@ -186,6 +187,14 @@ class PythonGroup(_ProcessGroup):
         steps = self.transport.collectives.gather(parts, own, opts.rootRank)
         return self._run("gather", steps, [own], outputs, opts, back)
 
+    def gather_single(self, output: Any, own: Any, opts: Any = None) -> PendingWork:
+        """What `dist.gather_single` (since torch 2.14) calls: one tensor for all parts, empty where not the root."""
+        back, flat = Outputs(), flattened(own)
+        parts = list(back.out(output).chunk(self.num_ranks)) if opts.rootRank == self.rank() else []
+        check_alike("gather", parts, flat, len(parts) and self.num_ranks)
+        steps = self.transport.collectives.gather(parts, flat, opts.rootRank)
+        return self._run("gather", steps, [flat], [output], opts, back)
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.scatter` calls."""
         back = Outputs()
@@ -234,7 +243,12 @@ class PythonGroup(_ProcessGroup):
         """What `dist.barrier` calls."""
         return self._run("barrier", self.transport.collectives.barrier(), [], [], opts, Outputs())
 
-    # torch's older names
+    def monitored_barrier(self, *_: object, **__: object) -> None:
+        """Raises `ValueError`: until torch 2.14 `dist.monitored_barrier` refused other backends than gloo itself."""
+        raise ValueError("monitored_barrier is only implemented for GLOO backend.")
+
+    # torch's other names
+    gather_into_tensor = gather_single
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

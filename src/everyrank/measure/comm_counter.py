@@ -37,6 +37,7 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::broadcast_": ("broadcast", 0),
     "c10d::reduce_": ("reduce", 0),
     "c10d::gather_": ("gather", 1),
+    "c10d::gather_into_tensor_": ("gather", 1),
     "c10d::scatter_": ("scatter", 1),
     "c10d::alltoall_": ("all_to_all", 1),
     "c10d::alltoall_base_": ("all_to_all", 1),
@@ -57,6 +58,7 @@ _NO_TRAFFIC = {
     "c10d::barrier",
     "c10d::monitored_barrier_",
     "_c10d_functional::wait_tensor",
+    "_c10d_functional::wait_tensors",
     "_c10d_functional::_wrap_tensor_autograd",
 }
 

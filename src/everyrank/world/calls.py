@@ -1,9 +1,10 @@
-"""Which collectives this rank has called: out of torch's Flight Recorder for gloo and nccl, out of our own ring for
+"""Which collectives this rank has called: out of torch's Flight Recorders for gloo and nccl, out of our own ring for
 backends of ours.
 
-The Flight Recorder writes down every call in C++ (some microseconds). Source:
-torch/csrc/distributed/c10d/FlightRecorder.hpp. What dumps it is private: where a torch has none, calls are unknown, and
-stacks alone are told.
+A Flight Recorder writes down every call in C++ (some microseconds). There are three of them: one for gloo, one for nccl
+until torch 2.14 (`nccl-legacy` in 2.15), and one for `nccl2`, which `nccl` is from torch 2.15 on. Source:
+torch/csrc/distributed/c10d/FlightRecorder.hpp and `_maybe_attach_flight_recorder` in distributed_c10d.py. The functions
+that dump them are private: where a torch lacks one, its calls are unknown, and the autopsy has only stacks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import operator
 import pickle
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -47,15 +49,27 @@ def recorded_calls(with_places: bool) -> dict[str, Any]:
 
 
 def _flight_recorder(with_places: bool) -> list[list[Any]]:
-    binding: Any = sys.modules["torch._C._distributed_c10d"]
-    if with_places:
-        dump = getattr(binding, "_dump_fr_trace", None)
-        # no file's pickle: this very process has made it, just now
-        found: Any = pickle.loads(dump(True, True, False)) if dump is not None else {}  # noqa: S301
-    else:
-        dump = getattr(binding, "_dump_fr_trace_json", None)
-        found = json.loads(dump(True, False)) if dump is not None else {}
-    return [_row(entry) for entry in found.get("entries", [])[-KEPT_CALLS:]]
+    dumps = _dumps(sys.modules["torch._C._distributed_c10d"], with_places)
+    return [_row(entry) for dump in dumps for entry in dump.get("entries", [])[-KEPT_CALLS:]]
+
+
+def _dumps(binding: Any, with_places: bool) -> Iterator[dict[str, Any]]:
+    """What each Flight Recorder of this torch has: an empty one has no entries."""
+    ending, args = ("", (True, True, False)) if with_places else ("_json", (True, False))
+    load: Any = pickle.loads if with_places else json.loads  # a pickle that this process has just made
+    generic = getattr(binding, f"_dump_fr_trace{ending}", None)
+    if generic is not None:
+        yield load(generic(*args))
+    if generic is not None and hasattr(binding, "FlightRecorderHook"):
+        try:
+            hooked = generic(*args, backend="nccl2")
+        except TypeError:  # a torch whose hooks record into the one for gloo
+            hooked = None
+        if hooked is not None:
+            yield load(hooked)
+    legacy_nccl = getattr(binding, f"_dump_nccl_trace{ending}", None)  # in CUDA builds
+    if legacy_nccl is not None:
+        yield load(legacy_nccl(*args))
 
 
 def _row(entry: dict[str, Any]) -> list[Any]:

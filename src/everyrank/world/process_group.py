@@ -101,11 +101,13 @@ def end_of_start(world: World) -> None:
         return
     timeout = datetime.timedelta(seconds=world.step_timeout_seconds)
     internals: Any = distributed_c10d
+    # private before torch 2.14, which warns of the old name
+    set_timeout: Any = getattr(dist, "set_timeout", None) or internals._set_pg_timeout
     for group in internals._world.pg_map:
         if isinstance(group, PythonGroup):
             group.set_timeout(timeout)
         else:
-            internals._set_pg_timeout(timeout, group)  # public as `dist.set_timeout` from torch 2.14 on
+            set_timeout(timeout, group)
 
 
 def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:

@@ -22,6 +22,7 @@ _SENDING = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "broadcast"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "barrier"),
     *("send", "recv", "isend", "irecv", "broadcast_object_list", "_all_gather_base"),
+    *("all_gather_single", "reduce_scatter_single", "gather_single"),  # torch 2.13, 2.13 and 2.14 have these
 )
 
 
