@@ -71,9 +71,21 @@ def build_guard() -> Path:
     return library
 
 
+# Without a CUDA kernel torch replaces these by several operators: the CPU wheel would count more than a CUDA build.
+_ONE_KERNEL_ON_CUDA = ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+_KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
+
+
 def install_guard() -> None:
     """Let this process take fake CUDA tensors, until it ends."""
     ctypes.CDLL(str(build_guard())).install()
+    for name in _ONE_KERNEL_ON_CUDA:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            _KERNELS.impl(name, _never_called)
+
+
+def _never_called(*_: object) -> None:
+    raise AssertionError("fake tensors call no kernel")
 
 
 # --- what an update asks
@@ -283,6 +295,8 @@ def pretended_cuda(count: int = 2) -> Iterator[None]:
         stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", FakeDDP))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "set_timeout"))
         stack.enter_context(mock.patch.object(mesh, "store_barrier"))
+        # A copy of a fake tensor would copy its mode, with references to storages that torch then releases twice.
+        stack.enter_context(mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True))
         yield
 
 
@@ -438,7 +452,7 @@ def _seen_by_watch() -> dict[str, list[int]]:
             "bool": lambda: bool(values.isfinite().all()),
             "tolist": lambda: counts.tolist(),
             "tensor": lambda: torch.tensor([1.0], device=CUDA),
-            "number into an element": lambda: operator.setitem(values, 0, 1.0),
+            "tensor of the host into an element": lambda: operator.setitem(values, 0, torch.tensor(1.0)),
             "cpu": lambda: values.cpu(),
             "to the device": lambda: torch.zeros(4).to(CUDA),
             "to the device, not blocking": lambda: torch.zeros(4).to(CUDA, non_blocking=True),
