@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from everyrank.audit.watch.place import is_called_by
+from everyrank.audit.watch.place import calling_codes
 from everyrank.audit.watch.recorder import tensors
 
 __all__ = ["Gathered", "Gathers"]
@@ -51,8 +51,8 @@ class Gathers:
         if not isinstance(given, torch.Tensor) or given.dim() < 2:
             return
         is_cut_off = id(given) in self.detached or (given.grad_fn is not None and not torch.is_grad_enabled())
-        if is_cut_off and is_called_by("apply", "torch"):
-            return  # in the forward of an autograd.Function, which has a backward of its own
+        if is_cut_off and _is_in_autograd_function():
+            return  # which has a backward of its own
         if not is_cut_off and not (given.requires_grad and torch.is_grad_enabled()):
             return
         source = self.detached.get(id(given), (given, given))[1]
@@ -78,3 +78,13 @@ class Gathers:
             self.gathered |= {id(tensor): Gathered(tensor, known[0].line, sources) for tensor in made}
         elif len(given) == 1 and id(given[0]) in self.detached:
             self.detached |= {id(tensor): (tensor, self.detached[id(given[0])][1]) for tensor in made}
+
+
+def _is_in_autograd_function() -> bool:
+    """Whether the forward of an autograd.Function is on the stack: `apply`, which calls it, is C from torch 2.15 on."""
+    forwards, classes = set(), [torch.autograd.Function]
+    while classes:
+        function = classes.pop()
+        classes += function.__subclasses__()
+        forwards.add(getattr(function.forward, "__code__", None))
+    return any(code in forwards for code in calling_codes())

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 from everyrank.errors import is_own
 
@@ -71,6 +71,14 @@ def is_called_by(name: str, package: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def calling_codes() -> Iterator[CodeType]:
+    """The code of each function on the stack, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def caller_is_own() -> bool:
