@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import zoo
 from checkpointing import Going, everything_in, same, sum_again
+from everyrank.checkpoint.storage import contents_of
 from everyrank.cli import main
 from everyrank.errors import UsageError
-from everyrank.runs import About, all_of, checkpoint_named, find_checkpoint, require_whole, write_about
+from everyrank.runs import About, Checkpoint, all_of, checkpoint_named, find_checkpoint, require_whole, write_about
 from everyrank.world import World
 from processes import refused
 
@@ -172,6 +174,25 @@ def an_about() -> About:
     how = {"seed": 1, "global_batch": 64, "clip_norm": 0.5, "data_checksum": "sha256 0", "updates_per_epoch": 23}
     said = {"best_by": "top1", "versions": {"torch": "2.13.0"}, "time": "now", "metrics": {"top1": 0.9}}
     return About(step=69, files={"training.pt": (10, 77)}, **where, **how, **said)  # type: ignore[arg-type]
+
+
+class OfANewerTorch:
+    """Pickled as tensor properties with more fields than any torch knows: 2.15 writes one more than 2.14 can read."""
+
+    def __reduce__(self) -> Any:
+        return TensorProperties, (), tuple(range(9))
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "99.1.0+cpu"])
+def test_a_checkpoint_of_a_newer_torch_says_so(tmp_path: Path, version: str) -> None:
+    """The error names both versions and the fix; where this torch is the newer one, the table is only damaged."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(OfANewerTorch()))
+    about = dataclasses.replace(an_about(), versions={"torch": version})
+    with pytest.raises(UsageError, match="no table of contents of a checkpoint") as caught:
+        contents_of(Checkpoint(tmp_path, about))
+    text = f"torch {version} wrote it, and this is torch {torch.__version__}"
+    assert (text in str(caught.value)) == (version != "2.13.0")
+    assert str(caught.value).endswith("pip install 'torch>=99.1'") == (version != "2.13.0")
 
 
 def test_single_bits_of_what_it_says_of_itself(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import io
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -142,7 +143,7 @@ def contents_of(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
     """The tensors in a checkpoint: name -> size and dtype. Raises `UsageError` for a table that holds anything else."""
     kept: dict[str, TensorStorageMetadata] = {}
     needed = 0
-    for name, entry in _Reader(checkpoint.path).read_metadata().state_dict_metadata.items():
+    for name, entry in _Reader(checkpoint).read_metadata().state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise UsageError(f"{checkpoint.path}: {name!r} is no tensor; a checkpoint of everyrank holds nothing else")
         try:
@@ -180,7 +181,7 @@ def read(tensors: dict[str, Tensor], checkpoint: Checkpoint, group: dist.Process
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
-            dcp.load(tensors, storage_reader=_Reader(checkpoint.path), process_group=group, no_dist=group is None)
+            dcp.load(tensors, storage_reader=_Reader(checkpoint), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise UsageError(f"{checkpoint.path}: cannot be read ({_first_cause(error)})") from error
 
@@ -212,8 +213,24 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def _newer_torch(written_by: str) -> str:
+    """Why this torch cannot read the table, and what to do, where a newer torch has written it."""
+    found = re.match(r"(\d+)\.(\d+)", written_by)
+    this = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is None or this is None or tuple(map(int, found.groups())) <= tuple(map(int, this.groups())):
+        return ""
+    return (
+        f". torch {written_by} wrote it, and this is torch {torch.__version__}: an older torch cannot always read what "
+        f"a newer one wrote. Resume with torch {found[0]} or newer: pip install 'torch>={found[0]}'"
+    )
+
+
 class _Reader(dcp.FileSystemReader):
     """DCP's reader, whose table of contents is opened by `_Table`."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.path)
+        self.written_by = checkpoint.about.versions.get("torch", "")
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
@@ -221,9 +238,10 @@ class _Reader(dcp.FileSystemReader):
             with open_file(path) as file:
                 found: object = _Table(file).load()
         except UsageError as error:
-            raise UsageError(f"{path}: {error}") from error
+            raise UsageError(f"{path}: {error}{_newer_torch(self.written_by)}") from error
         except Exception as error:  # a broken pickle raises anything
-            raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)})") from error
+            newer = _newer_torch(self.written_by)
+            raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)}){newer}") from error
         if not isinstance(found, Metadata):
             raise UsageError(f"{path}: no table of contents of a checkpoint, but {type(found).__name__}")
         try:
