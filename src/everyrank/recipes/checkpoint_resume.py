@@ -123,7 +123,8 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    name, bound = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if BATCH % world_size:
         raise SystemExit(f"BATCH={BATCH}: {world_size} ranks must divide it")

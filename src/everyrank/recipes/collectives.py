@@ -244,7 +244,8 @@ if __name__ == "__main__":
     if cuda:
         torch.cuda.set_device(device)
     # Address and ranks come from torchrun. The timeout ends the wait for a rank that died, or calls something else.
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=2))
+    name, bound = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(name, timeout=timedelta(minutes=2), device_id=bound)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for operation in (
         broadcast,

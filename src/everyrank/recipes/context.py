@@ -184,11 +184,12 @@ def main():
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     if world_size > 1:
-        if cuda:
-            torch.cuda.set_device(device)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+        name, bound = ("nccl", device) if cuda else ("gloo", None)
+        dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
     positions = own_positions(rank, world_size).to(device)
     # All ranks draw the same sequences from one seed; each takes its own positions of them.
     train_data, generator = load(held_out=False), torch.Generator().manual_seed(SEED)

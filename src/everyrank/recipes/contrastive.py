@@ -120,7 +120,9 @@ def main():
         if cuda:
             torch.cuda.set_device(device)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
+        )
         ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     train_data, held_out = load(dtype)
     images = train_data.tensors[0].to(device)

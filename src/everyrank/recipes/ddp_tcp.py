@@ -65,14 +65,14 @@ def build():
 
 
 @torch.no_grad()
-def evaluate(model, data, rank, world_size, device):
+def evaluate(model, data, rank, world_size, device, group):
     """The fraction of the images that are classified correctly; a collective: every rank calls it."""
     model.eval()
     own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in DataLoader(own, BATCH):
         correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(correct)
+    dist.all_reduce(correct, group=group)
     model.train()
     return correct.item() / len(data)
 
@@ -108,7 +108,7 @@ def main():
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     # The timeout ends the wait for a rank that is never started, and later for one that died.
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        "gloo",
         init_method=args.init,
         rank=rank,
         world_size=world_size,
@@ -116,6 +116,8 @@ def main():
     )
     device = choose_device(rank, world_size)
     cuda = device.type == "cuda"
+    # gloo was for the choice of devices: a group of NCCL is bound to one device of each rank when it is made
+    group = dist.new_group(timeout=timedelta(minutes=5), backend="nccl", device_id=device) if cuda else None
 
     train_data, held_out = load(dtype)
     # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
@@ -123,7 +125,7 @@ def main():
     loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
     num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
     model = build().to(device, dtype)
-    ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
+    ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
@@ -141,12 +143,12 @@ def main():
             losses[index] = loss.detach() / size
 
         # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
-        dist.all_reduce(losses)
+        dist.all_reduce(losses, group=group)
         if rank == 0:
             for index, loss in enumerate(losses.tolist()):
                 print(f"update {epoch * len(loader) + index} loss {loss}")
 
-    top1 = evaluate(model, held_out, rank, world_size, device)
+    top1 = evaluate(model, held_out, rank, world_size, device, group)
     if rank == 0:
         print(f"top1 {top1}")
     del ddp  # before its process group

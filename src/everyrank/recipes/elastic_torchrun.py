@@ -113,7 +113,9 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
+    )
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     train_data, held_out = load(dtype)

@@ -152,7 +152,9 @@ def connect(rank, world_size):
         torch.cuda.set_device(device)
     if world_size > 1:
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
+        )
     return device
 
 

@@ -121,7 +121,9 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
+    )
     mesh = init_device_mesh(device.type, (world_size // TENSOR, TENSOR), mesh_dim_names=("shard", "tensor"))
     shards, model = mesh["shard"], build().to(device, dtype)
     for block in model[2:4]:

@@ -109,6 +109,8 @@ def main():
         if first.type == "cuda":
             torch.cuda.set_device(first)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # "nccl" of torch 2.15 takes tensors of one device only; the older implementation, of several.
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
         dist.init_process_group("nccl" if first.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
         model = DistributedDataParallel(network, device_ids=None)
     train_data, held_out = load(dtype)

@@ -122,7 +122,8 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     name, timeout = "nccl" if cuda else "gloo", timedelta(minutes=5)  # the end of a wait for a rank that died
-    dist.init_process_group(name, timeout=timeout, world_size=world_size, rank=rank, store=store)
+    bound = device if cuda else None
+    dist.init_process_group(name, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=bound)
 
     train_data, held_out = load(dtype)
     # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.

@@ -148,7 +148,9 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
+    )
     train_data, held_out = load(dtype)
     # All stages draw the same order from one seed: the first uses the images, the last the labels.
     generator = torch.Generator()

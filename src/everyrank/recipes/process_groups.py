@@ -145,7 +145,8 @@ if __name__ == "__main__":
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Address and ranks come from torchrun. The timeout ends what would wait for ever.
+    # Address and ranks come from torchrun. The timeout ends what would wait for ever. Without device_id: with it NCCL
+    # splits each group from this one, for which it waits for all ranks, also under use_local_synchronization.
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for lesson in (one_group_by_hand, all_groups_at_once, mesh_of_two_axes, members_only):

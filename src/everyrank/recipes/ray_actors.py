@@ -91,7 +91,8 @@ class Rank:
         cuda = bool(ray.get_gpu_ids())
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         # The timeout ends the wait for a rank that died.
-        dist.init_process_group("nccl" if cuda else "gloo", address, timedelta(minutes=5), world_size, rank)
+        name, bound = ("nccl", device) if cuda else ("gloo", None)
+        dist.init_process_group(name, address, timedelta(minutes=5), world_size, rank, device_id=bound)
         all_losses = []
 
         train_data, held_out = load(dtype)

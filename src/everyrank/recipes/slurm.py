@@ -117,7 +117,8 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     # The timeout ends the wait for a rank that died.
-    dist.init_process_group("nccl" if cuda else "gloo", address, timedelta(minutes=5), world_size, rank)
+    name, bound = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(name, address, timedelta(minutes=5), world_size, rank, device_id=bound)
 
     train_data, held_out = load(dtype)
     # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.

@@ -119,7 +119,9 @@ def main():
         if cuda:
             torch.cuda.set_device(device)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
+        )
         mesh = init_device_mesh(device.type, (world_size,))
         for block in model[2:4]:
             parallelize_module(block, mesh, PLAN)
