@@ -183,8 +183,8 @@ def test_groups_by_mesh(ranks: Any) -> None:
 
 # --- recipes
 
-# ranks that were started by hand ask each other (below); the others are told by who starts them
-TAKE_WHAT_IS_THERE = {"single", "ddp_file", "ddp_tcp", "horovod_ddp", "slurm"}
+# Whoever starts these tells them which devices they have. Ranks that are started by hand ask each other (below).
+TAKE_WHAT_IS_THERE = {"single", "horovod_ddp", "slurm"}
 
 
 def test_recipes_share_no_card(repository: Path) -> None:

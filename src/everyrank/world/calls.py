@@ -53,23 +53,27 @@ def _flight_recorder(with_places: bool) -> list[list[Any]]:
     return [_row(entry) for dump in dumps for entry in dump.get("entries", [])[-KEPT_CALLS:]]
 
 
+def _load(dump: bytes, with_places: bool) -> dict[str, Any]:
+    # no file's pickle: this very process has made it, just now
+    return pickle.loads(dump) if with_places else json.loads(dump)  # noqa: S301
+
+
 def _dumps(binding: Any, with_places: bool) -> Iterator[dict[str, Any]]:
     """What each Flight Recorder of this torch has: an empty one has no entries."""
     ending, args = ("", (True, True, False)) if with_places else ("_json", (True, False))
-    load: Any = pickle.loads if with_places else json.loads  # a pickle that this process has just made
     generic = getattr(binding, f"_dump_fr_trace{ending}", None)
     if generic is not None:
-        yield load(generic(*args))
+        yield _load(generic(*args), with_places)
     if generic is not None and hasattr(binding, "FlightRecorderHook"):
         try:
             hooked = generic(*args, backend="nccl2")
         except TypeError:  # a torch whose hooks record into the one for gloo
             hooked = None
         if hooked is not None:
-            yield load(hooked)
+            yield _load(hooked, with_places)
     legacy_nccl = getattr(binding, f"_dump_nccl_trace{ending}", None)  # in CUDA builds
     if legacy_nccl is not None:
-        yield load(legacy_nccl(*args))
+        yield _load(legacy_nccl(*args), with_places)
 
 
 def _row(entry: dict[str, Any]) -> list[Any]:
