@@ -1,7 +1,7 @@
 """A process beside an audit: when the audit is gone, what its script has started is ended, and its folder removed.
 
-An audit that is ended by SIGKILL can do nothing any more. Started as a script of its own, with the folder of the audit as
-only argument; it waits for the end of its standard input, which the audit holds open.
+An audit that is ended by SIGKILL can do nothing any more. Started as a script of its own, with the audit.s folder as
+the only argument, it waits for the end of its standard input, which the audit holds open.
 """
 
 from __future__ import annotations
