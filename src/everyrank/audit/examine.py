@@ -282,6 +282,12 @@ def _judged(
     if any(event["is_after_jump"] for event in evidence.all_of("batch")):
         findings.not_checked(f"the middle of an epoch: {_BATCHES} to {_BATCHES + 3} batches and the last one are run")
     altered = [event["what"] for event in evidence.all_of("altered")]
+    if not settings.batches and not options.watch:
+        altered.append("epochs are run whole: with shortened ones the script had failed")
+    elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.after_jumps:
+        findings.not_checked(
+            f"updates after the first {len(evidence.steps)}: epochs are shortened, and only two of them are run"
+        )
     if settings.devices:
         altered.insert(0, "no GPU here: CUDA devices are the CPU, and nccl is gloo")
     return Audit(

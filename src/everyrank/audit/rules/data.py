@@ -26,17 +26,19 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
             loaders = {rank: own[rank][key] for rank in ranks}
             is_common = _check_dataset(loaders, findings)
             if loaders[ranks[0]].get("indices"):
-                if is_common:
+                if is_common and not _have_own_data(loaders):
                     _check_indices(evidence, loaders, findings)
                 orders[key[0]].append(loaders[ranks[0]])
     for epochs in orders.values():
-        _check_epochs(epochs, findings)
+        _check_epochs(evidence, epochs, findings)
     if not trained:
         findings.not_checked("samplers: no DataLoader is trained from; the rows that reach the model are compared")
     elif not orders:
         findings.not_checked("the order of epochs: the data is a stream; the rows that reach the model are compared")
     elif all(len(epochs) < 2 for epochs in orders.values()):
-        findings.not_checked("the order of a second epoch: the script ended in its first")
+        is_one = all(len(epochs) == 1 for epochs in orders.values()) and len(orders) == 1
+        why = "the script ended in its first" if is_one else "each loader is used for one epoch"
+        findings.not_checked(f"the order of a second epoch: {why}")
     _check_rows(evidence, findings)
 
 
@@ -53,16 +55,29 @@ def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> bool:
             "split with a generator of a fixed seed: random_split(data, sizes, torch.Generator().manual_seed(0))",
             _made_at(loaders),
         )
-    elif len({loader["content"] for loader in loaders.values() if "content" in loader}) > 1:
+    elif len({loader["content"] for loader in loaders.values() if "content" in loader}) > 1 and _are_divided(loaders):
         findings.add(
             "WARN",
             "data.content",
             line,
-            "sample 0 of the dataset is another one on each rank: data made without a common seed, or files listed in "
-            "another order",
+            "the sampler divides one dataset among the ranks, and its sample 0 is different on each: data made without "
+            "a common seed, or files listed in another order",
             "make the data from a fixed seed, sort lists of files, and let the sampler divide it",
         )
     return are_common
+
+
+def _have_own_data(loaders: Mapping[int, Event]) -> bool:
+    """Whether each rank has a dataset of its own: then equal index numbers are not equal samples."""
+    seeded = [loader.get("seeded") for loader in loaders.values()]
+    return None not in seeded and len(set(seeded)) > 1
+
+
+def _are_divided(loaders: Mapping[int, Event]) -> bool:
+    """Whether the samplers give each rank other numbers, as if all had the same dataset."""
+    orders = [set(loader.get("indices") or ()) for loader in loaders.values()]
+    first, second = [*orders, set[object](), set[object]()][:2]
+    return bool(first and second) and 2 * len(first & second) < min(len(first), len(second))
 
 
 def _are_disjoint(loaders: Mapping[int, Event]) -> bool:
@@ -171,11 +186,13 @@ def _check_skipped(loaders: Mapping[int, Event], num_read: int, batch: int, find
         )
 
 
-def _check_epochs(epochs: list[Event], findings: Findings) -> None:
+def _check_epochs(evidence: Evidence, epochs: list[Event], findings: Findings) -> None:
     """Whether a second epoch has the order of the first."""
     epochs.sort(key=lambda loader: loader["epoch"])
     if len(epochs) < 2 or len(epochs[0]["indices"]) <= _FEW or epochs[0]["indices"] != epochs[1]["indices"]:
         return
+    if "content" in epochs[0] and _read_differently(evidence, *epochs[:2]):
+        return  # a dataset that chooses by itself what a number stands for in each epoch
     order = epochs[0]["indices"]
     is_meant = order == sorted(order) or epochs[1]["shuffles"] is False
     if is_meant or epochs[1]["sampler_epoch"] is None:
@@ -196,6 +213,17 @@ def _check_epochs(epochs: list[Event], findings: Findings) -> None:
             "before the loop over the loader: loader.sampler.set_epoch(epoch)",
             (epochs[1]["line"],),
         )
+
+
+def _read_differently(evidence: Evidence, *epochs: Event) -> bool:
+    """Whether the batches of two epochs hold different samples, under the same numbers, and without random draws."""
+    rows: list[dict[int, set[str]]] = []
+    for epoch in epochs:
+        own = [event for event in evidence.of(evidence.ranks[0], "batch") if event["epoch"] == epoch["epoch"]]
+        rows.append({event["number"]: set(event["rows"]) for event in own if event["loader"] == epoch["loader"]})
+    first, second = rows
+    common = [number for number in first if number in second and first[number] and second[number]]
+    return 2 * sum(first[number] != second[number] for number in common) > len(common)
 
 
 # --- rows that reach the model

@@ -224,6 +224,9 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
         )
         rule, text = "weights", f"it is not the mean of the ranks' gradients; on rank 0 it is {weights}"
         fix = "all-reduce in the last backward of an update, and only there: no_sync() around the others"
+    elif not bad:
+        rule, text = "scaled", "each tensor's gradient has a factor of its own: clipped one by one, or set to zero"
+        fix = ""
     else:
         shown = ", ".join(sorted(bad)[:3])
         rule, text = (
@@ -236,7 +239,7 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
         fix = "look at what changes .grad between backward and step"
     is_rounded = rule == "unexplained" and residual < _ROUNDED
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
-    level = "NOTE" if is_averaged or is_rounded else "WARN" if rule == "unexplained" else "FAIL"
+    level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
     also = tuple(dict.fromkeys(event["line"] for event in evidence.of(ranks[0], "no_sync")))
     findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix, also)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from everyrank.audit.evidence import Evidence
@@ -22,7 +22,7 @@ def check_loss_terms(
     """The gradient of this update is `factor` times the sum over `pieces`; judge the losses that they are of."""
     losses = _losses(evidence, update)
     if set(losses) != set(pieces):
-        findings.not_checked("the weight of loss terms: no loss of torch.nn.functional, nor a mean or sum, was seen")
+        findings.not_checked(f"the weight of loss terms: {_why_not(losses, pieces)}")
         return
     if len({tuple((term["name"], term["line"]) for term in terms) for terms in losses.values()}) > 1:
         findings.not_checked("the weight of loss terms: backwards of one update are of different losses")
@@ -32,6 +32,18 @@ def check_loss_terms(
         terms = {piece: found[place] for piece, found in losses.items()}
         if all(term["terms"] for term in terms.values()):
             _judge(evidence, update, factor, terms, num_losses == 1, findings)
+
+
+def _why_not(losses: Collection[Piece], pieces: Sequence[Piece]) -> str:
+    """Why the terms of an update cannot be counted."""
+    if not losses:
+        return "no loss of torch.nn.functional, nor a mean or sum, was seen"
+    unseen = len(set(pieces) - set(losses))
+    if unseen:
+        return (
+            f"{unseen} of {len(pieces)} backwards of an update are of no function of torch.nn.functional, mean or sum"
+        )
+    return "an update has backwards whose gradient is not in what the optimizer steps"
 
 
 def _losses(evidence: Evidence, update: int) -> dict[Piece, list[dict[str, Any]]]:
@@ -73,6 +85,8 @@ def _judge(
             evidence.scaling_lines(update),
         )
     total = sum(weights[piece] * term["terms"] for piece, term in terms.items())
+    if len({term["reduction"] for term in terms.values()}) > 1:
+        return  # divided by a fixed number, which is that of the terms where the batch is full
     if first["reduction"] == "mean" and is_only and abs(total - 1) > _OFF:
         _wrong_scale(evidence, update, factor, terms, total, findings)
     elif first["reduction"] == "sum" and is_only and not is_uneven and abs(total - 1) > _UNEVEN:

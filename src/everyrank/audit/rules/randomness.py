@@ -28,9 +28,7 @@ def _check_dropout(evidence: Evidence, findings: Findings) -> None:
     drawn = {(event["update"], event["micro"]): event["dropouts"] for event in evidence.of(own, "forward_end")}
     common = [key for key in forwards[own] if key in forwards[other] and drawn.get(key)]
     same = [key for key in common if forwards[own][key]["generator"] == forwards[other][key]["generator"]]
-    if not common and evidence.sees_functions:
-        findings.not_checked("dropout masks: the model draws none")
-    elif common and 2 * len(same) >= len(common) and not evidence.is_split:
+    if common and 2 * len(same) >= len(common) and not evidence.is_split:
         findings.add(
             "WARN",
             "random.dropout",

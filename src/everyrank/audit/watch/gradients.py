@@ -31,6 +31,7 @@ class Gradients:
         self.recorder, self.losses = recorder, losses
         self.names: dict[int, str] = {}
         self.hooked: set[int] = set()
+        self.sharded: dict[int, tuple[Any, Any]] = {}  # by id of a gathered parameter: it, and what it is gathered from
         self.parameters: list[Any] = []  # of the model whose forward came last
         self.is_fully_sharded = False
         self.pieces: dict[tuple[int, str], np.ndarray] = {}  # by backward and name
@@ -48,9 +49,10 @@ class Gradients:
     @harmless("gradients of some parameters")
     def watch(self, root: Any) -> None:
         """Hook the parameters that are not hooked yet; call them by the names that the model has for them."""
-        self.parameters = list(root.parameters())
+        self.parameters = [self._sharded(parameter) for parameter in root.parameters()]
         self.is_fully_sharded = any("FSDP" in type(module).__name__ for module in root.modules())
-        for name, parameter in root.named_parameters():
+        for name, shown in root.named_parameters():
+            parameter = self._sharded(shown)
             if id(parameter) not in self.names:
                 name = name.replace("_orig_mod.", "").replace("module.", "")
                 # another model's may have the same: a generator beside its discriminator
@@ -59,6 +61,15 @@ class Gradients:
             if id(parameter) not in self.hooked and parameter.requires_grad and not hasattr(parameter, "to_local"):
                 self.hooked.add(id(parameter))
                 parameter.register_hook(self.leaf_hook(self.names[id(parameter)]))
+
+    def gathered(self, whole: Any, shard: Any) -> None:
+        """fully_shard has gathered a parameter, which may stay gathered until a later forward."""
+        self.sharded[id(whole)] = whole, shard
+
+    def _sharded(self, parameter: Any) -> Any:
+        """What a gathered parameter is gathered from, and what an optimizer steps; any other parameter itself."""
+        whole, shard = self.sharded.get(id(parameter), (None, parameter))
+        return shard if whole is parameter else parameter
 
     def leaf_hook(self, name: str) -> Callable[[Any], None]:
         """Adds what one backward gives for the parameter of this name."""

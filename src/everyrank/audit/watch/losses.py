@@ -1,8 +1,10 @@
 """Which tensors are losses, how many terms each has, and with what factor each goes into the gradient.
 
 A mode that sees every torch function. A loss is the result of `F.cross_entropy` and its like, or of a mean or a sum
-over what was computed from the model's outputs. A hook on that tensor gives the derivative of what backward was called
-on with respect to it: the script's own scale, whatever it is multiplied or divided by later.
+over what was computed from the model's outputs; inside a model's forward, of a mean or a sum that the model returns. A
+sum that is divided by how many of its elements are not masked is a mean over these. A hook on that tensor gives the
+derivative of what backward was called on with respect to it: the script's own scale, whatever it is multiplied or
+divided by later.
 """
 
 # pyright: basic
@@ -45,6 +47,7 @@ WAITS = {
     torch.Tensor.__float__: "float",
     torch.Tensor.__int__: "int",
 }
+_DIVISIONS = {torch.Tensor.div, torch.Tensor.true_divide, torch.div, torch.true_divide, torch.Tensor.__truediv__}
 _SCALINGS = {torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__rmul__, torch.mul, torch.div, torch.Tensor.__rdiv__}
 _CUTS = {torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.masked_select, torch.where, torch.narrow}
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
@@ -57,6 +60,11 @@ class Losses:
         self.terms: list[dict[str, Any]] = []
         self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
         self.kept: list[Any] = []
+        self.sums: dict[int, dict[str, Any]] = {}  # by the id of a sum: its term
+        self.inside: dict[
+            int, list[dict[str, Any]]
+        ] = {}  # by the id of a number made in a forward: terms that are in it
+        self.returned: list[dict[str, Any]] = []  # of those, what the module that ended last has returned
         self.gathers, self.noise, self.ratios = Gathers(), Noise(), Ratios()
         self.depth = 0  # of module calls
         self.num_dropouts = 0
@@ -66,13 +74,26 @@ class Losses:
         self.waits: Counter[tuple[str, str]] = Counter()
 
     def forward_done(self, output: Any) -> None:
-        """What is computed from this output may become a loss."""
+        """What is computed from this output may become a loss; a number in it may be one already."""
         self.derived = {id(tensor): tensor for tensor in tensors(output)}
+        if any(_is_scalar(tensor) and tensor.requires_grad for tensor in self.derived.values()):
+            self.module_done(output)
+            for term in self.returned:
+                if term not in self.terms:
+                    self.terms.append(term)
+        self.inside, self.returned = {}, []
+
+    def module_done(self, output: Any) -> None:
+        """What a module has returned; a wrapper around it may give a copy, whose terms are those of the original."""
+        if self.inside:
+            terms = [term for tensor in tensors(output) for term in self.inside.get(id(tensor), ())]
+            self.returned = terms or self.returned
 
     def backward_done(self) -> list[dict[str, Any]]:
         """What backward has been through; all others are forgotten."""
         done = [term for term in self.terms if term["scale"] is not None]
         self.terms, self.kept, self.derived, self.scalings = [], [], {}, []
+        self.sums, self.inside, self.returned = {}, {}, []
         self.gathers.forget()
         self.noise.forget()
         self.ratios.forget()
@@ -150,20 +171,48 @@ class Functions(TorchFunctionMode):
             with self.recorder.muted():
                 count = num_terms(func, args, kwargs)
             self._loss(func, out, count, "mean" if reduction == "batchmean" else reduction)
-        elif func in REDUCTIONS and is_derived and losses.depth == 0 and args[0].numel() > 1:
+        elif func in REDUCTIONS and (is_derived or losses.depth) and args[0].dim():
             with self.recorder.muted():
                 nonzero = int(torch.count_nonzero(local(args[0])))
             self._loss(func, out, args[0].numel(), REDUCTIONS[func], nonzero)
+        elif losses.sums or losses.inside:
+            self._combined(func, args, kwargs, out)
+
+    def _combined(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A number that is computed from losses: a sum over its count is a mean; all others pass their terms on."""
+        losses = self.losses
+        term = losses.sums.get(id(args[0])) if func in _DIVISIONS and len(args) > 1 else None
+        if term is not None:
+            with self.recorder.muted():
+                divisor = (
+                    args[1] if isinstance(args[1], int | float) else float(args[1]) if _is_scalar(args[1]) else 0.0
+                )
+            counts = (term["terms"], term["nonzero"])
+            if divisor in counts and divisor and not getattr(args[1], "requires_grad", False):
+                term |= {"terms": divisor, "reduction": "mean", "scale": None}
+                out.register_hook(lambda grad: self._scaled(term, grad))
+                term["hooked"] = id(out)
+                losses.kept.append(out)
+        if losses.depth:
+            found = [one for tensor in tensors((args, kwargs)) for one in losses.inside.get(id(tensor), ())]
+            if found:
+                losses.inside[id(out)] = found
+                losses.kept.append(out)
 
     def _loss(self, func: Any, out: Any, count: float, reduction: str, nonzero: int | None = None) -> None:
         recorder, losses = self.recorder, self.losses
         about = {"name": func.__name__, "terms": count, "reduction": reduction, "line": where(), "nonzero": nonzero}
         with recorder.muted():
             about["value"] = float(out.detach()) if type(out) is torch.Tensor else None
-        term: dict[str, Any] = {**about, "scale": None}
-        losses.terms.append(term)
-
-        out.register_hook(lambda grad: self._scaled(term, grad))
+        term: dict[str, Any] = {**about, "scale": None, "hooked": id(out)}
+        if reduction == "sum":
+            losses.sums[id(out)] = term
+        if losses.depth and func in REDUCTIONS:
+            losses.inside[id(out)] = [term]  # a loss only if the model returns it
+        else:
+            losses.terms.append(term)
+        number = id(out)
+        out.register_hook(lambda grad: self._scaled(term, grad) if term["hooked"] == number else None)
         losses.kept.append(out)
 
     @harmless("the scale of a loss")

@@ -101,6 +101,11 @@ class Modules:
             }
         recorder.event("evaluated", line=where(), is_training=_unwrapped(module).training, **state)
 
+    @harmless("losses that a model returns")
+    def inner_done(self, output: Any) -> None:
+        """What a module inside another one has returned."""
+        self.losses.module_done(output)
+
     @harmless("what DistributedDataParallel wraps")
     def wrapping(self, module: Any, kwargs: Any) -> None:
         """Write down what is handed to DistributedDataParallel."""
@@ -176,6 +181,10 @@ def _watch_calls(modules: Modules) -> None:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_inner = losses.depth or recorder.is_muted
+        if losses.depth and losses.inside:
+            output = module_call(self, *args, **kwargs)
+            modules.inner_done(output)
+            return output
         if is_inner or not any(parameter.requires_grad for parameter in self.parameters()):
             return module_call(self, *args, **kwargs)
         modules.before(self, args, kwargs)

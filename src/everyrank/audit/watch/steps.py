@@ -288,6 +288,7 @@ def install_sharding(gradients: Gradients) -> bool:
     def gathered(self: Any) -> None:
         init(self)
         whole = self._unsharded_param
+        gradients.gathered(whole, self.sharded_param)
         if id(whole) not in hooked and whole.requires_grad:
             hooked.add(id(whole))
             name = str(gradients.names.get(id(self.sharded_param), self._param_fqn))
