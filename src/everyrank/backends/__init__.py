@@ -3,6 +3,7 @@
 Registered with torch where a World asks for them; every group made inside that world is one of theirs, too.
 
     said.py       what a rank has said in the store, while a group is made
+    async_buffers.py   buffers of asynchronous collectives, filled with NaN until somebody waits for them
     lane.py       operations that come one after the other, and whom they wait for
     spans.py      what a profiler sees of a call
     callbacks.py  what whoever waits for a future may start, when it is called back
