@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import everyrank
 import hangs
 from everyrank.cli import main
 from everyrank.errors import RankFailedError
@@ -245,6 +246,11 @@ def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+TIMED_OUT = "RankFailedError: shm all_reduce timed out after 8 s (--timeout): rank 1 did not come"
+BARRIER = str(Path(everyrank.__file__).parent / "world" / "barrier.py")
+FRAMES = [("/home/me/train.py", 11, "main")]
+
+
 def view(rank: int, calls: list[list[Any]] | None = None, size: int = 3, **more: Any) -> RankView:
     known = {"groups": {"0": list(range(size))}, "calls": calls} if calls is not None else {}
     frames = [("/home/me/train.py", 10 + rank % 2, "main")]
@@ -339,8 +345,16 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
             ],
             "rank 2 never came to",
         ),
+        (  # rank 1 waits at a barrier, and is told the error of rank 0 there: it is in no collective
+            [
+                view(0, [call(1), call(2, False)], 2, raised=TIMED_OUT),
+                view(1, [call(1)], 2, raised=TIMED_OUT, frames=[(BARRIER, 95, "on_each_rank"), *FRAMES]),
+            ],
+            "rank 1 never came to all_reduce of 8 elements of float32, collective 2 of the group of all 2 ranks: it "
+            "waited at a barrier of everyrank's, at train.py:11 in main. rank 0 waits in it",
+        ),
     ],
-    ids=["never came", "gone", "all came", "ended", "none waits", "gather", "a chain"],
+    ids=["never came", "gone", "all came", "ended", "none waits", "gather", "a chain", "at a barrier"],
 )
 def test_what_follows(views: list[RankView], text: str) -> None:
     """The paragraph as a function of what is known."""

@@ -21,7 +21,7 @@ from everyrank.parity.case import ParityCase, Segments
 from everyrank.parity.rows import row_values
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import changed
-from everyrank.world import World, on_rank_0, single_process_world
+from everyrank.world import World, group_of_one, on_rank_0, single_process_world
 from everyrank.world.collectives import all_equal, sum_over_ranks
 
 __all__ = ["Trace", "trace", "trace_in_place"]
@@ -102,7 +102,8 @@ def trace(
             found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
     has_evaluation = case.eval_ends is not None and evaluates
-    evaluation = evaluate(watched, case.eval_ends) if has_evaluation else {}
+    with group_of_one(prepared.world):  # a metric may have collectives of its own
+        evaluation = evaluate(watched, case.eval_ends) if has_evaluation else {}
     gradients = _put_together(prepared, largest) if layout.axis is not None and measure else largest
     del prepared, watched, saved
     gc.collect()

@@ -31,7 +31,7 @@ from everyrank.parallel.precision import param_dtype
 from everyrank.parallel.room import building, predicting, updating
 from everyrank.parallel.trainable import Trainable
 from everyrank.workload import Workload
-from everyrank.world import World, single_process_world
+from everyrank.world import World, group_of_one, single_process_world
 
 __all__ = ["Prepared", "prepare"]
 
@@ -55,6 +55,7 @@ class Prepared:
     settle              what some ranks hold for others is given to all of them, before it is evaluated or saved; a
                         collective, which most ways of training have no use for
     not_compared        tensors that `full_state` leaves out, because how they lie on the ranks is not known
+    not_saved           tensors that no checkpoint can hold, for the same reason
     """
 
     parallel: ParallelModel
@@ -68,6 +69,7 @@ class Prepared:
     averaging: Averaging | None = None
     settle: Callable[[], None] = lambda: None
     not_compared: Sequence[str] = ()
+    not_saved: Sequence[str] = ()
 
     @property
     def workload(self) -> Workload:
@@ -168,16 +170,18 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     with building(workload, layout, world):
         if layout.simulated:
             simulation = importlib.import_module(f"everyrank.simulations.{layout.row.simulation}")
-            prepared = simulation.simulate(workload, layout, single_process_world(world))
+            with group_of_one(single_process_world(world)):
+                prepared = simulation.simulate(workload, layout, single_process_world(world))
         else:
-            prepared = importlib.import_module(layout.row.module).prepare(workload, layout, world)
+            with group_of_one(single_process_world(world)) if layout.axis is None else contextlib.nullcontext():
+                prepared = importlib.import_module(layout.row.module).prepare(workload, layout, world)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        with updating(workload, layout, world):
+        with updating(workload, layout, world), group_of_one(prepared.world):
             return prepared.step(batches)
 
     def predict(batch: Batch) -> Any:
-        with predicting(workload, layout, world):
+        with predicting(workload, layout, world), group_of_one(prepared.world):
             return prepared.predict(batch)
 
     return dataclasses.replace(prepared, step=step, predict=predict)

@@ -151,9 +151,9 @@ def _prepared(workload: Workload, layout: Layout, world: World) -> Prepared:
     """The workload under a layout that a checkpoint can hold."""
     with wrap_user_errors():
         prepared = prepare(workload, layout, world)
-    if prepared.not_compared:
+    if prepared.not_saved:
         raise WorkloadError(
-            f"layout {layout}: {prepared.not_compared[0]} lies on the ranks in a way that no DTensor tells: no "
+            f"layout {layout}: {prepared.not_saved[0]} lies on the ranks in a way that no DTensor tells: no "
             "checkpoint could hold it; verify and bench alone take such a layout"
         )
     return prepared

@@ -6,6 +6,7 @@
 A world of one has the same interface. Every wait here has a timeout that names who was missing.
 
     world.py           World, and what is chosen for it: device, backend, threads
+    group_of_one.py    a default process group with only this rank, for what one rank does alone
     barrier.py         who waits for whom, over the store
     collectives.py     sums and gathers of small tensors, outside the timed steps
     rendezvous.py      the store that all ranks share, by each init method
@@ -16,6 +17,7 @@ A world of one has the same interface. Every wait here has a timeout that names 
 """
 
 from everyrank.world.barrier import broadcast_text, from_rank_0, on_each_rank, on_rank_0, store_barrier
+from everyrank.world.group_of_one import group_of_one
 from everyrank.world.horovod import import_horovod, start_horovod, wait_for_horovod
 from everyrank.world.process_group import end_of_start, open_world
 from everyrank.world.world import (
@@ -35,6 +37,7 @@ __all__ = [
     "choose_threads",
     "end_of_start",
     "from_rank_0",
+    "group_of_one",
     "import_horovod",
     "on_each_rank",
     "on_rank_0",

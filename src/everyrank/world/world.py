@@ -33,12 +33,14 @@ class GroupCache:
 
     groups          process groups along axes of a layout
     device_meshes   torch's meshes
+    alone           of this rank only; only ranks that have worked alone have made it
     saving          of all ranks on CPU: for what saves in the background (True), and for what saves at once
     at_end          by name, what ends communication that is not torch's (Horovod), called by every rank
     """
 
     groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict[Any, Any])
     device_meshes: dict[Any, DeviceMesh] = field(default_factory=dict[Any, Any])
+    alone: dist.ProcessGroup | None = None
     saving: dict[bool, dist.ProcessGroup] = field(default_factory=dict[bool, Any])
     at_end: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
 
@@ -50,6 +52,7 @@ class GroupCache:
         self.groups.clear()
         self.device_meshes.clear()
         self.saving.clear()
+        self.alone = None
 
 
 @dataclass(frozen=True)

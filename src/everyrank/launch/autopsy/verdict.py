@@ -6,6 +6,7 @@ end of the chain: a rank that is gone, stopped or failed; two that call differen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -99,10 +100,17 @@ def _calls(view: RankView) -> dict[str, list[_Call]]:
             found.setdefault(str(group), []).append(call)
             last = str(group)
     is_known = any(not call.is_done for calls in found.values() for call in calls)
-    if concerns_others(view.raised) and found and not is_known:
+    # what a rank raises at a barrier of ours may be the error of another one, which it was told there
+    if concerns_others(view.raised) and found and not is_known and not _is_at_barrier(view):
         # it has waited in vain in the last one, which was taken away from the Flight Recorder with the error
         found[last][-1] = found[last][-1]._replace(is_done=False)
     return found
+
+
+def _is_at_barrier(view: RankView) -> bool:
+    """Whether it waits, or has raised, at a barrier of everyrank's: not in a collective."""
+    inner = itertools.takewhile(lambda frame: not is_own(frame[0]), view.frames)
+    return any("everyrank/world/barrier.py" in Path(file).as_posix() for file, _, _ in inner)
 
 
 def _waits(views: Sequence[RankView]) -> list[_Wait]:
@@ -238,6 +246,8 @@ def _stands(view: RankView) -> str:
     if view.ended:
         return "has ended its work"
     place = _place(view.frames)
+    if concerns_others(view.raised) and _is_at_barrier(view):
+        return f"waited at a barrier of everyrank's, at {place or 'a place that is not known'}"
     if concerns_others(view.raised):
         return f"waited in vain at {place or 'a place that is not known'}"
     if view.raised:
