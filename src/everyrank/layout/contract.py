@@ -13,6 +13,7 @@ It is a layout as any other, `--layout my_parallel.py:tensor=2`: an axis without
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from everyrank.errors import LayoutError
 from everyrank.layout.layout import Layout
 from everyrank.workload.find import import_file
 
-__all__ = ["OwnCode", "ParallelContract", "find_own_code", "give_own_code"]
+__all__ = ["OwnCode", "ParallelContract", "find_own_code", "give_own_code", "zigzag"]
 
 _READS = ("batch", "sequence", "same")
 _USUAL = {
@@ -51,6 +52,19 @@ class ParallelContract:
     scale_loss      (loss, mesh) -> what backward begins from; the loss is a sum, shape (), of this rank's terms
     after_backward  (model, mesh) -> None, after the last backward of an update: collectives of one's own
     clip_grad_norm  (model, max_norm, mesh) -> None, in place of clipping here, where the workload has a clip_norm
+    gather          (model, mesh) -> {name: whole tensor}, called by all ranks: tensors of the model as it was built,
+                    put together from parts that no DTensor describes. Names and shapes are those of
+                    `model.state_dict()` before `parallelize`. What it leaves out is taken as it lies on the ranks
+    context         (model, mesh, (input, target)) -> a context manager around forward, loss and backward of each
+                    micro-batch, and around forward in evaluation: `loss_parallel()`, `context_parallel(mesh, ...)`
+    positions       of the ranks that read a part of the same sequences, in which order they have the positions:
+                    "contiguous"; "zigzag" (of 2 n chunks, rank i has chunk i and chunk 2 n - 1 - i); or
+                    (length, ranks) -> all positions, those of the first rank first
+    cut_by_context  every rank reads whole sequences, and `context` cuts its part out of them, as torch's
+                    `context_parallel` does
+
+        ParallelContract(axes={"shard": "batch", "tensor": "same"}, context=lambda model, mesh, batch: loss_parallel())
+        ParallelContract(axes={"context": "sequence"}, positions="zigzag")
 
     Raises `LayoutError` for words that are none of these.
     """
@@ -60,6 +74,10 @@ class ParallelContract:
     scale_loss: Callable[[Any, Any], Any] | None = None
     after_backward: Callable[[Any, Any], None] | None = None
     clip_grad_norm: Callable[[Any, float, Any], Any] | None = None
+    gather: Callable[[Any, Any], Mapping[str, Any]] | None = None
+    context: Callable[[Any, Any, Any], contextlib.AbstractContextManager[Any]] | None = None
+    positions: str | Callable[[int, int], Sequence[int]] = "contiguous"
+    cut_by_context: bool = False
 
     def __post_init__(self) -> None:
         axes = self.axes or {}
@@ -79,6 +97,25 @@ class ParallelContract:
             if axis and self.axes is not None and axis not in axes:
                 raise LayoutError(f"contract: gradients of {axis}: no such axis; it has {', '.join(axes)}")
 
+        if not callable(self.positions) and self.positions not in ("contiguous", "zigzag"):
+            raise LayoutError(
+                f"contract: positions={self.positions!r}: give contiguous, zigzag, or (length, ranks) -> positions"
+            )
+        if self.cut_by_context and self.context is None:
+            raise LayoutError("contract: cut_by_context=True needs a context that cuts the sequences")
+
+    def order_of_positions(self) -> Callable[[int, int], Sequence[int]] | None:
+        """(length, ranks) -> all positions of a sequence, those of the first rank first; None: as they are."""
+        if callable(self.positions):
+            return self.positions
+        return zigzag if self.positions == "zigzag" else None
+
+    def around(self, model: Any, mesh: Any, part: Any) -> contextlib.AbstractContextManager[Any]:
+        """The user's context for a micro-batch, of which this rank has `part`."""
+        if self.context is None:
+            return contextlib.nullcontext()
+        return self.context(model, mesh, (part.input, part.target))
+
     def gradient_over(self, axis: str) -> str:
         """Whether `parameter.grad` is the mean or the sum over this axis."""
         return self.gradients if isinstance(self.gradients, str) else self.gradients.get(axis, "mean")
@@ -88,6 +125,22 @@ class ParallelContract:
         if self.axes is not None:
             return self.axes.get(axis, "")
         return next((reads for reads, names in _USUAL.items() if axis in names), "")
+
+
+def zigzag(length: int, ranks: int) -> list[int]:
+    """The positions of a causal sequence such that each rank has as much to compute: chunks 0, 2n-1, 1, 2n-2, ...
+
+    `zigzag(8, 2)` is [0, 1, 6, 7, 2, 3, 4, 5]: rank 0 has the first and the last chunk. Raises `LayoutError` for a
+    length that does not divide into two chunks for each rank.
+    """
+    if length % (2 * ranks):
+        raise LayoutError(
+            f"contract: positions=zigzag: a sequence of {length} does not divide into {2 * ranks} chunks, two for each "
+            "of the ranks; pad it to a multiple"
+        )
+    size = length // (2 * ranks)
+    chunks = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
+    return [position for chunk in chunks for position in range(chunk * size, (chunk + 1) * size)]
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ from everyrank.errors import UnsupportedLayoutError, WorkloadError, describe, is
 from everyrank.layout import OwnCode
 from everyrank.parallel.full_state import without_advice
 from everyrank.parallel.mesh import full_tensor, local_tensor, make_device_mesh
+from everyrank.parallel.own_precision import without_mixed_precision
 from everyrank.world import World
 
 __all__ = [
     "apply_own_code",
     "clean_name",
     "forward_error",
+    "gathered_state",
     "lying",
     "own_device_mesh",
     "replicated_axes",
@@ -48,7 +50,11 @@ def own_device_mesh(code: OwnCode, world: World) -> DeviceMesh:
 def apply_own_code(code: OwnCode, model: nn.Module, mesh: DeviceMesh, world: World) -> nn.Module:
     """What the person's function makes of the model. Raises `WorkloadError` where that is none, or never comes."""
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.get_default_dtype())
-    with _limited(code, _WAIT * world.timeout_seconds, world.timeout_seconds), _made_in(dtype):
+    with (
+        _limited(code, _WAIT * world.timeout_seconds, world.timeout_seconds),
+        _made_in(dtype),
+        without_mixed_precision(),
+    ):
         made: object = code.function(model, mesh)
     if not isinstance(made, nn.Module):
         hint = ": end it with `return model`" if made is None else ""
@@ -123,14 +129,52 @@ def lying(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Tenso
     return {name: named[name] for name, shape in shapes.items() if name in named and named[name].shape == shape}
 
 
-def whole_state(model: nn.Module, shapes: Mapping[str, torch.Size], rank: int) -> dict[str, Tensor]:
-    """The tensors that can be put together, on rank 0's CPU; {} elsewhere. A collective."""
+def whole_state(
+    code: OwnCode, model: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], rank: int
+) -> dict[str, Tensor]:
+    """The tensors that can be put together, on rank 0's CPU; {} elsewhere. A collective.
+
+    What the contract's `gather` puts together stands in for what the ranks hold under the same name.
+    """
+    gathered = gathered_state(code, model, mesh, shapes)
+    known = lying(unwrapped(model), shapes)
     found: dict[str, Tensor] = {}
-    for name, tensor in lying(model, shapes).items():
+    for name in (name for name in shapes if name in known or name in gathered):
         with without_advice():
-            whole = full_tensor(tensor.detach())
+            whole = gathered[name] if name in gathered else full_tensor(known[name].detach())
         if rank == 0:
             found[name] = whole.cpu().clone()
+    return found
+
+
+def gathered_state(
+    code: OwnCode, model: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """The tensors that the contract's `gather` puts together, on every rank; {} without one. A collective.
+
+    Raises `WorkloadError` for names that the model did not have when it was built, and for other shapes.
+    """
+    if code.contract.gather is None:
+        return {}
+    with torch.no_grad():
+        made: object = code.contract.gather(model, mesh)
+    if not isinstance(made, Mapping):
+        raise WorkloadError(f"{code.place}: gather returned {type(made).__name__}; return {{name: whole tensor}}")
+    found: dict[str, Tensor] = {}
+    for name, value in made.items():
+        whole = full_tensor(value)
+        if name not in shapes:
+            near = next((one for one in shapes if one.endswith(str(name).rpartition(".")[2])), next(iter(shapes), ""))
+            raise WorkloadError(
+                f"{code.place}: gather returned {name}, which is no tensor of the model as it was built; its names are "
+                f"those of model.state_dict() before parallelize, such as {near}"
+            )
+        if not isinstance(whole, Tensor) or whole.shape != shapes[name]:
+            shape = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
+            raise WorkloadError(
+                f"{code.place}: gather returned {name} of shape {shape}; as it was built it is {tuple(shapes[name])}"
+            )
+        found[name] = whole.detach()
     return found
 
 

@@ -33,6 +33,7 @@ from everyrank.parallel.micro_batch import MicroBatchState
 from everyrank.parallel.own import (
     apply_own_code,
     forward_error,
+    gathered_state,
     lying,
     own_device_mesh,
     require_known,
@@ -61,10 +62,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     wrapped = apply_own_code(code, built, device_mesh, world)
     model = unwrapped(wrapped)
     known = lying(model, shapes)
+    gathered = list(gathered_state(code, wrapped, device_mesh, shapes))
     unknown = [name for name in shapes if name not in known]
+    alike = [one for name, one in known.items() if not isinstance(one, DTensor) and name not in gathered]
     if workload.clip_norm is not None and contract.clip_grad_norm is None:
         require_known(unknown, code)
-    parts = sequence_parts(workload, mesh)
+    parts = sequence_parts(workload, mesh, contract.order_of_positions(), contract.cut_by_context)
     state = MicroBatchState(functions, functions)
     parallel = ParallelModel(workload, layout, mesh, model, None, state, None, parts, dropout=dropout)
     trainable = make_trainable(workload, layout, model)
@@ -85,7 +88,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable.zero_grad()
         own = torch.zeros(2, dtype=torch.float64, device=world.device)
         for _, batch in trainable.iter_micro_batches(batches):
-            with parallel.micro_batch(batch) as part:
+            with parallel.micro_batch(batch) as part, contract.around(wrapped, device_mesh, part):
                 loss, share = compute_loss(workload, forward(part), part, mesh)
                 own += parallel.count_once(share)
                 if contract.scale_loss is not None:
@@ -100,7 +103,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return own
 
     def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part:
+        with parallel.micro_batch(batch) as part, contract.around(wrapped, device_mesh, part):
             output = forward(part)
         reshard(model)
         return parallel.gather_output(output)
@@ -110,8 +113,9 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         step,
         predict,
-        full_state=lambda: whole_state(model, shapes, world.rank),
-        replicated_tensors=[tensor for tensor in known.values() if not isinstance(tensor, DTensor)],
+        full_state=lambda: whole_state(code, wrapped, device_mesh, shapes, world.rank),
+        replicated_tensors=alike,
         num_micro_batches=layout.accumulate,
-        not_compared=unknown,
+        not_compared=sorted(set(unknown) - set(gathered), key=unknown.index),
+        not_saved=[*unknown, *gathered],
     )

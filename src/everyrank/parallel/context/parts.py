@@ -1,8 +1,9 @@
-"""Contiguous parts of the sequences of a batch, for own parallel code: its attention reaches over the ranks itself."""
+"""Parts of the sequences of a batch, for a custom parallelize function: its attention reaches over the ranks itself."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
-from everyrank.errors import UnsupportedLayoutError
+from everyrank.errors import LayoutError, UnsupportedLayoutError
 from everyrank.parallel.mesh import Mesh
 from everyrank.workload import Workload
 
@@ -20,9 +21,11 @@ __all__ = ["SequenceParts", "sequence_parts"]
 
 @dataclasses.dataclass
 class SequenceParts:
-    """The part of every sequence that this rank has: `index` of `count` contiguous ones along dimension `dim`.
+    """The part of every sequence that this rank has: `index` of `count` equal ones along dimension `dim`.
 
-    length   of this rank's part, once a batch has been taken
+    length     of this rank's part, once a batch has been taken
+    order      (length of the whole, count) -> all positions, those of the first part first; None: contiguous parts
+    is_whole   a batch is handed on whole: the user's code cuts its part out of it
     """
 
     dim: int
@@ -30,11 +33,26 @@ class SequenceParts:
     count: int
     group: dist.ProcessGroup | None
     length: int = 0
+    order: Callable[[int, int], Sequence[int]] | None = None
+    is_whole: bool = False
 
     @property
     def pieces(self) -> tuple[range, ...]:
-        """Which positions of the whole sequence this rank has."""
-        return (range(self.index * self.length, (self.index + 1) * self.length),)
+        """Which positions of the whole sequence this rank has, as contiguous pieces in its order."""
+        return _runs(self._places()[self.index * self.length : (self.index + 1) * self.length])
+
+    def _places(self) -> list[int]:
+        """All positions, those of the first part first. Raises `LayoutError` for what is no permutation of them."""
+        length = self.count * self.length
+        if self.order is None:
+            return list(range(length))
+        places = [int(place) for place in self.order(length, self.count)]
+        if sorted(places) != list(range(length)):
+            raise LayoutError(
+                f"contract: positions({length}, {self.count}) gives {len(places)} numbers, which are not each of the "
+                f"positions 0 to {length - 1} once"
+            )
+        return places
 
     def take(self, batch: Batch) -> Batch:
         """The rank's part of the sequences of a batch: of every tensor as long as those of the input.
@@ -51,11 +69,18 @@ class SequenceParts:
                 "part of it; pad it to a multiple"
             )
         self.length = lengths[0] // self.count
+        places = self._places()
+        if self.is_whole:
+            return batch
+        start = self.index * self.length
+        own = None if self.order is None else torch.tensor(places[start : start + self.length])
 
         def part(tensor: Tensor) -> Tensor:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != lengths[0]:
                 return tensor
-            return tensor.narrow(self.dim, self.index * self.length, self.length)
+            if own is not None:
+                return tensor.index_select(self.dim, own.to(tensor.device))
+            return tensor.narrow(self.dim, start, self.length)
 
         return dataclasses.replace(batch, input=map_tensors(batch.input, part), target=map_tensors(batch.target, part))
 
@@ -67,16 +92,36 @@ class SequenceParts:
                 return tensor
             rows = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.count)]
             dist.all_gather(rows, tensor.contiguous(), group=self.group)
-            return torch.cat(rows, dim=self.dim)
+            whole = torch.cat(rows, dim=self.dim)
+            return whole if back is None else whole.index_select(self.dim, back.to(whole.device))
 
+        back = None if self.order is None else torch.tensor(self._places()).argsort()
         return map_tensors(output, gathered)
 
     def check(self) -> None:
         """Nothing to check after a forward pass: what attention does is the person's own."""
 
 
-def sequence_parts(workload: Workload, mesh: Mesh) -> SequenceParts | None:
+def _runs(places: Sequence[int]) -> tuple[range, ...]:
+    """The positions as contiguous ranges: [0, 1, 6, 7] -> (range(0, 2), range(6, 8))."""
+    found: list[range] = []
+    for place in places:
+        if found and found[-1].stop == place:
+            found[-1] = range(found[-1].start, place + 1)
+        else:
+            found.append(range(place, place + 1))
+    return tuple(found)
+
+
+def sequence_parts(
+    workload: Workload,
+    mesh: Mesh,
+    order: Callable[[int, int], Sequence[int]] | None = None,
+    is_whole: bool = False,
+) -> SequenceParts | None:
     """How sequences are cut over the context axis; None where that is one rank long.
+
+    `order` and `is_whole` are those of `SequenceParts`.
 
     Raises `UnsupportedLayoutError` for a workload that does not say which dimension is the sequence.
     """
@@ -88,4 +133,5 @@ def sequence_parts(workload: Workload, mesh: Mesh) -> SequenceParts | None:
             f"workload {workload.name} has no sequence_dim, which says which dimension of the input is the sequence; "
             "for tokens of shape (B, T) it is 1"
         )
-    return SequenceParts(workload.sequence_dim, mesh.coordinate["context"], count, mesh.group("context"))
+    place = mesh.coordinate["context"]
+    return SequenceParts(workload.sequence_dim, place, count, mesh.group("context"), order=order, is_whole=is_whole)
