@@ -60,6 +60,7 @@ class Parity:
     reason                    why it was not verified
     checks                    what was compared, and how each comparison ended
     reference                 the layout that stood in for one device; None: none had to
+    not_compared              tensors that could not be put together from the ranks (a custom parallelize function)
     """
 
     status: str
@@ -72,6 +73,7 @@ class Parity:
     reason: str | None = None
     checks: list[str] = field(default_factory=list[str])
     reference: str | None = None
+    not_compared: list[str] = field(default_factory=list[str])
 
     @property
     def outcome(self) -> str:

@@ -15,6 +15,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,7 @@ def assert_same_training(
     quick: bool = True,
     reference: Layout | str | None = None,
     device: str | None = "cpu",
+    backend: str | None = None,
     timeout_seconds: float = 120.0,
 ) -> None:
     """Assert that each layout is the training of one device: `everyrank verify`, without the command line.
@@ -55,6 +57,7 @@ def assert_same_training(
     steps       updates that are compared; the last of the first epoch and the first of the second are among them
     quick       compare in float64 alone; False: in the layout's own precision, too
     reference   the layout to compare with, where one device cannot hold the model
+    backend     shm, gloo, nccl or mpi; None: shm for ranks of one host on CPU, else nccl
 
     Raises `AssertionError` for a layout that is another training, that this workload cannot have or that cannot run
     here: a line for each, with what differs first, by how much, and the likely cause. `EveryrankError` for a wrong
@@ -63,7 +66,7 @@ def assert_same_training(
     __tracebackhide__ = True  # pytest shows the person's line
     named = [layouts] if isinstance(layouts, Layout | str) else layouts
     parsed = [parse_layout(layout) if isinstance(layout, str) else layout for layout in named]
-    launch = Launch(processes=processes, device=device, timeout_seconds=timeout_seconds)
+    launch = Launch(processes=processes, device=device, backend=backend, timeout_seconds=timeout_seconds)
     options = VerifyOptions(steps=steps, quick=quick, show=False, reference=str(reference) if reference else None)
     try:
         with _sent_by_value(*_callables(workload)):
@@ -84,7 +87,10 @@ def assert_same_gradients(
     *,
     contract: ParallelContract | None = None,
     sequence_dim: int | None = None,
+    clip_norm: float | None = None,
+    allow_uncompared: Sequence[str] = (),
     device: str | None = "cpu",
+    backend: str | None = None,
     timeout_seconds: float = 120.0,
 ) -> None:
     """Assert that the gradients of `parallelize(model, mesh)` on all ranks are those of `model` on one device.
@@ -98,8 +104,14 @@ def assert_same_gradients(
     contract       what the ranks of an axis read, and what the gradient is; None: `parallelize.contract`, or the
                    `contract` of its module, or the usual names (`ParallelContract`)
     sequence_dim   which dimension of the input is the sequence, for an axis that splits it
+    clip_norm      clip the gradients to this norm, too, by the contract's `clip_grad_norm` where it has one
+    allow_uncompared   names of tensors, or patterns such as "blocks.*.qkv.weight", that need not be compared. A part
+                   of a tensor that no DTensor describes, and that the contract's `gather` does not put together, is
+                   not compared: that fails unless it is named here
+    backend        shm, gloo, nccl or mpi; None: shm for ranks of one host on CPU, else nccl
 
-    In float64. Raises `AssertionError` with the first gradient that differs, by how much, and the likely cause;
+    In float64. Buffers of asynchronous collectives hold NaN until they are waited for. Raises `AssertionError` with
+    the first gradient that differs, by how much, and the likely cause, or with the tensors that were not compared;
     `EveryrankError` for a wrong call, and for code that raises.
     """
     from torch import nn
@@ -118,14 +130,23 @@ def assert_same_gradients(
         global_batch=size,
         steps=1,
         sequence_dim=sequence_dim,
+        clip_norm=clip_norm,
     )
-    launch = Launch(processes=math.prod(mesh.values()), device=device, timeout_seconds=timeout_seconds)
+    processes = math.prod(mesh.values())
+    launch = Launch(processes=processes, device=device, backend=backend, timeout_seconds=timeout_seconds)
     layout = Layout(_place(parallelize), degrees=dict(mesh))
     with _sent_by_value(parallelize, loss, model, *(model.modules() if isinstance(model, nn.Module) else ())):
         arguments = (workload, layout, parallelize, contract, launch)
         found: Parity = run_ranks(launch, "everyrank.tasks.verify:verify_gradients_rank", *arguments)[0]
     if found.status != "equal":
         raise AssertionError(_finding(str(layout), found))
+    left_out = [name for name in found.not_compared if not any(fnmatchcase(name, one) for one in allow_uncompared)]
+    if left_out:
+        raise AssertionError(
+            f"{layout}: not compared: {', '.join(left_out)}: no DTensor says which part of them a rank has. Give the "
+            "contract a gather that puts them together, ParallelContract(gather=lambda model, mesh: {name: whole "
+            f"tensor}}), or allow it, allow_uncompared=[{left_out[0]!r}{', ...' * (len(left_out) > 1)}]"
+        )
 
 
 def _finding(layout: str, parity: Parity) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -341,3 +342,49 @@ def test_subject_keeps_both_ends_of_the_evaluation() -> None:
         dataclasses.replace(workload, global_batch=4), workload.train_data(), workload.eval_data(), 4
     )
     assert subject.eval_ends.samples == [*range(32), *range(72, 102)]
+
+
+class Codebook(nn.Module):
+    """Vectors in a buffer that follow what is nearest to them, written in forward: of this rank, or of all ranks."""
+
+    def __init__(self, over_all: bool) -> None:
+        super().__init__()
+        self.enter, self.leave, self.over_all = nn.Linear(5, 3), nn.Linear(3, 2), over_all
+        self.register_buffer("codes", torch.randn(4, 3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        encoded = self.enter(values)
+        nearest = torch.cdist(encoded, self.codes).argmin(1)
+        quantised = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                rows = F.one_hot(nearest, 4).to(encoded.dtype)
+                counts, totals = rows.sum(0), rows.T @ encoded
+                if self.over_all and dist.is_initialized():
+                    dist.all_reduce(counts)
+                    dist.all_reduce(totals)
+                means = totals / counts.clamp(min=1.0)[:, None]
+                self.codes.copy_(torch.where(counts[:, None] > 0, 0.9 * self.codes + 0.1 * means, self.codes))
+        return self.leave(encoded + (quantised - encoded).detach())
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_buffer_that_forward_writes(ranks: Any, layout: str) -> None:
+    """Each rank from its own samples: the buffer is named. Over all ranks it is right, and `single` does not hang."""
+    points = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
+    samples = torch.utils.data.TensorDataset(points, points[:, :2].clone())
+    changes = {
+        "train_data": lambda: samples,
+        "eval_data": None,
+        "metrics": {},
+        "blocks": None,
+        "global_batch": 8,
+        "loss": zoo.squared,
+    }
+    alone = zoo.workload("frozen", model=lambda: Codebook(False), **changes)
+    parity = parity_of(ranks, alone, layout)
+    assert parity.status == "different"
+    assert parity.first_divergence == "update 0, tensor codes (float64)"
+    assert "buffers are not (codes): Codebook writes codes in forward, from the samples of one rank" in parity.cause
+    together = zoo.workload("frozen", model=lambda: Codebook(True), **changes)
+    assert parity_of(ranks, together, layout).status == "equal"

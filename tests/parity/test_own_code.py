@@ -367,7 +367,10 @@ def test_the_first_output_that_differs(check: Any) -> None:
     """What runs and is another model: one attention that sees its own rank's positions; batch norm of each rank."""
     [parity] = check(2, "context_alone:data=1")
     assert parity.status == "different"
-    assert parity.cause.endswith("that of blocks.2.attention.output (Linear), on rank 1")
+    assert parity.cause.endswith(
+        "the first input that differs is that of blocks.2.attention.output (Linear), on rank 1: it goes wrong in "
+        "blocks.2.attention (Attention), before that"
+    )
     [parity] = check(2, "ddp", name="norm")
     assert parity.cause.endswith(
         "that of blocks.0.1 (BatchNorm1d), on rank 0, 1: batch norm over one rank's samples alone (SyncBatchNorm spans "

@@ -19,8 +19,12 @@ The rules (docs/parity.md):
     reference.py   `single`, and how far rounding alone moves it
     compare.py     the rules: pure arithmetic
     probes.py      why a workload is not the same in parts as it is as a whole
-    own_code.py    own parallel code: its gradients first, and which axis or norm is wrong
-    outputs.py     of own parallel code the first module whose output differs
+    async_reads.py an asynchronous collective that is read before it is waited for
+    initial_state.py   a custom parallelize function: what it changes before the first update
+    own_code.py    its gradients first, and which axis or norm is wrong
+    module_events.py   what goes into modules and comes out, with gradients, beside one process
+    outputs.py     the first module inside which its forward pass goes wrong
+    backward.py    the same of its backward pass
     diagnose.py    the first tensor that differs, and the likely cause
     check.py       all of it for one layout
 """

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
-from everyrank.errors import CannotRunError, LayoutError, UnsupportedLayoutError
+from everyrank.backends.async_buffers import nan_until_wait
+from everyrank.errors import CannotRunError, LayoutError, NotFiniteError, UnsupportedLayoutError
 from everyrank.layout import Layout
+from everyrank.parallel.own_precision import full_precision
+from everyrank.parity.async_reads import read_before_wait
 from everyrank.parity.case import ParityCase, single_like
 from everyrank.parity.compare import Comparison, compare
 from everyrank.parity.diagnose import locate
@@ -34,8 +37,11 @@ def check_layout(
     here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
     `by_name`, else `not_verified`. A collective.
     """
-    with _without_tf32():
+    with _without_tf32(), full_precision() as casts, nan_until_wait():
         parity, losses = _check_layout(case, layout, world, key, by_name)
+    if casts and not case.by_gradient:
+        text = f"left out: the mixed precision of fully_shard ({'; '.join(sorted(casts))})"
+        parity = dataclasses.replace(parity, checks=[text, *parity.checks])
     if case.reference is not None and parity.reference is None and parity.scope is not None:
         scope = f"{parity.scope}, beside {case.reference}"
         parity = dataclasses.replace(parity, scope=scope, reference=str(case.reference))
@@ -56,21 +62,21 @@ def _without_tf32() -> Generator[None]:
 def _check_layout(
     case: ParityCase, layout: Layout, world: World, key: str, by_name: bool
 ) -> tuple[Parity, list[float]]:
-    checks: list[str] = []
-    looks_at_gradients = layout.row.any_axes and not case.by_gradient
-    if looks_at_gradients:
+    of_gradients: Parity | None = None
+    if layout.row.any_axes and not case.by_gradient:
         of_gradients, _ = check_layout(gradients_of(case), layout, world, f"{key}/gradients", by_name)
         if of_gradients.status != "equal":
             return of_gradients, []
-        checks = [f"gradients, {text}" for text in of_gradients.checks]
     try:
         ensure_references(case, layout, world, key)
     except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
         # what `single` cannot have either, where it takes as many micro-batches
         return _left_out(error, by_name), []
-    checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else []), *checks]
+    checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else [])]
+    checks += [f"gradients, {text}" for text in of_gradients.checks] if of_gradients is not None else []
     finding: Comparison | None = None
     losses: list[float] = []
+    not_compared: list[str] = []
     for precision in case.precisions(layout):
         variant = dataclasses.replace(layout.repeatable(), precision=precision)
         single = str(single_like(case, layout, precision, world.size))
@@ -79,22 +85,22 @@ def _check_layout(
             run = trace_in_place(case, variant, world, here, case.segments[single], evaluates=precision == "float64")
         except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
             return _left_out(error, by_name), []
+        except NotFiniteError as error:
+            return _not_a_number(error, case, variant, world, checks), []
         losses = run.losses if run is not None else []
         compared = functools.partial(_compare, case, single, precision, run)
         own = Comparison(**from_rank_0(world, f"{here}/compare", compared))
+        not_compared = list(run.not_compared) if run is not None else []
         if not own.is_equal and case.forget_kept(single):  # a kept run does not convict alone
             return check_layout(case, layout, world, f"{key}/anew", by_name)
         if not own.is_equal:
-            first, cause = locate(case, variant, world, here, own)
-            if looks_at_gradients and precision == "float64" and ", tensor " in first:
-                cause = cause_after_gradients(case, variant, world)
-            return _different(own, f"{first} ({precision})", cause, checks), losses
+            return _explained(own, case, variant, world, here, of_gradients, checks), losses
         checks.append(f"{precision}, {own.scope}: {own.text}")
         finding = finding or own  # float64 decides; the layout's own precision can only refuse
     assert finding is not None
     if not layout.is_exact:
         finding = dataclasses.replace(finding, scope=f"{finding.scope}, beside its simulation in one process")
-    return _equal(finding, case, checks), losses
+    return dataclasses.replace(_equal(finding, case, checks), not_compared=not_compared), losses
 
 
 def _equal(finding: Comparison, case: ParityCase, checks: list[str]) -> Parity:
@@ -118,6 +124,31 @@ def _left_out(error: CannotRunError | UnsupportedLayoutError | LayoutError, by_n
 def _compare(case: ParityCase, single: str, precision: str, run: Trace | None) -> dict[str, Any]:
     assert run is not None, "rank 0 takes part in every run"
     return dataclasses.asdict(compare(case.references[single], run, precision))
+
+
+def _not_a_number(error: NotFiniteError, case: ParityCase, layout: Layout, world: World, checks: list[str]) -> Parity:
+    """NaN out of a buffer that is read before it is waited for; any other raises what it raised. A collective."""
+    single = str(single_like(case, layout, layout.precision, world.size))
+    cause = read_before_wait(case, layout, world, case.segments[single][0][0])
+    if not cause:
+        raise error
+    return Parity("different", bitwise=False, first_divergence="update 0, loss (NaN)", cause=cause, checks=checks)
+
+
+def _explained(
+    finding: Comparison,
+    case: ParityCase,
+    layout: Layout,
+    world: World,
+    key: str,
+    of_gradients: Parity | None,
+    checks: list[str],
+) -> Parity:
+    """A difference with its place and its likely cause. A collective."""
+    first, cause = locate(case, layout, world, key, finding)
+    if of_gradients is not None and layout.precision == "float64" and ", tensor " in first:
+        cause = cause_after_gradients(case, layout, world, of_gradients.not_compared)
+    return _different(finding, f"{first} ({layout.precision})", cause, checks)
 
 
 def _different(finding: Comparison, first: str, cause: str | None, checks: list[str]) -> Parity:

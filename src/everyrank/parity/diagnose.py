@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everyrank.data import Update
 from everyrank.layout import Layout, find_own_code
+from everyrank.layout.options import BuildOptions
 from everyrank.parallel.expert import expert_pattern
+from everyrank.parallel.init_model import shared_parameters
+from everyrank.parity.async_reads import read_before_wait
 from everyrank.parity.backward import gradients_by_rank
 from everyrank.parity.case import ParityCase, Segments, single_like
 from everyrank.parity.compare import Comparison, largest
+from everyrank.parity.initial_state import StateChanges, changes_by_parallelize, listed
 from everyrank.parity.outputs import first_output_that_differs
 from everyrank.parity.own_code import cause_in_gradients
 from everyrank.parity.probes import probe_evaluation, probe_update
@@ -26,6 +30,7 @@ from everyrank.world.collectives import all_gather
 
 __all__ = ["locate"]
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _KEEP_BYTES = 2 << 30  # of states kept while looking
 _State = dict[str, Tensor]
 _FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first update that has it
@@ -36,7 +41,8 @@ class _Evidence:
     """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on.
 
     Of own parallel code `output` says, where the loss differs, which module's output is the first that does, and
-    `gradients`, where they differ, between which ranks, and what of them together is that of one device.
+    `gradients`, where they differ, between which ranks, and what of them together is that of one device, and `state`
+    what `parallelize` has changed before the first update.
     """
 
     case: ParityCase
@@ -48,6 +54,7 @@ class _Evidence:
     watched: Sequence[list[float]]
     output: str = ""
     gradients: str = ""
+    state: StateChanges = field(default_factory=lambda: StateChanges(""))
 
 
 def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
@@ -60,12 +67,18 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Co
         return finding.what, probed or finding.cause
     if finding.cause is not None:
         return finding.what, finding.cause
+    early = read_before_wait(case, layout, world, segments[0][done - 1])
+    if early:
+        return finding.what.replace("tensor ", "gradient of " if case.by_gradient else "values of "), early
     run = trace_in_place(case, layout, world, f"{key}/again", segments, keep=True)
     # of a layout of one process, rank 0 has all there is
     rows = [row.tolist() for row in _rows_of_all(run, world)] if layout.axis is not None else []
 
     stand_in = _stand_in(case, single, world, f"{key}/reference", segments)
     is_whole = case.reference is None  # one device can be asked
+    state = None
+    if is_whole and layout.row.any_axes and not layout.read(BuildOptions).meta:
+        state = changes_by_parallelize(case, layout, world)
     is_loss_of_own_code = is_whole and layout.row.any_axes and finding.kind == "loss"
     output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_own_code else ""
 
@@ -75,23 +88,59 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Co
     def look() -> tuple[str, str | None]:
         assert run is not None
         reference = stand_in or trace(case, single, single_process_world(world), segments, keep=True)
+        all_rows = rows or [_counted(run.rows)]
         evidence = _Evidence(
-            case, layout, world, segments[0], reference, run, rows or [_counted(run.rows)], output, gradients
+            case, layout, world, segments[0], reference, run, all_rows, output, gradients, state or StateChanges("")
         )
-        if finding.kind == "evaluation":
-            cause = probe_evaluation(case, single_process_world(world))
-            return finding.what, cause or _about_rows(evidence, len(segments[0]), "evaluation") or _EVALUATION
-        known = case.references.get(str(single))
-        first = _first_difference(reference.states, run.states, known, number, run.not_compared)
-        if finding.kind == "count" or first is None or first[0] > done:
-            return finding.what, _cause_in_loss(evidence, done - 1)
-        moved, name = first
-        where = f"update {segments[0][moved - 1].step}" if moved else "before any update"
-        kind = "gradient of" if layout.row.any_axes and case.by_gradient else "tensor"
-        return f"{where}, {kind} {name}", _cause(evidence, moved, name)
+        return _look(evidence, finding, case.references.get(str(single)), number, done)
 
     first, cause = from_rank_0(world, f"{key}/look", look)
     return first, cause
+
+
+def _look(
+    evidence: _Evidence, finding: Comparison, known: Reference | None, number: int, done: int
+) -> tuple[str, str | None]:
+    """What differs first, and the likely cause; on rank 0."""
+    case, run, updates = evidence.case, evidence.run, evidence.updates
+    if finding.kind == "evaluation":
+        cause = probe_evaluation(case, single_process_world(evidence.world))
+        return finding.what, cause or _about_rows(evidence, len(updates), "evaluation") or _EVALUATION
+    about_weights = evidence.state.of_weights()
+    if about_weights:
+        return f"before any update, {next(iter({**evidence.state.weights, **evidence.state.copies}))}", about_weights
+    first = _first_difference(evidence.reference.states, run.states, known, number, run.not_compared)
+    if finding.kind == "count" or first is None or first[0] > done:
+        return finding.what, _with_others(evidence, _cause_in_loss(evidence, done - 1))
+    moved, names = first
+    where = f"update {updates[moved - 1].step}" if moved else "before any update"
+    kind = "gradient of " if moved and evidence.layout.row.any_axes and case.by_gradient else "tensor "
+    name = _name_of(evidence, names)
+    about_training = evidence.state.of_training(names)
+    if about_training:
+        return f"{where}, {kind}{name}", about_training
+    return f"{where}, {kind}{name}", _with_others(evidence, _cause(evidence, moved, names))
+
+
+def _name_of(evidence: _Evidence, names: Sequence[str]) -> str:
+    """The tensor to name of those that differ: one with another requires_grad, or the first.
+
+    Gradients go wrong from the last layer to the first. Where not all of them differ, the last one that does is
+    nearest to the mistake.
+    """
+    changed = [name for name in names if name in (*evidence.state.frozen, *evidence.state.unfrozen)]
+    is_of_gradients = evidence.layout.row.any_axes and evidence.case.by_gradient
+    compared = [name for name in evidence.reference.states[0] if name not in evidence.run.not_compared]
+    if changed or not is_of_gradients or len(names) >= len(compared):
+        return next(iter(changed), names[0])
+    tied = {f"{module}.{name}".lstrip(".") for one in shared_parameters(evidence.case.look()) for module, name in one}
+    return next((name for name in reversed(names) if name not in tied), names[0])
+
+
+def _with_others(evidence: _Evidence, cause: str) -> str:
+    """The cause, and what else `parallelize` has changed: dtypes and buffers."""
+    others = evidence.state.of_others()
+    return f"{cause}; {others}" if others else cause
 
 
 _EVALUATION = (
@@ -169,9 +218,10 @@ def _about_rows(evidence: _Evidence, place: int, what: str) -> str | None:
 
 def _first_difference(
     reference: list[_State], run: list[_State], known: Reference | None, number: int, left_out: Sequence[str]
-) -> tuple[int, str] | None:
-    """(number of updates done, name) of the first tensor that differs by more than rounding."""
+) -> tuple[int, list[str]] | None:
+    """(number of updates done, names) of the first tensors that differ by more than rounding."""
     for done, (here, there) in enumerate(zip(reference, run, strict=True)):
+        names: list[str] = []
         for name, tensor in here.items():
             if name in left_out:
                 continue
@@ -182,23 +232,26 @@ def _first_difference(
                 continue  # rounding alone moves it
             tolerance = max(_FIRST_TENSOR * moved, 1e-12 * largest(tensor), 10 * floor)
             if not (name in there and tensor_distance(tensor, there[name], nulls) <= tolerance):
-                return done, name
+                names.append(name)
+        if names:
+            return done, names
     return None
 
 
-def _cause(evidence: _Evidence, done: int, name: str) -> str:
-    """The likely cause, from the tensor that differs first, after `done` updates."""
+def _cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
+    """The likely cause, from the tensors that differ first, after `done` updates."""
     if done == 0:
         return "the ranks did not start from the same weights: building the model draws on something unseeded"
     index, reference, run = done - 1, evidence.reference, evidence.run
     size = evidence.world.size - evidence.layout.servers
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
         return _cause_in_loss(evidence, index)
+    about_buffers = _about_buffers(evidence, names)
+    if about_buffers is not None:
+        return about_buffers
     if not run.replicas_equal:
         what = "ranks hold different weights: gradients are not added up over the ranks"
         return f"{what}: {evidence.gradients}" if evidence.gradients else what
-    if "running_" in name or "num_batches_tracked" in name:
-        return "only batch norm differs: its statistics are not those of all ranks"
     if evidence.layout.row.any_axes and evidence.case.by_gradient:
         before, after = ((reference.states[place], run.states[place]) for place in (index, done))
         code, model = find_own_code(evidence.layout, size), evidence.case.look()
@@ -217,6 +270,27 @@ def _cause(evidence: _Evidence, done: int, name: str) -> str:
         "the loss is that of one device, the gradients that reach the optimizer are not: they are no sum over all "
         "samples of the global batch"
     )
+
+
+def _about_buffers(evidence: _Evidence, names: Sequence[str]) -> str | None:
+    """Why buffers differ, where no parameter does yet; None where one does."""
+    model = evidence.case.look()
+    buffers = {name: module for module, name in _buffers(model)}
+    if not names or not all(name in buffers for name in names):
+        return None
+    if all(name.rpartition(".")[2] in _STATISTICS for name in names):
+        return "only batch norm differs: its statistics are not those of all ranks"
+    name, kind = names[0], type(buffers[names[0]]).__name__
+    return (
+        f"the parameters are those of one device, and buffers are not ({listed(names)}): {kind} writes {name} in "
+        "forward, from the samples of one rank only; all-reduce what it is computed from, over all ranks"
+    )
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for path, module in model.named_modules():
+        for name, _ in module.named_buffers(recurse=False):
+            yield module, f"{path}.{name}".lstrip(".")
 
 
 def _about_experts(evidence: _Evidence, reference: list[_State], run: list[_State]) -> str | None:

@@ -1,167 +1,172 @@
-"""The first module whose output is not what it is on one device: for a loss that differs before any weight does.
+"""The first module inside which a forward pass goes wrong: for a loss that differs before any weight does.
 
 Each rank runs one forward pass of its own part, and one of the whole batch in one process, from the weights as they are
-built. What it has of an output may be some of the samples, of the positions or of the features: a part of the whole is
-looked for. Of the first that is none it is said what it is instead, where that can be told: a part of a sum, a bias
-that was added several times, features of other samples.
+built. Inputs and outputs of all modules are compared. The first that differs, and out of which nothing right is
+computed, is where it goes wrong. It is said what it is instead, where that can be told: a part of a sum, a bias that
+was added several times, features of other samples.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from everyrank.data import Update, batches_for_updates
 from everyrank.layout import Layout, OwnCode, find_own_code
-from everyrank.parallel.own import clean_name
 from everyrank.parity.by_rank import ROUNDING, by_rank, long_axes
 from everyrank.parity.case import ParityCase
-from everyrank.parity.rows import leaves
+from everyrank.parity.module_events import Key, ModuleEvent, Recording, ancestors, is_part, of_rows, parts_of, shown
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 from everyrank.world.collectives import all_gather, broadcast_value
 
-__all__ = ["first_output_that_differs", "is_part", "local_part"]
-
-
-@dataclasses.dataclass
-class _Forward:
-    """What each module gives for the `rows` of the batch that a rank has, its type, and its bias where it has one."""
-
-    outputs: dict[str, list[Tensor | None]]
-    kinds: dict[str, str]
-    biases: dict[str, Tensor]
-    rows: range
-    total: int
-
-    @property
-    def has_all(self) -> bool:
-        """Whether these are all samples of the batch."""
-        return len(self.rows) == self.total
+__all__ = ["first_output_that_differs"]
 
 
 def first_output_that_differs(case: ParityCase, layout: Layout, world: World, update: Update) -> str:
-    """`blocks.0.norm (BatchNorm1d)`, the first in the order in which they are done; "" where none is. A collective."""
+    """`the first output that differs is that of blocks.0.norm (BatchNorm1d), on rank 0`; "" where none does.
+
+    A collective.
+    """
     code = find_own_code(layout, world.size)
     own = _forward(case, layout, world, update)
     one = _forward(case, Layout("single", precision="float64"), single_process_world(world), update)
-    names = [name for name in own.outputs if name in one.outputs]
     is_whole = own.has_all and not any(code.contract.reads(axis) == "sequence" for axis in code.axes)
-    differs = [n for n in names if own.rows and not is_part(own.outputs[n], one.outputs[n], own.rows, is_whole)]
-    first = names.index(differs[0]) if differs else len(names)
+    right = _compared(own, one, is_whole)
+    keys = list(one.events)
+    wrong = _unrepaired(own, right)
+    first = keys.index(wrong[0]) if wrong else len(keys)
     of_ranks = [int(found) for found in all_gather(torch.tensor([first]), world)]
     place = min(of_ranks)
-    if place == len(names):
-        return ""
+    if place == len(keys):
+        has_output = [row.tolist() == [1] for row in all_gather(torch.tensor([int(_has_right_output(right))]), world)]
+        return "the output of the model is that of one device: it goes wrong in the loss" if all(has_output) else ""
     ranks = [rank for rank, found in enumerate(of_ranks) if found == place]
-    name, listed = names[place], ", ".join(map(str, ranks))
-    what = f"the first output that differs is that of {name} ({own.kinds[name]}), on rank {listed}"
-    if "BatchNorm" in own.kinds[name]:
-        return f"{what}: batch norm over one rank's samples alone (SyncBatchNorm spans all)"
-    instead = _instead(own, one, name, code, world, ranks[0])
-    padded = _padded(own, one, names[:place], code)
-    return what + (f": {instead}" if instead else "") + (f"; {padded}" if padded else "")
+    text = _about(own, one, keys[place], right, code, world, ranks)
+    padded = _padded(own, one, keys[:place], code)
+    return str(broadcast_value(ranks[0], text + (f"; {padded}" if padded else ""), world))
 
 
-def _forward(case: ParityCase, layout: Layout, world: World, update: Update) -> _Forward:
+def _has_right_output(right: dict[Key, bool | None]) -> bool:
+    return right.get(Key("", 0, "output")) is True
+
+
+def _forward(case: ParityCase, layout: Layout, world: World, update: Update) -> Recording:
     prepared = prepare(case.workload, layout, world)
     data = (case.workload, case.train_data, [update], prepared.data_slice, 1, prepared.world, torch.float64)
     batch = next(batches_for_updates(*data))[0]
-    found = _Forward({}, {}, {}, range(batch.start, batch.start + batch.size), batch.total)
-    hooks = [_watch(module, clean_name(name), found) for name, module in prepared.model.named_modules() if name]
+    found = Recording(range(batch.start, batch.start + batch.size), batch.total)
+    hooks = found.watch(prepared.model)
     try:
-        with torch.no_grad():
-            prepared.predict(batch)
+        prepared.predict(batch)  # with autograd's graph, which tells what is computed from what
     finally:
         for hook in hooks:
             hook.remove()
     return found
 
 
-def _watch(module: nn.Module, name: str, found: _Forward) -> torch.utils.hooks.RemovableHandle:
-    def hook(_: nn.Module, __: object, output: object) -> None:
-        found.outputs.setdefault(name, []).extend(
-            local_part(leaf) for leaf in leaves(output) if leaf.is_floating_point()
+def _compared(own: Recording, one: Recording, is_whole: bool) -> dict[Key, bool | None]:
+    """Of each input and output whether it is a part of that of one device; None where that cannot be told."""
+    found: dict[Key, bool | None] = {}
+    for key, event in own.events.items():
+        other = one.events.get(key)
+        is_known = other is not None and bool(own.rows) and own.has_same_calls(one, key.name)
+        found[key] = (
+            is_part(event.values, other.values, own.rows, is_whole, in_order=not key.name)
+            if is_known and other is not None
+            else None
         )
-        found.kinds[name] = type(module).__name__.removeprefix("FSDP")
-        bias = getattr(module, "bias", None)
-        if isinstance(bias, Tensor) and not isinstance(bias, DTensor):
-            found.biases[name] = bias.detach().clone()
-
-    return module.register_forward_hook(hook)
+    return found
 
 
-def local_part(tensor: Tensor) -> Tensor | None:
-    """The rank's own part; None of one that waits to be added up over ranks."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    if any(placement.is_partial() for placement in tensor.placements):
-        return None
-    return tensor.to_local().detach().clone()
+def _unrepaired(own: Recording, right: dict[Key, bool | None]) -> list[Key]:
+    """What differs and out of which nothing right is computed, in order.
 
-
-def is_part(own: list[Tensor | None], expected: list[Tensor | None], rows: range, is_whole: bool = False) -> bool:
-    """Whether each output is a part of what one device has for the same samples. What cannot be told is.
-
-    is_whole  these are all samples, at all positions: a single number, a loss, is the same
+    A part of a sum that a function adds up, positions that come back into order: what follows is right again.
     """
-    for part, whole in zip(own, expected, strict=False):
-        if part is None or whole is None or part.dim() != whole.dim() or not (part.dim() or is_whole):
+    repaired = ancestors(node for key, event in own.events.items() if right[key] for node in event.nodes)
+    found: list[Key] = []
+    for key, event in own.events.items():
+        if right[key] is not False or any(node in repaired for node in event.nodes if node is not None):
             continue
-        whole = _of_rows(part, whole, rows)
-        if any(large % small for small, large in zip(part.shape, whole.shape, strict=True) if small):
-            continue
-        if not any(_is_near(part, one, whole) for _, one in _parts(whole, part.shape) if one.numel()):
-            return False
-    return True
+        around = event.parent
+        while around is not None and not right.get(around):
+            around = own.events[around].parent if around in own.events else None
+        if around is None:
+            found.append(key)
+    return found
 
 
-def _of_rows(part: Tensor, whole: Tensor, rows: range) -> Tensor:
-    if part.dim() and len(part) == len(rows) < len(whole):
-        return whole[rows.start : rows.stop]
-    return whole
+def _about(
+    own: Recording,
+    one: Recording,
+    key: Key,
+    right: dict[Key, bool | None],
+    code: OwnCode,
+    world: World,
+    ranks: Sequence[int],
+) -> str:
+    """Where it goes wrong, and what is there instead; that of `ranks[0]` counts. A collective."""
+    event, expected = own.events.get(key), one.events[key]
+    module, where = shown(key, expected.kind), f"on rank {', '.join(map(str, ranks))}"
+    instead = _instead(own, event, expected, code, world)
+    if key.role == "input":
+        around = one.events.get(expected.parent) if expected.parent is not None else None
+        inside = shown(around.key, around.kind) if around is not None else "the model"
+        what = f"the first input that differs is that of {module}, {where}: it goes wrong in {inside}, before that"
+        return what + (f"; {instead}" if instead else "")
+    what = f"the first output that differs is that of {module}, {where}"
+    if "BatchNorm" in expected.kind:
+        return f"{what}: batch norm over one rank's samples alone (SyncBatchNorm spans all)"
+    if "Dropout" in expected.kind and event is not None and _is_smaller(event, expected):
+        return (
+            f"{what}: its masks are others. It gets a plain tensor that {code.place} has split, and takes it for a "
+            'whole one: make it a DTensor, or compare without dropout (Workload(dropout="torch"))'
+        )
+    is_input_right = right.get(key._replace(role="input")) is True
+    return what + (", whose input is right" if is_input_right else "") + (f": {instead}" if instead else "")
+
+
+def _is_smaller(event: ModuleEvent, expected: ModuleEvent) -> bool:
+    return any(
+        part is not None and whole is not None and part.numel() < whole.numel()
+        for part, whole in zip(event.values, expected.values, strict=False)
+    )
+
+
+# --- what it is instead
+
+
+def _instead(own: Recording, event: ModuleEvent | None, expected: ModuleEvent, code: OwnCode, world: World) -> str:
+    """What the first tensor that differs is, where one device has another; on this rank. A collective."""
+    values = zip(event.values, expected.values, strict=False) if event is not None else ()
+    pairs = [(part, whole) for part, whole in values if part is not None and whole is not None]
+    part, whole = next((one for one in pairs if is_part([one[0]], [one[1]], own.rows) is False), (None, None))
+    if part is None or whole is None:
+        part, whole = pairs[0] if pairs else (None, None)
+    can_add = part is not None and whole is not None and part.shape == of_rows(part, whole, own.rows).shape
+    sizes = all_gather(torch.tensor([part.numel() if part is not None and can_add else -1]), world)
+    if len({int(size) for size in sizes}) == 1 and part is not None and whole is not None and can_add:
+        found = by_rank(part, of_rows(part, whole, own.rows), code, world)
+        if found.how:
+            over = " x ".join(found.completes)
+            why = "each rank has a part, and nothing adds them up" if found.how == "sum" else "nothing averages them"
+            return f"the {found.how} of the ranks' over {over} is that of one device: {why}"
+    if part is None or whole is None:
+        return ""
+    return _times(part, whole, own, expected.bias, code) or _of_others(part, whole, own.rows)
 
 
 def _is_near(part: Tensor, one: Tensor, whole: Tensor) -> bool:
     return float((part - one).abs().max()) <= ROUNDING * max(float(whole.abs().max()), 1e-300)
 
 
-def _parts(whole: Tensor, shape: torch.Size) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """All parts of this shape that equal cuts along its dimensions give, and where each begins."""
-    places = [range(0, large, small) if small else range(1) for small, large in zip(shape, whole.shape, strict=True)]
-    for starts in itertools.product(*places):
-        yield starts, whole[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
-
-
-# --- what it is instead
-
-
-def _instead(own: _Forward, one: _Forward, name: str, code: OwnCode, world: World, rank: int) -> str:
-    """What the first tensor of this output is, where one device has another; of `rank`. A collective."""
-    part, whole = own.outputs[name][0], one.outputs[name][0]
-    can_add = part is not None and whole is not None and part.shape == _of_rows(part, whole, own.rows).shape
-    sizes = all_gather(torch.tensor([part.numel() if part is not None and can_add else -1]), world)
-    text = ""
-    if len({int(size) for size in sizes}) == 1 and part is not None and whole is not None and can_add:
-        found = by_rank(part, _of_rows(part, whole, own.rows), code, world)
-        if found.how:
-            over = " x ".join(found.completes)
-            why = "each rank has a part, and nothing adds them up" if found.how == "sum" else "nothing averages them"
-            text = f"the {found.how} of the ranks' over {over} is that of one device: {why}"
-    if not text and part is not None and whole is not None:
-        text = _times(part, whole, own, one.biases.get(name), code) or _of_others(part, whole, own.rows)
-    return str(broadcast_value(rank, text, world))
-
-
-def _times(part: Tensor, whole: Tensor, own: _Forward, bias: Tensor | None, code: OwnCode) -> str:
+def _times(part: Tensor, whole: Tensor, own: Recording, bias: Tensor | None, code: OwnCode) -> str:
     """Whether it is a multiple of what it should be, or has a multiple of the layer's bias too much."""
-    expected = _of_rows(part, whole, own.rows)
+    expected = of_rows(part, whole, own.rows)
     if part.shape != expected.shape:
         return ""
     if not part.dim():
@@ -212,7 +217,7 @@ def _of_others(part: Tensor, whole: Tensor, rows: range) -> str:
     for count in (count for count in range(2, width + 1) if width % count == 0):
         size = width // count
         pieces = [part[..., start : start + size] for start in range(0, width, size)]
-        found = [next((at for at, one in _parts(whole, p.shape) if _is_near(p, one, whole)), None) for p in pieces]
+        found = [next((at for at, one in parts_of(whole, p.shape) if _is_near(p, one, whole)), None) for p in pieces]
         for number, at in enumerate(found):
             if at is not None and None not in found and (at[0], at[-1]) != (rows.start, number * size):
                 there = f"features {at[-1]} to {at[-1] + size - 1} of samples {at[0]} to {at[0] + len(rows) - 1}"
@@ -223,17 +228,18 @@ def _of_others(part: Tensor, whole: Tensor, rows: range) -> str:
     return ""
 
 
-def _padded(own: _Forward, one: _Forward, names: list[str], code: OwnCode) -> str:
+def _padded(own: Recording, one: Recording, keys: Sequence[Key], code: OwnCode) -> str:
     """A layer before that gives more features in parts than one device has: the padding may be counted."""
-    for name in names:
-        part, whole = own.outputs[name][0], one.outputs[name][0]
-        if part is None or whole is None or not part.dim() or part.dim() != whole.dim():
-            continue
-        for axes in long_axes(code):
-            wide, size = part.shape[-1] * math.prod(code.axes[axis] for axis in axes), whole.shape[-1]
-            if size < wide < size + part.shape[-1] and size % part.shape[-1]:
-                return (
-                    f"{name} ({own.kinds[name]}) gives {wide} features in parts along {' x '.join(axes)}, and {size} "
-                    "on one device: does what is padded count?"
-                )
+    for key in (key for key in keys if key.role == "output" and key in own.events):
+        pairs = zip(own.events[key].values[:1], one.events[key].values[:1], strict=False)
+        for part, whole in pairs:
+            if part is None or whole is None or not part.dim() or part.dim() != whole.dim():
+                continue
+            for axes in long_axes(code):
+                wide, size = part.shape[-1] * math.prod(code.axes[axis] for axis in axes), whole.shape[-1]
+                if size < wide < size + part.shape[-1] and size % part.shape[-1]:
+                    return (
+                        f"{shown(key, own.events[key].kind)} gives {wide} features in parts along {' x '.join(axes)}, "
+                        f"and {size} on one device: does what is padded count?"
+                    )
     return ""

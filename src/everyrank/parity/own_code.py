@@ -22,6 +22,7 @@ from everyrank.parallel.mesh import local_tensors
 from everyrank.parallel.own import clean_name, replicated_axes, sum_squares_of_parts
 from everyrank.parity.by_rank import long_axes
 from everyrank.parity.case import ParityCase, by_gradient
+from everyrank.parity.initial_state import listed
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import changed
 from everyrank.world import World
@@ -65,28 +66,51 @@ def cause_in_gradients(
             f"{' and '.join(apart)} are one tensor as the model was built, and two as {code.place} leaves it; tie them "
             "again, or leave them out of the plan"
         )
-    ratios: dict[str, float | None] = {}
-    for name, tensor in before[0].items():
-        if tensor.is_floating_point() and "running_" not in name and name in before[1]:
-            own = (after[0][name] - tensor).double()
-            other = (after[1][name] - before[1][name]).double()
-            square = float((own * own).sum())
-            ratio = float((own * other).sum()) / square if square else 1.0
-            is_multiple = float((other - ratio * own).norm()) <= _ROUNDING * max(1.0, abs(ratio)) * math.sqrt(square)
-            ratios[name] = ratio if is_multiple or not square else None
+    ratios = _ratios(before, after)
     wrong = {name: ratio for name, ratio in ratios.items() if ratio is None or abs(ratio - 1.0) > _ROUNDING}
     if not wrong:
         return "the gradients of one update are those of one device, and those of several are not"
+    still = [name for name, ratio in wrong.items() if ratio == 0.0]
+    if len(still) == len(wrong):
+        return (
+            f"{listed(still)} gets no gradient: it is not trained (requires_grad=False), or the loss of no rank "
+            "depends on it"
+        )
     who = "all" if len(wrong) == len(ratios) else f"{len(wrong)} of {len(ratios)}"
     first = next(iter(wrong.values()))
-    said = f": {by_rank}" if by_rank else ""
-    if first is None or any(ratio is None or abs(ratio / first - 1.0) > _ROUNDING for ratio in wrong.values()):
+    is_one_multiple = first is not None and all(
+        ratio is not None and abs(ratio - first) <= _ROUNDING * abs(first) for ratio in wrong.values()
+    )
+    if first is None or not is_one_multiple:
+        what = by_rank or (
+            "what each rank has of them was not added up, or they were computed from something else than on one device"
+        )
         return (
-            f"the gradients of {who} tensors ({next(iter(wrong))} first) are no multiple of those of one device: what "
-            f"each rank has of them was not added up, or they were computed from something else{said}"
+            f"the gradients of {who} tensors ({next(iter(wrong))} first) are no multiple of those of one device: {what}"
         )
     subject = f"the gradient{'' if who == 'all' else f's of {who} tensors'}"
     return f"{subject}{' is' if who == 'all' else ' are'} {first:.4g} times that of one device{_of_ranks(code, first)}"
+
+
+def _ratios(before: Sequence[_Tensors], after: Sequence[_Tensors]) -> dict[str, float | None]:
+    """For each tensor: how many times the gradient of one device its gradient is; None where it is no multiple.
+
+    1.0 where both are zero, None where only that of one device is.
+    """
+    found: dict[str, float | None] = {}
+    for name, tensor in before[0].items():
+        if not tensor.is_floating_point() or "running_" in name or name not in before[1]:
+            continue
+        own = (after[0][name] - tensor).double()
+        other = (after[1][name] - before[1][name]).double()
+        square = float((own * own).sum())
+        if not square:
+            found[name] = None if bool(other.any()) else 1.0
+            continue
+        ratio = float((own * other).sum()) / square
+        is_multiple = float((other - ratio * own).norm()) <= _ROUNDING * max(1.0, abs(ratio)) * math.sqrt(square)
+        found[name] = ratio if is_multiple else None
+    return found
 
 
 def _split_apart(state: _Tensors, model: nn.Module) -> list[str]:
@@ -123,12 +147,21 @@ def _of_ranks(code: OwnCode, ratio: float) -> str:
     return ""
 
 
-def cause_after_gradients(case: ParityCase, layout: Layout, world: World) -> str:
-    """Why a training differs whose gradients are those of one device. A collective."""
+def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_compared: Sequence[str] = ()) -> str:
+    """Why a training differs whose gradients are those of one device. A collective.
+
+    `not_compared` are the tensors whose gradients could not be compared.
+    """
     code = find_own_code(layout, world.size)
     found = ""
     if code.contract.clip_grad_norm is not None and case.workload.clip_norm is not None:
         found = _cause_in_clipping(case, layout, world, code)
+    if not found and not_compared:
+        return (
+            f"the gradients that were compared are those of one device; those of {listed(not_compared)} were not "
+            "compared, because no DTensor says which part of them a rank has. Give the contract a gather(model, mesh) "
+            "that puts them together"
+        )
     return found or (
         "the gradients are those of one device, the updates are not: the optimizer looks at whole tensors where ranks "
         "have parts of them, or has not all parameters"
