@@ -18,6 +18,7 @@ from everyrank.parallel.fsdp import fsdp_units
 from everyrank.parallel.pipeline.run import PipelineRun
 from everyrank.parallel.precision import LossScaler
 from everyrank.parallel.zero1 import assign_owners
+from everyrank.parity import check_layout, parity_case
 from everyrank.strategies import prepare
 from everyrank.world import World
 
@@ -220,3 +221,29 @@ def phases_of_blocks(world: World, layout: str) -> tuple[list[str], list[str]]:
     with mock.patch.object(PipelineRun, "run", watched):
         next(updates)
     return forwards, backwards
+
+
+class ScaledModel(nn.Module):
+    """Returns a parameter of its own, expanded: a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(values), self.scale.expand(len(values), 2)
+
+
+def evaluated_view(world: World, layout: str) -> list[str]:
+    def loss(output: Any, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return ((output[0] - target) * output[1]).square().sum(), target.numel()
+
+    workload = zoo.workload("frozen", model=ScaledModel, loss=loss, metrics={}, blocks="layers")
+    case = parity_case(workload, *open_data(workload, world), 2, is_quick=True)
+    parity, _ = check_layout(case, parse_layout(layout), world, f"views/{layout}")
+    return [parity.status]
+
+
+def test_a_model_may_return_a_view_of_a_parameter(ranks: Any) -> None:
+    """Under fsdp the gathered parameter is let go after an evaluation, and its view still holds its numbers."""
+    assert ranks(2, evaluated_view, "fsdp") == [["equal"], ["equal"]]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.layout.options import FSDPOptions
@@ -29,6 +30,7 @@ __all__ = [
     "fsdp_units",
     "is_sharded",
     "reshard",
+    "reshard_after",
     "scalar_parameters",
     "set_requires_all_reduce",
 ]
@@ -124,6 +126,22 @@ def set_requires_all_reduce(model: nn.Module, is_last: bool) -> None:
     """Whether the next backward sends gradients to the other replicas: only that of the last micro-batch has to."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
+
+
+def reshard_after(model: nn.Module, output: Any) -> Any:
+    """`reshard` after a forward pass; its output, copied where it is a view of a gathered parameter.
+
+    The memory of those goes away: a model may return `self.scale.expand(...)`.
+    """
+    gathered = {one.untyped_storage().data_ptr() for one in model.parameters() if not isinstance(one, DTensor)}
+
+    def kept(tensor: Tensor) -> Tensor:
+        is_view = not isinstance(tensor, DTensor) and tensor.untyped_storage().data_ptr() in gathered
+        return tensor.clone() if is_view else tensor
+
+    output = map_tensors(output, kept)
+    reshard(model)
+    return output
 
 
 def reshard(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.layout import DATA_AXES, Layout
 from everyrank.parallel.check_equal import check_equal
-from everyrank.parallel.fsdp import apply_fsdp, reshard, scalar_parameters, set_requires_all_reduce
+from everyrank.parallel.fsdp import apply_fsdp, reshard_after, scalar_parameters, set_requires_all_reduce
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import average_replicated_grads, norm_params, sum_squares
 from everyrank.parallel.loss import compute_loss
@@ -86,7 +86,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch) as part:
             output = call_model(model, part.input)
-        reshard(model)  # without a backward the root would stay gathered
+        output = reshard_after(model, output)  # without a backward the root would stay gathered
         return parallel.gather_output(output)
 
     return Prepared(

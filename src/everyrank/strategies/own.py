@@ -25,7 +25,7 @@ from everyrank.data import Batch
 from everyrank.errors import EveryrankError
 from everyrank.layout import Layout, find_own_code
 from everyrank.parallel.context.parts import sequence_parts
-from everyrank.parallel.fsdp import reshard
+from everyrank.parallel.fsdp import reshard_after
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
@@ -105,8 +105,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch) as part, contract.around(wrapped, device_mesh, part):
             output = forward(part)
-        reshard(model)
-        return parallel.gather_output(output)
+        return parallel.gather_output(reshard_after(model, output))
 
     return Prepared(
         parallel,
