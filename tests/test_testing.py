@@ -18,7 +18,9 @@ from processes import left_of
 FILE = """\
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -91,6 +93,66 @@ def test_wrong_gradients():
         return model
 
     assert_same_gradients(Mlp(), halved, batch(), squared, {"tensor": 2})
+
+
+class Part(nn.Module):
+    def __init__(self, linear, group):
+        super().__init__()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.weight = nn.Parameter(linear.weight.detach().chunk(size)[rank].clone())
+        self.group = group
+
+    def forward(self, value):
+        return all_gather_tensor_autograd(torch.nn.functional.linear(value, self.weight), 1, self.group)
+
+
+def by_hand(model, mesh):
+    model.up = Part(model.up, mesh["tensor"].get_group())
+    return model
+
+
+def put_together(model, mesh):
+    rows = [torch.empty_like(model.up.weight) for _ in range(mesh["tensor"].size())]
+    dist.all_gather(rows, model.up.weight.detach().contiguous(), group=mesh["tensor"].get_group())
+    return {"up.weight": torch.cat(rows)}
+
+
+def own_part(model, mesh):
+    model.up.weight.grad /= mesh["tensor"].size()  # the gather adds up the gradients of all ranks, which are the same
+
+
+def of_parts(**more):
+    return ParallelContract(axes={"tensor": "same"}, after_backward=own_part, **more)
+
+
+def test_not_compared():
+    assert_same_gradients(Mlp(), by_hand, batch(), squared, {"tensor": 2}, contract=of_parts())
+
+
+def test_allowed():
+    allowed = ["up.*"]
+    assert_same_gradients(
+        Mlp(), by_hand, batch(), squared, {"tensor": 2}, contract=of_parts(), allow_uncompared=allowed, backend="gloo"
+    )
+    assert_same_gradients(Mlp(), by_hand, batch(), squared, {"tensor": 2}, contract=of_parts(gather=put_together))
+
+
+def clip_own(model, max_norm, mesh):
+    norm = torch.stack([parameter.grad.full_tensor().norm() for parameter in model.parameters()]).norm()
+    for parameter in model.parameters():
+        parameter.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def clip_half(model, max_norm, mesh):
+    norm = torch.stack([parameter.grad.to_local().norm() for parameter in model.parameters()]).norm()
+    for parameter in model.parameters():
+        parameter.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def test_clipping():
+    for clip in (clip_own, clip_half):
+        contract = ParallelContract(axes={"tensor": "same"}, clip_grad_norm=clip)
+        assert_same_gradients(Mlp(), parallelize, batch(), squared, {"tensor": 2}, contract=contract, clip_norm=0.01)
 
 
 def test_wrong_call():
@@ -166,6 +228,23 @@ def test_every_layout_has_its_line(outcome: Any) -> None:
         assert f"{layout}: DIFFERENT: update 0, count of loss terms (2, and 1 in one process) (float64): off by" in text
     assert "likely cause: the loss counted 2 terms over all ranks and 1 in one process" in text
     assert not left
+
+
+def test_what_is_not_compared_fails(outcome: Any) -> None:
+    """A part that no DTensor describes, unless it is allowed, or the contract puts it together."""
+    status, text, _ = outcome("test_not_compared")
+    assert status == 1, text
+    assert "by_hand:tensor=2: not compared: up.weight: no DTensor says which part of them a rank has" in text
+    assert "allow_uncompared=['up.weight']" in text
+    assert outcome("test_allowed")[0] == 0
+
+
+def test_a_clipped_update(outcome: Any) -> None:
+    """The gradients are right, and each rank clips by its own norm: the right function passes, the other does not."""
+    status, text, _ = outcome("test_clipping")
+    assert status == 1, text
+    assert "each rank clips by the norm of its own parts" in text
+    assert "contract=contract, clip_norm=0.01" in text
 
 
 def test_a_wrong_call_is_no_finding(outcome: Any) -> None:

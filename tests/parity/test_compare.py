@@ -94,6 +94,14 @@ def test_a_tie_is_not_a_difference() -> None:
     assert not compare(reference(single), run, "float64").is_equal
 
 
+def test_a_metric_of_integers_is_float32() -> None:
+    """`(1.0 / rank).sum()` is rounded to float32 in any run: as far as that goes it is no difference."""
+    single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 50.0), "mrr": (26.550000190734863, 50.0)})
+    for total, is_equal in ((26.55000066757202, True), (26.5501, False)):
+        run = dataclasses.replace(single, evaluation={"loss": (3.0, 50.0), "mrr": (total, 50.0)})
+        assert compare(reference(single, single), run, "float64").is_equal is is_equal
+
+
 def test_what_cannot_be_compared_is_cut() -> None:
     """The first updates, and those from the end of the epoch on, which begin from the initial state again."""
     plan = [[*(Update(i, 0, i) for i in range(5)), *(Update(5 + i, 1, i) for i in range(5))]]

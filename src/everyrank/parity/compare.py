@@ -20,6 +20,7 @@ _TENSOR_BASE = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  
 _MOVED_BASE = 1e-7  # of how far it moved, float64: a mistake changes the update itself
 _TENSOR_FACTOR = 10.0
 _EVALUATION_BASE = 1e-9
+_METRIC_BASE = 1e-6  # `1.0 / rank` of integers is float32 in any run: its sum depends on how the samples are cut
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,8 @@ def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | No
             return _Place("evaluation", what, relative(count, run_count), 1e-12)
         if math.isnan(total) and math.isnan(run_total):
             continue
-        tolerance = max(_EVALUATION_BASE, grown, 100 * reference.evaluation_floors.get(name, 0.0))
+        base = _EVALUATION_BASE if name == "loss" else _METRIC_BASE
+        tolerance = max(base, grown, 100 * reference.evaluation_floors.get(name, 0.0))
         difference = relative(total, run_total)
         # numbers of hits: a tie that rounding breaks another way is one more, or one less
         is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)
