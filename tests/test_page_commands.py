@@ -85,7 +85,8 @@ def read(words: list[str]) -> argparse.Namespace:
     layouts = getattr(parsed, "layout", None) or []
     for layout in [layouts] if isinstance(layouts, str) else layouts:
         parse_layout(str(layout))
-    if getattr(parsed, "recipe", None) and not Path(recipes).with_name(f"{parsed.recipe}.py").exists():
+    recipe = getattr(parsed, "recipe", None)
+    if recipe not in (None, "workload") and not Path(recipes).with_name(f"{recipe}.py").exists():
         raise UsageError(f"no recipe {parsed.recipe}")
     if hasattr(parsed, "workload") and parsed.workload not in (*BUILT_IN, words[0]):  # comm is its own
         if parsed.workload not in PLACEHOLDERS and not Path(parsed.workload.partition(":")[0]).exists():

@@ -16,7 +16,7 @@ __all__ = ["check_fields"]
 def check_fields(instance: Any) -> None:
     """Compare each field with its annotation. A string becomes a `Path` where a path belongs, a list a tuple.
 
-    Checked are int, float, bool, str, Path, tuple[str, ...] and unions of them. True is not a number, nor is NaN.
+    Checked are int, float, bool, str, Path, tuple[str, ...] and unions of them. True is not a number.
 
     Raises `UsageError` that names the first field with a wrong value.
 
@@ -53,7 +53,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is not
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_words(value: object) -> bool:

@@ -111,7 +111,7 @@ def _about(
 ) -> str:
     """Where it goes wrong, and what is there instead; that of `ranks[0]` counts. A collective."""
     event, expected = own.events.get(key), one.events[key]
-    module, where = shown(key, expected.kind), f"on rank {', '.join(map(str, ranks))}"
+    module, where = shown(key, (event or expected).kind), f"on rank {', '.join(map(str, ranks))}"
     instead = _instead(own, event, expected, code, world)
     if key.role == "input":
         around = one.events.get(expected.parent) if expected.parent is not None else None

@@ -155,6 +155,8 @@ def main():
     del ddp  # before its process group
     time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()
+    if rank == 0 and init_method.startswith("file://"):  # torch 2.15 leaves the file
+        Path(init_method.removeprefix("file://")).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
         )
         rule, text = "weights", f"it is not the mean of the ranks' gradients; on rank 0 it is {weights}"
         fix = "all-reduce in the last backward of an update, and only there: no_sync() around the others"
-    elif not bad:
+    elif not bad and residual > _ROUNDED:
         rule, text = "scaled", "each tensor's gradient has a factor of its own: clipped one by one, or set to zero"
         fix = ""
     else:

@@ -1,0 +1,79 @@
+"""Hooks of the audit that raise: the script goes on, and the report says what was not checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from everyrank.audit.watch.recorder import HOOKS
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+
+
+def raises(*args, **kwargs):
+    raise RuntimeError("made to raise")
+
+
+def update(optimizer, scaler, schedule, held_out, x, y):
+    optimizer.zero_grad()
+    x = x + 0.1 * torch.randn_like(x)
+    scaler.scale(nn.functional.cross_entropy(wrapped(x), y)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()
+    with torch.no_grad():
+        wrapped.eval()
+        loss = nn.functional.cross_entropy(wrapped(held_out), torch.zeros(8, dtype=torch.long))
+        dist.all_reduce(loss)
+        wrapped.train()
+    loss.item()
+
+
+names = []
+for number, hook in enumerate([None, *HOOKS, "all"]):
+    chosen = HOOKS if hook == "all" else [hook] if hook is not None else []
+    before = [one.__wrapped__ for one in chosen]
+    for one in chosen:
+        one.__wrapped__ = raises
+    wrapped = DistributedDataParallel(model)
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    empty.to_empty(device="cpu")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
+        update(optimizer, scaler, schedule, torch.randn(8, 4), x, y)
+        break
+    torch.save(model.state_dict(), "model.pt")
+    for one, function in zip(chosen, before):
+        one.__wrapped__ = function
+    names.append(number)
+dist.destroy_process_group()
+assert len(names) == len(HOOKS) + 2
+"""
+
+
+def test_no_hook_ends_a_script(everyrank: Any, tmp_path: Path) -> None:
+    """Each hook raises during an update of its own, then all of them at once."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("--processes", "2", "--updates", "200", "--json", "found.json", "train.py")
+    done = everyrank(tmp_path, "audit", *words)
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["updates"] >= 20, "it was stopped before its end"
+    unchecked = [line for line in found["not_checked"] if "made to raise" in line]
+    assert len(unchecked) >= 10, found["not_checked"]
+    assert all("the script went on" in line for line in unchecked)
