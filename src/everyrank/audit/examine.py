@@ -41,7 +41,7 @@ _BATCHES = 4  # of an epoch, before its last one
 _REPLAYED = 3  # updates
 _WANTS_RANK = re.compile(r"KeyError: '((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR)'|environment variable \w+ expected")
 _WANTS_CUDA = re.compile(
-    r"not compiled with CUDA|no NVIDIA driver|CUDA is not available|CUDA-capable|_cuda_\w+", re.IGNORECASE
+    r"not compiled with CUDA|no NVIDIA driver|CUDA is not available|CUDA-capable|_cuda_\w+|ATen_cuda", re.IGNORECASE
 )
 _TAIL_LINES = 14  # of a traceback
 _LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|recvValue failed", re.IGNORECASE)

@@ -1,0 +1,225 @@
+"""How an audit hosts a script: on how many ranks, with CUDA pretended, after a crash, and what counts as a sample."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from auditing import lines_with
+
+TRAIN = """
+import os, sys
+import torch
+from torch import nn
+HEAD
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    LATER
+"""
+GUARDED = """
+import os
+import torch.distributed as dist
+def init():
+    if "RANK" not in os.environ:
+        return print("not distributed")
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+import torch
+"""
+
+
+def script(head: str = "", later: str = "pass") -> str:
+    return TRAIN.replace("HEAD", head).replace("LATER", later)
+
+
+def ranks_of(stdout: str) -> int:
+    found = re.search(r"updates on (\d+) rank", stdout)
+    assert found is not None, stdout
+    return int(found[1])
+
+
+IMPORTS = {
+    "a package": "from util.misc import init; init()",
+    "a relative import": "from util import init; init()",
+    "a name made at run time": "import importlib; importlib.import_module('ut' + 'il.misc').init()",
+}
+
+
+@pytest.mark.parametrize("kind", IMPORTS)
+def test_a_script_that_knows_of_ranks_runs_on_two(kind: str, everyrank: Any, tmp_path: Path) -> None:
+    """Wherever its files say so: beside the script, in packages, or in what only a run imports."""
+    (tmp_path / "util").mkdir()
+    (tmp_path / "util" / "__init__.py").write_text("from .misc import init\n" if "relative" in kind else "")
+    (tmp_path / "util" / "misc.py").write_text(GUARDED)
+    (tmp_path / "train.py").write_text(script(IMPORTS[kind]))
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert ranks_of(done.stdout) == 2, done.stderr
+
+
+def test_one_rank_of_a_distributed_script_is_no_good_news(everyrank: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script("import torch.distributed"))
+    done = everyrank(tmp_path, "audit", "--processes", "1", "train.py")
+    assert ranks_of(done.stdout) == 1
+    assert "nothing wrong found" not in done.stdout
+    assert "--processes 2" in done.stdout.splitlines()[-1]
+
+
+CUDA = {
+    "a module": (["-m", "pkg.train"], "device = 'cuda'"),
+    "found at run time": (["pkg/train.py"], "device = 'cu' + 'da'"),
+    "asked for": (["--pretend-cuda", "pkg/train.py"], "device = 'cu' + 'da'"),
+}
+
+
+@pytest.mark.parametrize("kind", CUDA)
+def test_cuda_is_pretended(kind: str, everyrank: Any, tmp_path: Path) -> None:
+    """Also generators, streams and events of it."""
+    words, head = CUDA[kind]
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("")
+    head += """
+generator = torch.Generator(device=device)
+generator.manual_seed(1)
+torch.randn(3, device=device, generator=generator)
+with getattr(torch, device).stream(getattr(torch, device).Stream()):
+    event = getattr(torch, device).Event(enable_timing=True)
+    event.record()
+assert isinstance(generator, torch.Generator)
+"""
+    (tmp_path / "pkg" / "train.py").write_text(script(head))
+    done = everyrank(tmp_path, "audit", *words)
+    assert done.returncode == 0, done.stderr
+    assert "CUDA devices are the CPU" in done.stdout
+
+
+def test_a_crash_shows_its_traceback_and_what_was_found(everyrank: Any, tmp_path: Path) -> None:
+    """The last frames, a log file that is there, and the findings of the updates before."""
+    text = script(later="if step == 4: print('last words'); raise ValueError('boom')").replace(
+        "optimizer.zero_grad()", "pass"
+    )
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 4
+    assert "gradient.carried" in done.stdout
+    [line] = list(lines_with(text, "boom"))
+    assert f'train.py", line {line}, in <module>' in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(f"rank 0: train.py:{line} in <module>: ValueError: boom")
+    log = re.search(r"full traceback: (\S+)", done.stderr)
+    assert log is not None
+    assert "last words" in Path(log[1]).read_text()
+
+
+INSIDE = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x, mask):
+        loss = (self.layer(x) - x).square().mean(-1)
+        LOSS
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(Masked())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(6):
+    optimizer.zero_grad()
+    for micro in range(2):
+        mask = torch.zeros(8)
+        mask[:NUM] = 1.0
+        loss, _ = model(torch.randn(8, 4), mask)
+        (loss / DIVISOR).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+LOSSES = {
+    "a sum over the sum of its mask": "return (loss * mask).sum() / mask.sum(), loss",
+    "a mean": "return loss.mean(), loss",
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(("divisor", "num", "rule"), [("2", "5", ""), ("1", "5", "gradient.scale")])
+def test_a_loss_that_the_model_returns(
+    kind: str, divisor: str, num: str, rule: str, everyrank: Any, tmp_path: Path
+) -> None:
+    """Accumulated over two backwards, and divided by them or not."""
+    text = INSIDE.replace("LOSS", LOSSES[kind]).replace("DIVISOR", divisor).replace("NUM", num)
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == (1 if rule else 0), done.stdout + done.stderr
+    assert rule in done.stdout
+    assert "the weight of loss terms" not in done.stdout
+
+
+def test_micro_batches_with_masks_of_different_sizes_are_ragged(everyrank: Any, tmp_path: Path) -> None:
+    text = INSIDE.replace("LOSS", LOSSES["a sum over the sum of its mask"]).replace("DIVISOR", "2")
+    (tmp_path / "train.py").write_text(text.replace("NUM", "3 + 2 * micro"))
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert "gradient.ragged" in done.stdout, done.stdout + done.stderr
+
+
+OWN_DATA = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+class Data(Dataset):
+    def __init__(self, x):
+        self.x = x
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return self.x[index] NOISE
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+model = DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = Data(x[dist.get_rank() :: dist.get_world_size()])
+for epoch in range(2):
+    for batch in DataLoader(data, batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("noise", ["", "+ 0.1 * torch.randn(4)"], ids=["plain", "augmented"])
+def test_ranks_with_data_of_their_own(noise: str, everyrank: Any, tmp_path: Path) -> None:
+    """Equal numbers are no equal samples."""
+    (tmp_path / "train.py").write_text(OWN_DATA.replace("NOISE", noise))
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert "data." not in done.stdout, done.stdout
+
+
+def test_a_shim_comes_before_all_else(everyrank: Any, tmp_path: Path) -> None:
+    (tmp_path / "shim").mkdir()
+    (tmp_path / "shim" / "sitecustomize.py").write_text("import numpy\nnumpy.float = float\n")
+    (tmp_path / "shim" / "old_package.py").write_text("name = 'old'\n")
+    (tmp_path / "train.py").write_text(script("import numpy, old_package\nassert numpy.float is float"))
+    assert everyrank(tmp_path, "audit", "--shim", "shim", "train.py").returncode == 0
+    done = everyrank(tmp_path, "audit", "--shim", "absent", "train.py")
+    assert done.returncode == 2
+    assert "--shim absent" in done.stderr
+
+
+def test_a_warning_is_no_good_news(everyrank: Any, tmp_path: Path) -> None:
+    text = OWN_DATA.replace("NOISE", "").replace("for epoch", "loader = DataLoader(data, batch_size=8)\nfor epoch")
+    text = text.replace("in DataLoader(data, batch_size=8, shuffle=True)", "in loader")
+    (tmp_path / "train.py").write_text(text)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert "WARN" in done.stdout
+    assert "nothing wrong found" not in done.stdout
