@@ -253,13 +253,15 @@ def read_evidence(run: ScriptRun) -> Evidence:
     for found in events.values():
         found.sort(key=lambda event: (event["time"], event["count"]))
     if -1 in events and len(events) == 1:  # no process group: one process alone
-        events[0] = events.pop(-1)
+        events[0] = [{**event, "rank": 0} for event in events.pop(-1)]
     elif -1 in events:  # what ranks did before they knew that they are ranks
         owners = {event["file"]: rank for rank in events if rank >= 0 for event in events[rank]}
         for event in events.pop(-1):
             if event["file"] in owners:
-                events[owners[event["file"]]].insert(0, event)
+                rank = owners[event["file"]]
+                events[rank].insert(0, {**event, "rank": rank})
             elif event["kind"] == "finish":  # a server of these ranks, called by RPC, which has ended them
-                events[min(owners.values())].append(event)
+                rank = min(owners.values())
+                events[rank].append({**event, "rank": rank})
     ranks = sorted(rank for rank in events if rank >= 0)
     return Evidence(run, ranks, dict(events))

@@ -173,8 +173,9 @@ def audit_script(
         settings = _settings(folder, script, options, *attempts.pop(0))
         try:
             run = run_script(words, settings, ranks, options.timeout_seconds, options.limit_seconds, num_ranks, moved)
-            if num_ranks == 1 and options.processes is None and _knows_of_ranks(run):
-                return audit_script(words, dataclasses.replace(options, processes=2), moved)
+            other = _other_number(run, script, num_ranks) if options.processes is None and not starts_ranks else None
+            if other is not None:
+                return audit_script(words, dataclasses.replace(options, processes=other), moved)
             return judge_run(words, run, options, settings)
         except RankFailedError as error:
             first = first or error
@@ -190,9 +191,19 @@ def audit_script(
     raise first
 
 
-def _knows_of_ranks(run: ScriptRun) -> bool:
-    """Whether a script that ran as one process has imported files that know of ranks."""
-    return any(are_distributed(event["files"]) for event in read_evidence(run).all_of("sources"))
+def _other_number(run: ScriptRun, script: Path | None, num_ranks: int) -> int | None:
+    """On how many ranks the script is to run, now that it has shown what it imports and does; None: this was right.
+
+    More than one where it has imported files that know of ranks. One where other files than the script itself know of
+    them, and nothing of it has been used.
+    """
+    evidence = read_evidence(run)
+    if num_ranks == 1:
+        knows = any(are_distributed(event["files"]) for event in evidence.all_of("sources"))
+        return 2 if knows else None
+    is_used = any(evidence.all_of("group")) or any(evidence.all_of("collective")) or any(evidence.all_of("wrap"))
+    is_certain = script is None or are_distributed([str(script)]) or is_used or run.status != "finished"
+    return None if is_certain else 1
 
 
 def _audit_from_outside(

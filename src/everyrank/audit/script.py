@@ -29,8 +29,13 @@ _STARTS_RANKS = re.compile(
     re.MULTILINE,
 )
 _IS_DISTRIBUTED = re.compile(
-    r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|accelerate|lightning|transformers|deepspeed|horovod"
+    r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|DistributedDataParallel|\bdeepspeed\b|\bhorovod\b"
 )
+_IMPORTS_FRAMEWORK = re.compile(
+    r"^[ \t]*(?:from|import)[ \t]+(?:accelerate|lightning|pytorch_lightning|lightning_fabric|transformers|trl)\b",
+    re.MULTILINE,
+)
+_TRAINS_BY_FRAMEWORK = re.compile(r"\bAccelerator\b|Trainer\b|\bFabric\b|\bLightningCLI\b")
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([\w.]+))", re.MULTILINE
 )
@@ -134,8 +139,9 @@ def starts_ranks_itself(text: str) -> bool:
 
 
 def is_distributed(text: str) -> bool:
-    """Whether it knows of ranks at all."""
-    return _IS_DISTRIBUTED.search(text) is not None
+    """Whether it knows of ranks at all, or leaves them to a framework."""
+    uses_framework = _IMPORTS_FRAMEWORK.search(text) and _TRAINS_BY_FRAMEWORK.search(text)
+    return _IS_DISTRIBUTED.search(text) is not None or uses_framework is not None
 
 
 def names_cuda(text: str) -> bool:
