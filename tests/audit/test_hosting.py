@@ -223,3 +223,28 @@ def test_a_warning_is_no_good_news(everyrank: Any, tmp_path: Path) -> None:
     done = everyrank(tmp_path, "audit", "train.py")
     assert "WARN" in done.stdout
     assert "nothing wrong found" not in done.stdout
+
+
+LINE_SEARCH = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+x = torch.randn(8, 4)
+def closure():
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+for step in range(4):
+    optimizer.step(closure)
+"""
+
+
+def test_a_line_search_throws_no_gradient_away(everyrank: Any, tmp_path: Path) -> None:
+    """LBFGS evaluates its closure several times in a step, each from zero."""
+    (tmp_path / "train.py").write_text(LINE_SEARCH)
+    done = everyrank(tmp_path, "audit", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "WARN" not in done.stdout

@@ -280,7 +280,9 @@ def _judged(
     findings = Findings()
     for rule in RULES:
         rule(evidence, findings)
-    if evidence.world_size == 1 and not evidence.calls_by_rpc:
+    if run.world_size > evidence.world_size == 1 and not evidence.calls_by_rpc:
+        findings.not_checked("what ranks do to each other: what they send is not seen, and they are not told apart")
+    elif evidence.world_size == 1 and not evidence.calls_by_rpc:
         findings.not_checked(
             "what ranks do to each other: it is one process; `everyrank new ddp_torchrun` shows how it becomes more"
         )
@@ -319,7 +321,7 @@ def _doubt(run: ScriptRun, evidence: Evidence) -> str:
     """Why an audit without findings is no good news; "" where it is."""
     if run.status == "long":
         return "ended by --limit before enough was seen"
-    if evidence.world_size == 1 and any(are_distributed(event["files"]) for event in evidence.all_of("sources")):
+    if run.world_size == 1 and any(are_distributed(event["files"]) for event in evidence.all_of("sources")):
         return "only one rank of a distributed script was checked (use --processes 2)"
     if not evidence.all_of("backward"):
         return "no backward was seen, so gradients were not checked"

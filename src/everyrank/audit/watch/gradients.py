@@ -40,6 +40,7 @@ class Gradients:
         self.before_first: dict[str, np.ndarray] = {}  # what was in .grad before the first backward of the update
         self.before_clip: dict[str, np.ndarray] | None = None
         self.loss_scale, self.is_unscaled = 1.0, False
+        self.is_in_closure = False  # inside of an optimizer's step, which calls what computes the loss itself
 
     @property
     def is_wanted(self) -> bool:

@@ -72,7 +72,7 @@ class _Looks:
             return
         own = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
         lost = {micro for micro, name in gradients.pieces if name in own}
-        if lost:
+        if lost and not gradients.is_in_closure:  # a line search evaluates the loss more often than it steps
             recorder.event("thrown_away", line=where(), num=len(lost))
         gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in own}
 
@@ -180,11 +180,13 @@ def _watch_optimizers(recorder: Recorder, gradients: Gradients, stepped: Callabl
         if closure is None or isinstance(closure, Optimizer):
             record(optimizer)
             return None
+        gradients.is_in_closure = True
         watched = _recording(closure, functools.partial(record, optimizer))
         replaced = tuple(watched if one is closure else one for one in args)
         return replaced, {name: watched if one is closure else one for name, one in kwargs.items()}
 
     def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        gradients.is_in_closure = False
         if stack and stack[-1] is optimizer:
             stack.pop()
 
