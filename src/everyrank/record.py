@@ -30,6 +30,7 @@ __all__ = [
     "Scaling",
     "read_records",
     "write_records",
+    "write_text",
 ]
 
 SCHEMA = 1
@@ -225,7 +226,15 @@ def write_records(records: Sequence[Record], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([_plain(dataclasses.asdict(record)) for record in records], indent=1, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file. An `OSError` names it, which Python leaves out where a disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from everyrank.launch import (
     rank_info_from_environment,
     run_ranks,
 )
+from everyrank.launch.launcher import DEFAULT_LAUNCHER
 from everyrank.layout import Layout, check_reference, parse_layout
 from everyrank.options import AUTO, GUARDS, BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
 from everyrank.record import Record
@@ -72,11 +73,10 @@ def run(
         profile=_absolute(options.profile),
         trackers=tuple(options.trackers),
     )
-    sent = _sent(workload)
-    if isinstance(workload, Source) and options.resume is not None:
-        sent = _with_saved_settings(workload, options.resume)
-        if options.epochs is None and options.steps is None:
-            options = dataclasses.replace(options, epochs=sent.epochs, steps=sent.steps)
+    sent = _sent(workload, options.resume)
+    is_open = options.resume is not None and options.epochs is None and options.steps is None
+    if is_open and isinstance(workload, Source) and isinstance(sent, Source):
+        options = dataclasses.replace(options, epochs=sent.epochs, steps=sent.steps)
     with catch_signals(signal.SIGTERM, signal.SIGUSR1) as stop:
         try:
             results = run_ranks(launch, "everyrank.tasks.train:train_rank", sent, layout, launch, options, stop=stop)
@@ -119,9 +119,7 @@ def predict(
         resume=_checkpoint(options.resume),
         pretrained=_absolute(options.pretrained),
     )
-    sent = _sent(workload)
-    if isinstance(workload, Source) and options.resume is not None:
-        sent = _with_saved_settings(workload, options.resume)
+    sent = _sent(workload, options.resume)
     results = run_ranks(launch, "everyrank.tasks.predict:predict_rank", sent, layout, launch, options)
     return results.get(0) or 0
 
@@ -266,7 +264,7 @@ def _launch_of(given: Launch | str | None, layouts: Sequence[Layout]) -> Launch:
         processes = 1
     else:
         processes = num_accelerators() or CPU_PROCESSES
-    return Launch(processes=processes) if given is None else Launch(given, processes=processes)
+    return Launch(given or DEFAULT_LAUNCHER, processes=processes)
 
 
 def _completed(options: _Options, changes: dict[str, Any]) -> _Options:
@@ -281,15 +279,18 @@ def _absolute(path: Path | None) -> Path | None:
     return path.absolute() if path is not None else None
 
 
-def _sent(workload: Workload | Source) -> Workload | Source:
+def _sent(workload: Workload | Source, resumed: Path | None = None) -> Workload | Source:
     """What travels to the ranks: the source where there is one; else the object itself, by value.
 
-    A workload that `dataclasses.replace` has changed has no source. Its functions may be those of a file that ranks
-    cannot import under a name.
+    A source that is given itself takes from the `resumed` checkpoint what it leaves open. A workload that
+    `dataclasses.replace` has changed has no source. Its functions may be those of a file that ranks cannot import under
+    a name.
     """
     sent = workload.source or workload if isinstance(workload, Workload) else workload
     if isinstance(sent, Source):
         check_place(sent.place)
+        if resumed is not None and sent is workload:
+            sent = _with_saved_settings(sent, resumed)
     else:
         for name, module in list(sys.modules.items()):
             if name.startswith(HIDDEN_NAME):

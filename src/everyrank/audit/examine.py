@@ -105,7 +105,6 @@ class Audit:
     altered    what was done otherwise than the script says
     unchecked  what could not be checked, or had no occasion
     replayed   what the replay of the first updates gave, where one was asked for
-    was_cut    whether the script was ended by the limit of the call before enough was seen
     doubt      why it must not be said that nothing is wrong; "" where it may
     """
 
@@ -117,7 +116,6 @@ class Audit:
     altered: tuple[str, ...]
     unchecked: tuple[str, ...]
     replayed: tuple[str, ...] = ()
-    was_cut: bool = False
     doubt: str = ""
 
     @property
@@ -135,7 +133,6 @@ class Audit:
             "seconds": round(self.seconds, 1),
             "findings": [finding.as_json() for finding in self.findings],
             "replay": list(self.replayed),
-            "was_cut": self.was_cut,
             "doubt": self.doubt,
             "altered": list(self.altered),
             "not_checked": list(self.unchecked),
@@ -173,16 +170,18 @@ def audit_script(
         settings = _settings(folder, script, options, *attempts.pop(0))
         try:
             run = run_script(words, settings, ranks, options.timeout_seconds, options.limit_seconds, num_ranks, moved)
-            other = _other_number(run, script, num_ranks) if options.processes is None and not starts_ranks else None
+            evidence = read_evidence(run)
+            is_open = options.processes is None and not starts_ranks
+            other = _other_number(run, evidence, script, num_ranks) if is_open else None
             if other is not None:
                 return audit_script(words, dataclasses.replace(options, processes=other), moved)
-            return judge_run(words, run, options, settings)
+            return _judge(words, run, evidence, options, settings)
         except RankFailedError as error:
             first = first or error
             if (starts_ranks or num_ranks == 1) and options.processes is None and _WANTS_RANK.search(str(error)):
                 # it can spawn, and was told not to; or it was started as a single process
                 return audit_script(words, dataclasses.replace(options, processes=max(2, num_ranks)), moved)
-            if not settings.devices and not has_gpu() and _WANTS_CUDA.search(str(error)) and not devices:
+            if not devices and not has_gpu() and _WANTS_CUDA.search(str(error)):
                 devices = num_ranks
                 attempts = list(_attempts(options, devices))
         finally:
@@ -191,19 +190,22 @@ def audit_script(
     raise first
 
 
-def _other_number(run: ScriptRun, script: Path | None, num_ranks: int) -> int | None:
+def _other_number(run: ScriptRun, evidence: Evidence, script: Path | None, num_ranks: int) -> int | None:
     """On how many ranks the script is to run, now that it has shown what it imports and does; None: this was right.
 
     More than one where it has imported files that know of ranks. One where other files than the script itself know of
     them, and nothing of it has been used.
     """
-    evidence = read_evidence(run)
     if num_ranks == 1:
-        knows = any(are_distributed(event["files"]) for event in evidence.all_of("sources"))
-        return 2 if knows else None
+        return 2 if _imports_ranks(evidence) else None
     is_used = any(evidence.all_of("group")) or any(evidence.all_of("collective")) or any(evidence.all_of("wrap"))
     is_certain = script is None or are_distributed([str(script)]) or is_used or run.status != "finished"
     return None if is_certain else 1
+
+
+def _imports_ranks(evidence: Evidence) -> bool:
+    """Whether the script has imported files of the user that know of ranks."""
+    return any(are_distributed(event["files"]) for event in evidence.all_of("sources"))
 
 
 def _audit_from_outside(
@@ -262,7 +264,12 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
 
 def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
     """What the records of a run come to. Raises as `audit_script` does."""
-    evidence = read_evidence(run)
+    return _judge(words, run, read_evidence(run), options, settings)
+
+
+def _judge(
+    words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
+) -> Audit:
     if run.status == "failed" and not _has_seen_enough(run, evidence) and not _mismatch(evidence):
         error = _own_error(run)
         if evidence.steps:
@@ -312,7 +319,6 @@ def _judged(
         tuple(dict.fromkeys(altered)),
         tuple(findings.unchecked),
         tuple(findings.replayed),
-        run.status == "long",
         _doubt(run, evidence),
     )
 
@@ -321,7 +327,7 @@ def _doubt(run: ScriptRun, evidence: Evidence) -> str:
     """Why an audit without findings is no good news; "" where it is."""
     if run.status == "long":
         return "ended by --limit before enough was seen"
-    if run.world_size == 1 and any(are_distributed(event["files"]) for event in evidence.all_of("sources")):
+    if run.world_size == 1 and _imports_ranks(evidence):
         return "only one rank of a distributed script was checked (use --processes 2)"
     if not evidence.all_of("backward"):
         return "no backward was seen, so gradients were not checked"

@@ -73,7 +73,7 @@ def run_script(
     with contextlib.ExitStack() as stack:
         if ends_all:
             stack.enter_context(guarded(folder))
-        stack.callback(lambda: _end(processes, folder, ends_all))
+        stack.callback(_end, processes, folder, ends_all)
         for variables in ranks:  # one by one: those that have started are ended whatever happens
             process = _Process([sys.executable, *words], {**os.environ, **variables, **_injected(settings)})
             processes.append(process)

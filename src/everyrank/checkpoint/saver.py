@@ -35,6 +35,7 @@ from everyrank.runs import (
     About,
     Checkpoint,
     add_metrics,
+    changed_lengths,
     check_about,
     checkpoints_of,
     clear_unfinished,
@@ -202,8 +203,6 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
     good one is offered), and for one of a different training.
     """
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
-    was, now = checkpoint.about.settings, expected.settings
-    is_longer = any(was.get(name) != now.get(name) for name in LENGTHS)
     _check_whole(checkpoint, prepared)
     kept = contents_of(checkpoint)
     tensors = targets_for(prepared.trainable, world, kept)
@@ -214,7 +213,7 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
             world,
             tensors,
             read_values(checkpoint),
-            schedule_step=checkpoint.about.step if is_longer else None,
+            schedule_step=checkpoint.about.step if changed_lengths(checkpoint.about, expected) else None,
         )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         if isinstance(error, UsageError):

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everyrank.commands.shared import check_html, check_writable, close_output, write_text
+from everyrank.commands.shared import check_html, check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable
+from everyrank.record import write_text
 
 if TYPE_CHECKING:
     from everyrank.audit import Audit
@@ -80,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         processes, args.updates, args.watch, args.timeout, args.limit, args.replay, args.pretend_cuda, args.shim
     )
     check_html(args)
+    check_writable(args.json)
     for path in (args.json, args.html):
-        check_writable(path)
         if path is not None and words and path.absolute() == Path(words[0]).absolute():
             raise UsageError(f"{path}: that is the script; give another place")
     done = -1

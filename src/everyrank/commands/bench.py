@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--processes {' '.join(map(str, processes))}: the ranks are started already; leave it out")
     args.processes = max(processes, default=None)
     layouts, launch = layouts_of(args), launch_of(args)
-    for path in (args.json, args.html, args.markdown):
+    for path in (args.json, args.markdown):
         check_writable(path)
     check_html(args)
     source = source_of(args)

@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.commands.shared import check_writable, write_text
+from everyrank.commands.shared import check_writable
 from everyrank.errors import CHECK_FAILED, printable
+from everyrank.record import write_text
 from everyrank.runs import About, Checkpoint, all_of, damage, fields_of, find_checkpoint
 
 __all__ = ["HELP", "add_arguments", "run"]

@@ -10,9 +10,10 @@ from typing import Any
 
 from everyrank.collectives.question import ALGORITHM_NAMES, DTYPE_BYTES, REDUCTION_NAMES, CommOptions, parse_sizes
 from everyrank.commands.launching import add_launching, launch_of
-from everyrank.commands.shared import check_html, check_writable, close_output, write_text
+from everyrank.commands.shared import check_html, check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch, run_ranks
+from everyrank.record import write_text
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -69,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
     _check_groups(options, launch)
     check_html(args)
     check_writable(args.json)
-    check_writable(args.html)
     found: dict[int, dict[str, Any]] = run_ranks(launch, "everyrank.tasks.comm:comm_rank", launch, options, True)
     if not found.get(0):
         return 0  # a rank of a launcher outside: rank 0 has the word

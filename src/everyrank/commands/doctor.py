@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from everyrank.commands.launching import add_launching, launch_of
-from everyrank.commands.shared import check_writable, close_output, write_text
+from everyrank.commands.shared import check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch
+from everyrank.record import write_text
 
 __all__ = ["HELP", "add_arguments", "run"]
 

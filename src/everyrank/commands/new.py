@@ -8,9 +8,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from everyrank.commands.shared import check_writable, say_next, write_text
+from everyrank.commands.shared import check_writable, say_next
 from everyrank.commands.suggestions import suggest_recipe
 from everyrank.errors import UsageError, printable
+from everyrank.record import write_text
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the Records of the files, several beside each other, and write the pages asked for; 0."""
-    for path in (args.html, args.markdown):
-        check_writable(path)
+    check_writable(args.markdown)
     check_html(args)
     # a file's own name is enough to tell it from the others, unless two have the same
     names = [path.name for path in args.records]

@@ -15,7 +15,7 @@ from everyrank.commands.launching import add_launching
 from everyrank.errors import CHECK_FAILED, CannotRunError, UnsupportedLayoutError, UsageError, printable
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 from everyrank.options import Argument, arguments_of
-from everyrank.record import Record, write_records
+from everyrank.record import Record, write_records, write_text
 from everyrank.workload import LR_RULES, Source, check_place, parse_settings
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "source_of",
     "status_of",
     "workload_words",
-    "write_text",
 ]
 
 _Options = TypeVar("_Options")
@@ -170,14 +169,6 @@ def say(text: str) -> None:
         print(text, flush=True)
     except OSError:
         close_output()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file. An `OSError` names it, which Python leaves out where a disk is full."""
-    try:
-        path.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def workload_words(args: argparse.Namespace) -> str:

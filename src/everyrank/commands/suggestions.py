@@ -91,13 +91,9 @@ _MOST_RECIPES = 12  # that are named: a line of the screen
 
 def suggest_command(name: str, commands: Collection[str]) -> str:
     """The message for a command that does not exist."""
-    close = _COMMANDS.get(name) or next(
-        iter(
-            [*difflib.get_close_matches(name, commands, n=1), *(known for known in commands if name.startswith(known))]
-        ),
-        None,
-    )
-    hint = f"did you mean {close}?" if close is not None else f"give one of {', '.join(commands)}."
+    close = [_COMMANDS[name]] if name in _COMMANDS else difflib.get_close_matches(name, commands, n=1)
+    close = close or [known for known in commands if name.startswith(known)]
+    hint = f"did you mean {close[0]}?" if close else f"give one of {', '.join(commands)}."
     return f"there is no command {name!r}: {hint} See everyrank --help"
 
 

@@ -21,13 +21,12 @@ from everyrank.commands.shared import (
     say_next,
     source_of,
     workload_words,
-    write_text,
 )
 from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, printable
 from everyrank.launch import slurm
 from everyrank.layout import Layout, parse_layout
 from everyrank.options import AUTO, GUARDS, TrainOptions
-from everyrank.record import Record, write_records
+from everyrank.record import Record, write_records, write_text
 from everyrank.runs import checkpoints_of, find_checkpoint
 
 __all__ = ["HELP", "add_arguments", "run"]

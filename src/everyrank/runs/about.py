@@ -22,6 +22,7 @@ __all__ = [
     "NAME",
     "About",
     "Checkpoint",
+    "changed_lengths",
     "check_about",
     "crc_of",
     "damage",
@@ -78,6 +79,12 @@ class About:
     files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     schema: int = 2
     place: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def changed_lengths(saved: About, now: About) -> dict[str, tuple[Any, Any]]:
+    """The settings in `LENGTHS` that a resumed run has changed: name -> (saved, now), None where one has none."""
+    pairs = {name: (saved.settings.get(name), now.settings.get(name)) for name in LENGTHS}
+    return {name: (was, is_now) for name, (was, is_now) in pairs.items() if was != is_now}
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from everyrank.measure.resource_log import resource_log
 from everyrank.options import TrainOptions
 from everyrank.record import Record
 from everyrank.runs import (
-    LENGTHS,
     About,
     best_of,
+    changed_lengths,
     checkpoint_named,
     checkpoints_of,
     hold,
@@ -186,11 +186,9 @@ def _go_on(job: TrainingJob, options: TrainOptions, about: About, display: Displ
         return begin, place
     check_left(job, options.resume, begin, place)
     resume(job.prepared, job.prepared.world, checkpoint, about)
-    for name in LENGTHS:
-        was, now = checkpoint.about.settings.get(name), about.settings.get(name)
-        if was != now:
-            new, old = (f"{value} {name}" if value is not None else "the workload's own length" for value in (now, was))
-            display.line(f"learning rates: from update {begin} on those of {new}, before that those of {old}")
+    for name, lengths in changed_lengths(checkpoint.about, about).items():
+        old, new = (f"{value} {name}" if value is not None else "the workload's own length" for value in lengths)
+        display.line(f"learning rates: from update {begin} on those of {new}, before that those of {old}")
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
         on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
     return begin, place
