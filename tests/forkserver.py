@@ -75,6 +75,8 @@ class Forked:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        # not in __del__: of garbage in a circle the socket may go first, and Python warns that it was open
+        weakref.finalize(self, connection.close)
         self.pid = self._number()
         self.returncode: int | None = None
 
@@ -106,8 +108,6 @@ class Forked:
     def close(self) -> None:
         """End it and its session, if they still run."""
         self.connection.close()
-
-    __del__ = close
 
 
 class ForkServer:

@@ -798,7 +798,7 @@ UNCUT = {
     "a weight outside": (language(TiedOutside), "pipeline", ["blocks.0", "outside blocks", "untie them"]),
     "batch norm": (zoo.workload("norm", global_batch=16), "pipeline", ["batch norm"]),
     "too few blocks": (small(), "pipeline:schedule=interleaved", ["4 stages", "2 blocks", "at most 2"]),
-    "no blocks": (small(blocks=None), "pipeline", ["Workload.blocks"]),
+    "no blocks": (small(blocks=None), "pipeline", ['set blocks="layers"']),
     "wrong blocks": (small(blocks="layers"), "pipeline", ["blocks='layers'", "it has blocks"]),
 }
 

@@ -178,8 +178,9 @@ def verify(
     device cannot hold the model. Raises what `run` raises.
     """
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
+    if isinstance(changes.get("reference"), Layout):
+        changes["reference"] = str(changes["reference"])
     launch, options = _launch_of(launch, layouts), _completed(options or VerifyOptions(), changes)
-    options = dataclasses.replace(options, reference=str(options.reference) if options.reference else None)
     for layout in layouts if options.by_name else ():
         layout.mesh(launch.processes)
         if options.reference is not None:

@@ -220,7 +220,8 @@ def _audit_from_outside(
 
     Where torchrun starts all ranks again, after a failure, epochs are left whole.
     """
-    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    is_again, is_last = restarts > 0, restarts >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     folder = shared_folder(info, os.environ, words)
     settings = _settings(folder, script, options, devices, 0 if options.watch or is_again else _BATCHES)
     try:
@@ -229,6 +230,10 @@ def _audit_from_outside(
         )
         whole = together(run, info)
         return None if whole is None else judge_run(words, whole, options, settings)
+    except ScriptFailedError as error:
+        if settings.batches and not is_last:
+            error.audit = None  # it may have failed of shortened epochs: the next start is the one that is judged
+        raise
     finally:
         if info.rank == 0:
             remove_shared_folder(folder)

@@ -8,6 +8,7 @@ backend's own functions.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import sys
@@ -129,6 +130,7 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) ->
         setattr(c10d, name, _gathering(getattr(c10d, name), losses))
         setattr(dist, name, getattr(c10d, name))
     if pretends:
+        _groups_of_gloo(c10d)
         _average_on_gloo(c10d)
 
 
@@ -144,16 +146,43 @@ def _gathering(function: Any, losses: Losses) -> Any:
     return gather
 
 
+def _groups_of_gloo(c10d: Any) -> None:
+    """A group that the script asks for with nccl has gloo, and is bound to no device."""
+    new_group = c10d.new_group
+
+    @functools.wraps(new_group)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(new_group).bind(*args, **kwargs)
+        given.arguments.pop("device_id", None)
+        if "nccl" in str(given.arguments.get("backend")):
+            given.arguments["backend"] = "gloo"
+        return new_group(*given.args, **given.kwargs)
+
+    c10d.new_group = dist.new_group = made
+
+
 def _average_on_gloo(c10d: Any) -> None:
     """Gloo has no AVG: the sum, divided."""
-    all_reduce = c10d.all_reduce
+    for name, output in _AVERAGED.items():
+        function = getattr(c10d, name)
+        setattr(c10d, name, _as_sum(function, output))
+        setattr(dist, name, getattr(c10d, name))
 
-    @functools.wraps(all_reduce)
-    def averaged(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if op == dist.ReduceOp.AVG and not async_op:
-            all_reduce(tensor, dist.ReduceOp.SUM, group)
-            tensor.div_(dist.get_world_size(group))
-            return None
-        return all_reduce(tensor, op, group, async_op)
 
-    c10d.all_reduce = dist.all_reduce = averaged
+_AVERAGED = {"all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "output", "reduce_scatter_tensor": "output"}
+
+
+def _as_sum(function: Any, output: str) -> Any:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("op") != dist.ReduceOp.AVG or given.arguments.get("async_op"):
+            return function(*args, **kwargs)
+        given.arguments["op"] = dist.ReduceOp.SUM
+        function(*given.args, **given.kwargs)
+        given.arguments[output].div_(dist.get_world_size(given.arguments.get("group")))
+        return None
+
+    return averaged
