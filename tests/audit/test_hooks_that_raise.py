@@ -16,8 +16,9 @@ from everyrank.audit.watch.recorder import HOOKS
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
+generator = torch.Generator().manual_seed(dist.get_rank())
 data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def raises(*args, **kwargs):
@@ -26,7 +27,7 @@ def raises(*args, **kwargs):
 
 def update(optimizer, scaler, schedule, held_out, x, y):
     optimizer.zero_grad()
-    x = x + 0.1 * torch.randn_like(x)
+    x = x + 0.1 * torch.randn(x.shape, generator=generator)
     scaler.scale(nn.functional.cross_entropy(wrapped(x), y)).backward()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
@@ -57,7 +58,8 @@ for number, hook in enumerate([None, *HOOKS, "all"]):
     for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
         update(optimizer, scaler, schedule, torch.randn(8, 4), x, y)
         break
-    torch.save(model.state_dict(), "model.pt")
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), "model.pt")
     for one, function in zip(chosen, before):
         one.__wrapped__ = function
     names.append(number)
@@ -71,9 +73,10 @@ def test_no_hook_ends_a_script(everyrank: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("--processes", "2", "--updates", "200", "--json", "found.json", "train.py")
     done = everyrank(tmp_path, "audit", *words)
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["updates"] >= 20, "it was stopped before its end"
+    assert [one["rule"] for one in found["findings"] if one["level"] in ("FAIL", "WARN")] == []
     unchecked = [line for line in found["not_checked"] if "made to raise" in line]
     assert len(unchecked) >= 10, found["not_checked"]
     assert all("the script went on" in line for line in unchecked)

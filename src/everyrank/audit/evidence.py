@@ -164,6 +164,11 @@ class Evidence:
         return {event["update"] for event in self.all_of("batch") if event["is_after_jump"]}
 
     @functools.cached_property
+    def incomplete_updates(self) -> set[int]:
+        """Updates that one of our hooks could not look at: their gradients are not judged."""
+        return {event["update"] + later for event in self.all_of("hook_failed") for later in (0, 1)}
+
+    @functools.cached_property
     def is_opaque(self) -> bool:
         """Whether gradients and parameters are kept where they cannot be looked at: FSDP1, DeepSpeed, hooks of DDP."""
         return any(self.all_of("opaque"))

@@ -86,7 +86,7 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
     if evidence.is_split:
         findings.not_checked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
         return
-    for number in evidence.steps:
+    for number in sorted(evidence.steps.keys() - evidence.incomplete_updates):
         update = _read(evidence, number)
         if update is not None:
             judged += 1

@@ -65,6 +65,8 @@ def _judge(
     is_only: bool,
     findings: Findings,
 ) -> None:
+    if all(term["scale"] < 0 for term in terms.values()):  # a likelihood with a minus sign before it
+        terms = {piece: {**term, "scale": -term["scale"]} for piece, term in terms.items()}
     weights = {
         piece: factor * term["scale"] / (term["terms"] if term["reduction"] == "mean" else 1)
         for piece, term in terms.items()

@@ -18,6 +18,7 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
             _check_parameters(evidence, findings)
         _check_rates(evidence, findings)
         _check_evaluated(evidence, findings)
+        _check_untrained(evidence, findings)
     for event in evidence.of(evidence.ranks[0], "uninitialised"):
         findings.add(
             "FAIL",
@@ -135,6 +136,40 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
                 tuple(event["line"] for event in evidence.of(evidence.ranks[0], "wrap")[:1]),
             )
             return
+
+
+def _check_untrained(evidence: Evidence, findings: Findings) -> None:
+    """Buffers of modules outside of the wrapped model, which DistributedDataParallel does not broadcast."""
+    calls = {rank: _calls_of_untrained(evidence, rank) for rank in evidence.ranks}
+    first = calls[evidence.ranks[0]]
+    reported: set[str] = set()
+    for key in sorted(set(first).intersection(*calls.values())):
+        event = first[key]
+        for name in event["buffers"]:
+            values = {own[key]["buffers"].get(name) for own in calls.values()}
+            changes = (
+                len({other["buffers"].get(name) for other in first.values() if other["line"] == event["line"]}) > 1
+            )
+            label = f"{event['name']}.{name}"
+            if len(values) > 1 and None not in values and changes and label not in reported:
+                reported.add(label)
+                findings.add(
+                    "WARN",
+                    "replicas.buffers",
+                    event["line"],
+                    f"buffer {label} differs between the ranks since update {event['update']}: "
+                    "the module is not part of the wrapped model, so nothing synchronises it",
+                    "all-reduce what it is computed from, e.g. dist.all_reduce(mean); mean /= dist.get_world_size()",
+                )
+
+
+def _calls_of_untrained(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], Event]:
+    """By update, line and the number of the call from that line in the update."""
+    found: dict[tuple[int, str, int], Event] = {}
+    for event in evidence.of(rank, "untrained"):
+        number = sum(update == event["update"] and line == event["line"] for update, line, _ in found)
+        found[event["update"], event["line"], number] = event
+    return found
 
 
 def _first_evaluated(evidence: Evidence) -> list[list[Event]]:

@@ -21,6 +21,7 @@ __all__ = ["install_modules"]
 _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 _LIGHTNING = ("lightning", "pytorch_lightning")
 _ROWS, _LONGEST_BATCH = 64, 4096
+_LARGEST_BUFFER = 1_000_000  # elements
 OPAQUE = {  # whose gradients and parameters are not those of the script's own tensors
     "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP1), whose shards are flat: fully_shard can be looked at",
     "DeepSpeedEngine": "DeepSpeed, which keeps them elsewhere",
@@ -106,6 +107,26 @@ class Modules:
         """What a module inside another one has returned."""
         self.losses.module_done(output)
 
+    @harmless("buffers of modules outside of the wrapped model")
+    def untrained_called(self, module: Any) -> None:
+        """A module without parameters to train, e.g. a loss: its buffers are synchronised by nobody but the script."""
+        recorder = self.recorder
+        if not torch.is_grad_enabled() or recorder.is_muted or recorder.update >= recorder.settings.updates:
+            return
+        with recorder.muted():
+            statistics = {
+                f"{name}." if name else "" for name, inner in module.named_modules() if isinstance(inner, _BATCH_NORMS)
+            }
+            buffers = {
+                name: checksum(buffer)
+                for name, buffer in module.named_buffers()
+                if buffer.is_floating_point()
+                and buffer.numel() <= _LARGEST_BUFFER
+                and name.removesuffix(name.rpartition(".")[2]) not in statistics
+            }
+        if buffers:
+            recorder.event("untrained", line=where(), name=type(module).__name__, buffers=buffers)
+
     @harmless("what DistributedDataParallel wraps")
     def wrapping(self, module: Any, kwargs: Any) -> None:
         """Write down what is handed to DistributedDataParallel."""
@@ -186,7 +207,10 @@ def _watch_calls(modules: Modules) -> None:
             modules.inner_done(output)
             return output
         if is_inner or not any(parameter.requires_grad for parameter in self.parameters()):
-            return module_call(self, *args, **kwargs)
+            output = module_call(self, *args, **kwargs)
+            if not is_inner:
+                modules.untrained_called(self)
+            return output
         modules.before(self, args, kwargs)
         num_dropouts = losses.num_dropouts
         losses.depth += 1

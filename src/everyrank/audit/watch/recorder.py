@@ -81,6 +81,7 @@ class Recorder:
         self.calls_by_rpc = False
         self._muted = threading.local()
         self._failed: set[str] = set()  # hooks of ours that have raised
+        self._failed_in = -1  # the update in which one did last
         self._count = 0
         self._pid = 0
         self._file: Any = None
@@ -129,10 +130,13 @@ class Recorder:
 
     def hook_failed(self, what: str, error: Exception) -> None:
         """The script goes on; the report says what was not checked, and why."""
-        if what in self._failed:
-            return
-        self._failed.add(what)
         with contextlib.suppress(Exception):
+            if self.update != self._failed_in:
+                self._failed_in = self.update
+                self.event("hook_failed")
+            if what in self._failed:
+                return
+            self._failed.add(what)
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
             self.event("unchecked", what=f"{what}: everyrank could not look at it ({why}); the script went on")
 
