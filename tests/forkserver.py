@@ -264,15 +264,15 @@ def _preload() -> None:
     import torch.nn.parallel
 
     import everyrank.audit.watch.install
+    import everyrank.benchmark.rank
     import everyrank.builtin.digits
     import everyrank.cli
     import everyrank.commands
     import everyrank.launch
+    import everyrank.parity.rank
+    import everyrank.prediction.rank
     import everyrank.strategies
-    import everyrank.tasks.bench
-    import everyrank.tasks.predict
-    import everyrank.tasks.train
-    import everyrank.tasks.verify
+    import everyrank.train.rank
     import zoo
 
     for package in (everyrank.commands, everyrank.launch, everyrank.strategies):

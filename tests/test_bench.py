@@ -14,17 +14,17 @@ from unittest import mock
 import pytest
 import torch
 
-import everyrank.tasks.bench
+import everyrank.benchmark.rank
 import zoo
 from everyrank import Launch, api, parse_layout, read_records
 from everyrank.api import scaling
+from everyrank.benchmark.rank import _on_host, bench_rank
 from everyrank.cli import _TerminatedError, main
 from everyrank.errors import RankFailedError, UsageError
 from everyrank.launch import RankInfo, run_ranks
 from everyrank.options import BenchOptions
 from everyrank.record import Parity, Record
 from everyrank.strategies import Prepared, prepare
-from everyrank.tasks.bench import _on_host, bench_rank
 from pretended_card import moved_to_card, pretended_cards
 
 
@@ -104,7 +104,7 @@ def test_arms_leave_the_device_to_each_other(tmp_path: Path) -> None:
         arms.append(prepare(*arguments))
         return arms[-1]
 
-    with mock.patch.object(everyrank.tasks.bench, "prepare", kept):
+    with mock.patch.object(everyrank.benchmark.rank, "prepare", kept):
         run_bench(["single", "ddp"], RankInfo(0, 0, 1, 1, "spawn", (tmp_path / "rendezvous").as_uri(), threads=1))
     assert len(arms) == 2
     for arm in arms:

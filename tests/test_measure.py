@@ -23,11 +23,11 @@ from torch.utils.data import Dataset
 
 import zoo
 from everyrank import Workload, find_workload, parse_layout
+from everyrank.benchmark.comm_counter import CommCounter
+from everyrank.benchmark.instrumented import Instrumented, run_instrumented
 from everyrank.data import all_updates
 from everyrank.launch import Launch, run_ranks
 from everyrank.loop import open_data, run_updates
-from everyrank.measure.comm_counter import CommCounter
-from everyrank.measure.instrumented import Instrumented, run_instrumented
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.resources import Sampler, sampling
 from everyrank.measure.split import PHASES, _shares_in, breakdown, exposed_shares, phases
@@ -44,7 +44,7 @@ def inside(world: World, name: str, layout: str) -> Instrumented:
     source: Any = find_workload(name) if name == "text" else zoo.workload(name)
     workload = load(source)
     train_data, _ = open_data(workload, world)
-    with mock.patch("everyrank.measure.instrumented._PROFILED", 1):  # what is exposed is no matter here
+    with mock.patch("everyrank.benchmark.instrumented._PROFILED", 1):  # what is exposed is no matter here
         return run_instrumented(workload, train_data, parse_layout(layout), world)
 
 

@@ -133,7 +133,7 @@ def test_settings_of_torch_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic and benchmark together are refused, as is CUDA without cuBLAS's variable."""
     import torch
 
-    from everyrank.train.kernels import chosen_kernels
+    from everyrank.train.rank import chosen_kernels
 
     def settings() -> tuple[bool, bool, bool]:
         fills = torch.utils.deterministic.fill_uninitialized_memory

@@ -137,7 +137,7 @@ def assert_same_gradients(
     layout = Layout(_place(parallelize), degrees=dict(mesh))
     with _sent_by_value(parallelize, loss, model, *(model.modules() if isinstance(model, nn.Module) else ())):
         arguments = (workload, layout, parallelize, contract, launch)
-        found: Parity = run_ranks(launch, "everyrank.tasks.verify:verify_gradients_rank", *arguments)[0]
+        found: Parity = run_ranks(launch, "everyrank.parity.rank:verify_gradients_rank", *arguments)[0]
     if found.status != "equal":
         raise AssertionError(_finding(str(layout), found))
     left_out = [name for name in found.not_compared if not any(fnmatchcase(name, one) for one in allow_uncompared)]

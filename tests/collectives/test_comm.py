@@ -28,11 +28,11 @@ from everyrank.collectives.question import (
     parse_sizes,
     size_text,
 )
+from everyrank.collectives.rank import needed_bytes
 from everyrank.collectives.strides import MEMORY, check_strides
 from everyrank.collectives.sweep import refusal, sweep
 from everyrank.commands.launching import _backend
 from everyrank.measure.memory import free_memory_bytes
-from everyrank.tasks.comm import needed_bytes
 from processes import Cli, one_line, refused
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import zoo
 from everyrank import parse_layout
+from everyrank.benchmark.comm_counter import CommCounter
 from everyrank.data import all_updates
 from everyrank.loop import open_data, run_updates
-from everyrank.measure.comm_counter import CommCounter
 from everyrank.parallel.parallelize import ParallelModel
 from everyrank.strategies import prepare
 from everyrank.world import World

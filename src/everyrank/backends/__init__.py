@@ -5,8 +5,6 @@ Registered with torch where a World asks for them; every group made inside that 
     said.py       what a rank has said in the store, while a group is made
     async_buffers.py   buffers of asynchronous collectives, filled with NaN until somebody waits for them
     lane.py       operations that come one after the other, and whom they wait for
-    spans.py      what a profiler sees of a call
-    callbacks.py  what whoever waits for a future may start, when it is called back
     engine.py     operations that wait for other ranks, moved on by whoever waits
     recent.py     the newest calls, for whoever asks why a job hangs
     flat.py       tensors as transports take them
@@ -23,12 +21,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from everyrank.backends.engine import recorded
 from everyrank.backends.group import PythonGroup, is_observed, observe_call, observed_calls
 from everyrank.backends.horovod import make_horovod_group
 from everyrank.backends.mpi import make_mpi_group
 from everyrank.backends.recent import RECENT_CALLS
 from everyrank.backends.shm import make_shm_group, no_shared_memory
-from everyrank.backends.spans import recorded
 
 __all__ = [
     "OWN_BACKENDS",

@@ -14,6 +14,7 @@ Operations of one lane come one after the other: collectives of a group, message
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 import threading
@@ -21,14 +22,14 @@ import time
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
+from torch.profiler import record_function
 
-from everyrank.backends.callbacks import complete, is_called_back
 from everyrank.backends.lane import Lane, Steps, no_steps
-from everyrank.backends.spans import recorded
 from everyrank.errors import RankFailedError, describe
 
-__all__ = ["DONE", "ENGINE", "Engine", "PendingWork"]
+__all__ = ["DONE", "ENGINE", "Engine", "PendingWork", "recorded"]
 
 _SPINS, _SPIN_SECONDS = 200, 0.0005  # looks at what is waited for alone, at most, before all else is moved on, too
 _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
@@ -299,3 +300,35 @@ ENGINE = Engine()
 DONE = PendingWork("", Lane((), 0.0), no_steps(), [])
 """Of any synchronous call that has ended at once: torch waits for it, and asks it nothing else."""
 DONE.done = True
+
+
+# --- what a profiler sees of a call
+
+_NOTHING = contextlib.nullcontext()
+
+
+def recorded(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Under a profiler, the span of a call: "shm:all_reduce"."""
+    return record_function(f"{backend}:{name}") if profiler._is_profiler_enabled else _NOTHING  # pyright: ignore
+
+
+# --- futures, completed under the engine's lock
+#
+# A callback may start a collective and wait for its future (torch's PowerSGD does). That wait moves nothing on, and its
+# thread holds the lock: nobody else could either. So a collective is done when a callback has started it.
+
+_THREAD = threading.local()
+
+
+def is_called_back() -> bool:
+    """Whether this thread is in a callback of a future."""
+    return getattr(_THREAD, "is_inside", False)
+
+
+def complete(future: torch.futures.Future[Any]) -> None:
+    """Call back whoever waits for it, in this thread."""
+    before, _THREAD.is_inside = is_called_back(), True
+    try:
+        future.set_result(None)
+    finally:
+        _THREAD.is_inside = before

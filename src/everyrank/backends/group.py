@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyrank.backends.engine import DONE, ENGINE, PendingWork
+from everyrank.backends.engine import DONE, ENGINE, PendingWork, recorded
 from everyrank.backends.flat import Outputs, check_alike, flattened, split_rows
 from everyrank.backends.lane import Lane, Steps
 from everyrank.backends.recent import RECENT_CALLS, RecentCall
-from everyrank.backends.spans import recorded
 from everyrank.backends.transport import Transport
 
 __all__ = ["PythonGroup", "is_observed", "observe_call", "observed_calls"]

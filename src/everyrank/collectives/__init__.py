@@ -6,5 +6,6 @@ algorithms/     an all-reduce in plain sends and receives: ring, halving, tree, 
 operations/     every point-to-point and collective operation, with the answer that each rank must have
 cost.py         latency and bandwidth, fitted from a sweep of sizes
 sweep.py        one operation after the other, one size after the other, backends and algorithms in turns
+rank.py         what one rank does for `everyrank comm`
 strides.py      whether tensors that are not contiguous are taken, refused, or wrong without a word
 """

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     _check_groups(options, launch)
     check_html(args)
     check_writable(args.json)
-    found: dict[int, dict[str, Any]] = run_ranks(launch, "everyrank.tasks.comm:comm_rank", launch, options, True)
+    found: dict[int, dict[str, Any]] = run_ranks(launch, "everyrank.collectives.rank:comm_rank", launch, options, True)
     if not found.get(0):
         return 0  # a rank of a launcher outside: rank 0 has the word
     measured = comm_json(found[0], args.words)

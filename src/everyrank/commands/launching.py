@@ -7,12 +7,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from everyrank.api import check_fewer_ranks
-from everyrank.commands.typed import commands_text, typed_on
 from everyrank.errors import UsageError
 from everyrank.launch import (
     CPU_PROCESSES,
@@ -307,3 +306,24 @@ def _submit(args: argparse.Namespace, launch: Launch, scheduler: Scheduler, layo
 def is_reporting_rank() -> bool:
     """Whether this process is the one that reports an error for all that a launcher outside has started with it."""
     return is_rank_0_of_all(os.environ)
+
+
+# --- commands as text: what runs, ready to be read, and what to type on other hosts
+
+
+def commands_text(launch: Launch) -> str:
+    """Every command, ready to be read; JOB is a folder made for each run."""
+    row = launch.row
+    variables = [f"{name}={value}" for name, value in row.variables(launch.options).items()]
+    before = ["env", *variables] if variables else []
+    return "\n".join(shlex.join([*before, *command]) for command in row.render(launch, Path("JOB")))
+
+
+def typed_on(typed: Sequence[str], node_rank: int | None, host: int) -> str:
+    """What was typed, for another host; there it may have to be told which one it is."""
+    words = ["everyrank", *typed]
+    if "--node-rank" in words:
+        place = words.index("--node-rank")
+        del words[place : place + 2]
+    words += ["--node-rank", str(node_rank)] if node_rank is not None else []
+    return f"on host {host}:  {shlex.join(words)}"

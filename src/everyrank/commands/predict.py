@@ -9,7 +9,7 @@ from everyrank.commands.shared import add_common, add_options, check_writable, o
 from everyrank.errors import printable
 from everyrank.layout import parse_layout
 from everyrank.options import PredictOptions
-from everyrank.tasks.predictions import check_predictions_suffix
+from everyrank.prediction.files import check_predictions_suffix
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -17,8 +17,12 @@ A host is one machine; a node is a host as launchers count them (--nodes).
     launcher.py       the table of launchers, and what a row says
     variables.py      the place of a process out of environment variables
     job.py            what is started, and how
-    spawn.py, torchrun.py, slurm.py (with sbatch.py), mpi.py, ray.py, horovodrun.py
-                      one launcher each: its commands, its options, its variables, its row
+    spawn.py          launcher: a fork server on this host
+    torchrun.py       launcher: torchrun, also on several hosts
+    slurm.py          launcher: srun in an allocation, and batch scripts for sbatch
+    mpi.py            launcher: mpirun
+    ray.py            launcher: an actor of Ray for each rank
+    horovodrun.py     launcher: horovodrun
     environments.py   who started us: the variables of each launcher, read as one full set
     node.py           one task on each node, which starts the ranks there
     supervisor.py     how a rank process ended, whoever started it
@@ -30,7 +34,7 @@ A host is one machine; a node is a host as launchers count them (--nodes).
     processes.py      function in, results by rank out
     worker.py         what a rank process runs
     fork_server.py    one import of torch for all ranks of a host
-    ray_driver.py     asks a Ray cluster for a place for each rank (ray_room.py: how many it has)
+    ray_driver.py     asks a Ray cluster for a place for each rank
 
 Imports no torch: the process of the person who typed the command only waits.
 """

@@ -18,17 +18,18 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from everyrank.launch.job import Job
-from everyrank.launch.ray_room import SETTLE_SECONDS, Wanted, has_lost_one_of, is_there, num_places, release, reserve
 from everyrank.launch.spawn import WORKER
 
 __all__ = ["main"]
 
 ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
+placement: Any = importlib.import_module("ray.util")
 _LOOK_SECONDS = 0.1
 _PLACE_SECONDS = 120.0
 _SAVE_SECONDS = 120.0  # for ranks that were asked to stop, where new ones are taken in
@@ -277,6 +278,60 @@ def _carry(name: str, text: bytes, directory: Path, job: Job, places: list[Any])
         partial = directory / f"{name}.partial"
         partial.write_bytes(b"" if name.endswith(".pid") else text)
         partial.replace(directory / name)
+
+
+# --- room in the cluster: how much there is, what is reserved, which nodes are lost
+
+SETTLE_SECONDS = 10.0  # until Ray has noticed what is free again, and what is gone
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How many ranks, and what of the cluster each takes."""
+
+    least: int
+    most: int
+    each: dict[str, float]
+
+    def room_in(self, resources: dict[str, float]) -> int:
+        """How many ranks these suffice for."""
+        return int(min(resources.get(name, 0.0) // amount for name, amount in self.each.items()))
+
+
+def reserve(wanted: Wanted, count: int) -> Any:
+    """Ray's reservation for so many ranks, which it may not have yet."""
+    return placement.placement_group([wanted.each] * count, strategy="PACK")
+
+
+def release(group: Any) -> None:
+    """Give a reservation back."""
+    placement.remove_placement_group(group)
+
+
+def is_there(group: Any) -> bool:
+    """Whether Ray has found room for a reservation."""
+    return placement.placement_group_table(group)["state"] == "CREATED"
+
+
+def has_lost_one_of(nodes: set[str]) -> bool:
+    """Whether one of these nodes is gone, of which Ray may hear later than of the actors on it."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < deadline:
+        if nodes - {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
+
+
+def num_places(wanted: Wanted) -> int:
+    """For how many ranks there is room. What an attempt before this one had is free a moment later."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        in_all = sum(wanted.room_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        free = min(in_all, wanted.room_in(ray.available_resources()), wanted.most)
+        if free == min(in_all, wanted.most) or time.monotonic() > deadline:
+            return max(free, wanted.least)
+        time.sleep(_LOOK_SECONDS)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from everyrank.errors import LayoutError
-from everyrank.layout.options import ParameterServerOptions
+from everyrank.layout.options import BuildOptions, ParameterServerOptions
 from everyrank.layout.table import AXES, SAMPLE_AXES, STRATEGIES, Kind, Strategy, find_strategy, problem_with
 
-__all__ = ["PRECISIONS", "Layout", "parse_layout"]
+__all__ = ["PRECISIONS", "Layout", "check_reference", "parse_layout"]
 
 _OWN_CODE = re.compile(r"(?P<path>.*?\.py)(?P<name>:[A-Za-z_]\w*)?(?::(?P<rest>.*))?", re.DOTALL)
 PRECISIONS = ("float64", "float32", "bf16", "fp16")
@@ -284,3 +284,32 @@ def _known(name: str, table: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, table, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}give one of {', '.join(table)}"
+
+
+# --- a layout that stands in for one device, where that cannot hold the model (`verify --reference`)
+
+
+def check_reference(layout: Layout, reference: Layout, world_size: int) -> None:
+    """Raise `LayoutError` where `reference` cannot stand in for one device, or is the layout itself.
+
+    What only changes how numbers are kept, not what is computed (precision, meta), makes no other layout of it.
+    """
+    if reference.row.any_axes:
+        raise LayoutError(f"--reference {reference}: own parallel code is what is checked; give a layout of everyrank")
+    if not reference.is_exact or reference.servers or reference.simulated:
+        raise LayoutError(
+            f"--reference {reference}: it does not stand for one device: it changes the mathematics, or has servers; "
+            "give fsdp, tensor or pipeline"
+        )
+    if _computes(layout, world_size) == _computes(reference, world_size):
+        raise LayoutError(
+            f"layout {layout}: compared with --reference {reference} it is compared with itself, which shows nothing; "
+            "give another reference"
+        )
+
+
+def _computes(layout: Layout, world_size: int) -> tuple[object, ...]:
+    """What a layout computes where."""
+    options = tuple(layout.read(kind) for kind in layout.row.options if kind is not BuildOptions)
+    common = dataclasses.replace(layout, degrees={}, options={}, precision="float32")
+    return common, tuple(layout.mesh(world_size).items()), options

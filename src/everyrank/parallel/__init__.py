@@ -18,11 +18,18 @@ dropout/          masks that are a function of where an element stands
 tensor/           split matrices
 context/          split sequences
 parallelize.py    the model of one rank, all of the above in order
+compress.py       gradients made smaller before they travel: hooks of DistributedDataParallel
+local_sgd.py      replicas that are averaged every few updates
+horovod.py        Horovod's optimizer, and its broadcast of the first state
+expert.py         experts split over ranks: tokens travel to those that they chose
+server/           parameter servers and their trainers
+own.py            custom parallel code: a function of the user's
+own_precision.py  its mixed precision, left out while it is compared
+flat.py           many tensors as one, for one collective
 ddp.py            every rank holds the whole model (DistributedDataParallel)
 zero1.py          every rank owns a part of the optimizer
 fsdp.py           every rank holds a part of everything (fully_shard)
 pipeline/         every rank holds some of the blocks
 full_state.py     the full state dict of a model that lies in parts
-gather_on_use.py  compute with parts as if they were whole, one parameter at a time
 check_equal.py    before the first update: the same in parts as it is as a whole?
 """

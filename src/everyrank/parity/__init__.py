@@ -11,22 +11,24 @@ The rules (docs/parity.md):
 - Ranks that hold whole replicas hold the same bits.
 - Evaluation adds up to the same sums and counts.
 
-    subject.py     what is compared: a workload made quiet, few updates
+    case.py        what is compared: a workload made quiet, few updates
+    samples.py     each sample is read once in an epoch, and counted once in the evaluation
     rows.py        which samples were computed on, told from what they hold
     trace.py       run a workload for these updates and keep what it leaves
     cache.py       runs of `single` on the disk
-    spread.py      runs of `single`, each done by one rank
     reference.py   `single`, and how far rounding alone moves it
     compare.py     the rules: pure arithmetic
     probes.py      why a workload is not the same in parts as it is as a whole
     async_reads.py an asynchronous collective that is read before it is waited for
     initial_state.py   a custom parallelize function: what it changes before the first update
+    by_rank.py     what each rank has of a tensor, beside one device: a sum or mean along which axes
     own_code.py    its gradients first, and which axis or norm is wrong
     module_events.py   what goes into modules and comes out, with gradients, beside one process
     outputs.py     the first module inside which its forward pass goes wrong
     backward.py    the same of its backward pass
     diagnose.py    the first tensor that differs, and the likely cause
     check.py       all of it for one layout
+    rank.py        what one rank does for `everyrank verify`
 """
 
 from everyrank.parity.case import ParityCase, parity_case

@@ -7,7 +7,6 @@ beside.py     several sets of Records: the same things measured twice
 charts.py     drawings for the page
 drawing.py    what they are drawn with
 terminal.py   rich
-markdown.py   for a pull request or a README
 page.py       HTML that needs no network
 chaos.py      what came of faults, on a terminal
 audit.py      what an audit found, on a terminal and as a page
@@ -17,10 +16,9 @@ comm_page.py  the same as a page, with time over bytes
 
 from everyrank.report.audit import audit_page, print_audit
 from everyrank.report.beside import Sets, beside_notes, beside_table
-from everyrank.report.markdown import markdown
 from everyrank.report.notes import answer, notes
 from everyrank.report.rows import groups, title
-from everyrank.report.table import Table, tables
+from everyrank.report.table import Table, markdown, tables
 from everyrank.report.terminal import print_findings, print_table
 
 __all__ = [

@@ -17,6 +17,7 @@ __all__ = [
     "Table",
     "bench_table",
     "cost_table",
+    "markdown",
     "parity_text",
     "scaling_table",
     "split_table",
@@ -214,3 +215,22 @@ def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
 
 def _spread(value: Interval) -> str:
     return f"{value.median:,.0f} ({value.low:,.0f} to {value.high:,.0f})"
+
+
+def markdown(heading: str, table: Table, notes: Sequence[str] = ()) -> str:
+    """Heading, table, its footnotes and notes; what Markdown or HTML would take for markup is escaped."""
+    lines = [f"### {_escape(heading)}", ""]
+    lines += [_row(table.header), _row(["---"] * len(table.header), escape=False), *map(_row, table.rows), ""]
+    lines += [line for note in (*table.footnotes, *notes) for line in (_escape(note), "")]
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str], escape: bool = True) -> str:
+    return "| " + " | ".join(_escape(cell) if escape else cell for cell in cells) + " |"
+
+
+def _escape(text: str) -> str:
+    for letter in "\\`*_[]|#":
+        text = text.replace(letter, "\\" + letter)
+    text = " ".join(text.split())  # a line break would end the row
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

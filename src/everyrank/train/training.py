@@ -11,12 +11,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.data import KnownUpdates, OpenUpdates
+from everyrank.data import KnownUpdates, OpenUpdates, Update
 from everyrank.errors import DivergedError, EveryrankError, NotFiniteError, WorkloadError
 from everyrank.launch import Stop
 from everyrank.loop import run_updates
@@ -28,11 +29,12 @@ from everyrank.strategies import Prepared
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
 from everyrank.train.log import Log
-from everyrank.train.look import DoneUpdate, add_up
 from everyrank.train.on_epoch import after_epoch
 from everyrank.train.saving import Saving, is_every
 from everyrank.train.stragglers import StragglerWatch
 from everyrank.train.throughput import ThroughputMeter
+from everyrank.world import World
+from everyrank.world.collectives import sum_over_ranks
 
 __all__ = ["Training"]
 
@@ -284,3 +286,27 @@ def _with_hook(
         if (share := next(shares, None)) is None:
             return
         yield share
+
+
+# --- what the ranks tell each other every few updates: their shares of the losses, and a few notes
+
+
+class DoneUpdate(NamedTuple):
+    """An update that is done, whose losses nobody has looked at yet: its share, and the learning rate."""
+
+    update: Update
+    share: Tensor
+    rate: float
+
+
+def add_up(
+    waiting: Sequence[DoneUpdate], notes: tuple[float, float], world: World
+) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+    """(sum, count) of each update over all ranks, and the sums of what each rank notes. One collective.
+
+    Shares are float64 of shape (2,), on the rank's device.
+    """
+    shares = [done.share for done in waiting]
+    own = torch.tensor([notes], dtype=torch.float64, device=shares[0].device)
+    *rows, told = sum_over_ranks(torch.cat([torch.stack(shares), own]), world).tolist()
+    return rows, told

@@ -1,8 +1,9 @@
 """The mathematics of a training, and finding it by name or path.
 
-    noun.py      what a `Workload` says, and where one comes from
+    workload.py  what a `Workload` says, and where one comes from
+    scan.py      which names a Python file defines, read without running it
     batch.py     another global batch, and how the learning rate follows it
-    finding.py   by a built-in name, or in a person's file
+    find.py      by a built-in name, or in a person's file
 
 A workload never knows how many ranks there are, which devices they have, or how they were started. No torch here.
 """

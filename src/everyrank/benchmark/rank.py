@@ -1,7 +1,7 @@
 """The layouts timed in turns, side by side; only what was checked equal gets a number.
 
 1. Each layout is compared with `single` (parity.py).
-2. Each is looked into under instruments: peak memory, what travels, exposed communication (measure/instrumented.py).
+2. Each is looked into under instruments: peak memory, what travels, exposed communication (instrumented.py).
 3. Each arm trains once from its initial state: its losses, its metrics, and the warm-up. This run is not timed.
 4. The arms take turns, A B C A B C ...; before each trial the initial state is put back, outside the timed region.
    After each trial the same arm runs a shorter one that takes its steps apart (measure/split.py).
@@ -29,13 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from everyrank.benchmark.instrumented import run_instrumented
+from everyrank.benchmark.results import Arm, Bench, Results
 from everyrank.data import all_updates
 from everyrank.errors import NotFiniteError
 from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
 from everyrank.loop import evaluate, mean_metrics, open_data, planned_updates, run_updates
 from everyrank.measure.clock import now
-from everyrank.measure.instrumented import run_instrumented
 from everyrank.measure.resources import sampling
 from everyrank.measure.split import PHASES, phases
 from everyrank.options import BenchOptions
@@ -44,7 +45,6 @@ from everyrank.parity import check_layout, parity_case
 from everyrank.progress import progress, said_once
 from everyrank.record import Record
 from everyrank.strategies import prepare
-from everyrank.tasks.bench_results import Arm, Bench, Results
 from everyrank.workload import Source, Workload, changed, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world, use_threads
 from everyrank.world.collectives import all_gather, sum_over_ranks

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import time
 import uuid
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from everyrank.checkpoint import Saver, load_model, resume, with_pretrained
-from everyrank.data import (
-    KnownUpdates,
-    OpenUpdates,
-    epoch_of,
-    is_uncounted,
-)
-from everyrank.errors import EveryrankError, WorkloadError
+from everyrank.data import KnownUpdates, OpenUpdates, all_updates, epoch_of, is_uncounted
+from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.launch.autopsy import FOLDER, current_state, keep_state
 from everyrank.launch.hosts import host_name
 from everyrank.layout import Layout
-from everyrank.loop import open_data, wrap_user_errors
+from everyrank.loop import open_data, planned_updates, wrap_user_errors
 from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
 from everyrank.measure.resource_log import resource_log
@@ -40,12 +39,8 @@ from everyrank.runs import (
     set_aside_newer,
 )
 from everyrank.strategies import Prepared, prepare
-from everyrank.train.about import about_of
-from everyrank.train.announce import announce, how_it_ended
-from everyrank.train.course import check_left, course_of
-from everyrank.train.display import Display
-from everyrank.train.job import TrainingJob, evaluate_job
-from everyrank.train.kernels import chosen_kernels
+from everyrank.train.display import Display, announce, how_it_ended
+from everyrank.train.job import TrainingJob, about_of, evaluate_job
 from everyrank.train.log import Log, kept_rows
 from everyrank.train.memberships import Memberships
 from everyrank.train.throughput import ThroughputMeter
@@ -55,7 +50,7 @@ from everyrank.workload import Source, Workload, changed, load
 from everyrank.world import World, from_rank_0, on_rank_0, open_world
 from everyrank.world.calls import recorded_calls
 
-__all__ = ["train_rank"]
+__all__ = ["chosen_kernels", "train_rank"]
 
 _SAME_SECONDS = 0.5  # between two SIGTERM that are one
 
@@ -290,3 +285,65 @@ def _open_log(
     shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
     starts = Memberships(options.out, job.prepared.world, begin, display.line)  # before the log of earlier ones is cut
     return earlier, Log(options.out, earlier, shown, trackers, starts)
+
+
+# --- the updates that this training has before it
+
+
+def check_left(job: TrainingJob, resumed: Path, begin: int, place: dict[str, int]) -> None:
+    """Raise `UsageError` where more is done already than is asked for."""
+    workload = job.prepared.workload
+    if not is_uncounted(job.train_data):
+        end = planned_updates(workload, job.train_data)
+        if begin > end:
+            raise UsageError(f"{resumed}: {begin} updates are done already, of {end} asked for; give more")
+    elif not place:
+        raise UsageError(f"{resumed}: it does not say how far the streams of the epoch had been read; start anew")
+    elif workload.steps is not None and begin > workload.steps:
+        raise UsageError(f"{resumed}: {begin} updates are done already, of {workload.steps} asked for; give more")
+    elif workload.steps is None and (place["epoch"], place["index"]) > (workload.epochs or 1, 0):
+        done, asked = f"{place['epoch']} epochs and {place['index']} updates", workload.epochs or 1
+        raise UsageError(f"{resumed}: {done} are done already, of {asked} epochs asked for; give more")
+
+
+def course_of(job: TrainingJob, begin: int, place: dict[str, int]) -> KnownUpdates | OpenUpdates:
+    """The updates of the training; how many there are may show as it goes."""
+    workload, data = job.prepared.workload, job.train_data
+    if not is_uncounted(data):
+        return all_updates(planned_updates(workload, data), epoch_of(workload, data).updates, begin)
+    epochs = (workload.epochs or 1) if workload.steps is None else None
+    return OpenUpdates(epochs, workload.steps, workload.drop_last, begin, **place)
+
+
+# --- kernels: neither setting is on unless asked for; docs/training.md says what each costs
+
+
+@contextlib.contextmanager
+def chosen_kernels(options: TrainOptions, device: torch.device) -> Generator[None]:
+    """While a training runs with the kernels that were asked for; afterwards torch has its settings back.
+
+    Raises `UsageError` for both at once, and for deterministic ones on CUDA without what cuBLAS needs for them.
+    """
+    if options.cudnn_benchmark and options.deterministic:
+        raise UsageError(
+            "--cudnn-benchmark and --deterministic: what is fastest may be another kernel in the next run; give one"
+        )
+    if options.deterministic and device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        raise UsageError(
+            "--deterministic on cuda: cuBLAS repeats with a workspace of its own alone; put "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 in front of the command"
+        )
+    before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
+    torch.backends.cudnn.benchmark = options.cudnn_benchmark
+    if options.deterministic:
+        torch.use_deterministic_algorithms(True)
+        # NaN in all that torch.empty gives would show who reads it, at the cost of writing it
+        memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before[0]
+        torch.use_deterministic_algorithms(before[1])
+        memory.fill_uninitialized_memory = fills

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from everyrank.benchmark.comm_counter import CommCounter
 from everyrank.data import all_updates, epoch_of
 from everyrank.layout import Layout
 from everyrank.loop import planned_updates, run_updates, wrap_user_errors
-from everyrank.measure.comm_counter import CommCounter
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.split import PHASES, exposed_shares
 from everyrank.parallel.pipeline.run import PipelineIdle

@@ -16,10 +16,10 @@ from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
 from everyrank.loop import open_data, wrap_user_errors
 from everyrank.options import PredictOptions
+from everyrank.prediction.files import open_predictions
 from everyrank.progress import progress
 from everyrank.runs import checkpoint_named
 from everyrank.strategies import Prepared, prepare
-from everyrank.tasks.predictions import open_predictions
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, open_world
 from everyrank.world.collectives import all_gather

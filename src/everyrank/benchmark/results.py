@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from everyrank.benchmark.instrumented import Instrumented
 from everyrank.data import Epoch, epoch_of
 from everyrank.launch import RankInfo
 from everyrank.layout import Layout
 from everyrank.measure.clock import interval
-from everyrank.measure.instrumented import Instrumented
 from everyrank.measure.provenance import provenance
 from everyrank.measure.resources import Sampler
 from everyrank.measure.split import breakdown

@@ -1,4 +1,7 @@
-"""The calls: train, verify, bench and predict. Imports no torch."""
+"""The calls from Python: run, verify, bench and predict. They start ranks, wait, and give Records.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from everyrank.errors import LayoutError, StoppedError, UnsupportedLayoutError, UsageError
+from everyrank.errors import EveryrankError, LayoutError, StoppedError, UnsupportedLayoutError, UsageError
 from everyrank.fields import check_fields
 from everyrank.launch import (
     CPU_PROCESSES,
@@ -26,9 +29,10 @@ from everyrank.launch import (
 from everyrank.launch.launcher import DEFAULT_LAUNCHER
 from everyrank.layout import Layout, check_reference, parse_layout
 from everyrank.options import AUTO, GUARDS, BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
-from everyrank.record import Record
+from everyrank.prediction.files import check_predictions_suffix
+from everyrank.progress import row_known
+from everyrank.record import Interval, Parity, Record, Scaling
 from everyrank.runs import LENGTHS, find_checkpoint, require_whole
-from everyrank.tasks.predictions import check_predictions_suffix
 from everyrank.workload import HIDDEN_NAME, Source, Workload, check_place
 
 __all__ = ["bench", "check_fewer_ranks", "predict", "run", "verify"]
@@ -79,7 +83,7 @@ def run(
         options = dataclasses.replace(options, epochs=sent.epochs, steps=sent.steps)
     with catch_signals(signal.SIGTERM, signal.SIGUSR1) as stop:
         try:
-            results = run_ranks(launch, "everyrank.tasks.train:train_rank", sent, layout, launch, options, stop=stop)
+            results = run_ranks(launch, "everyrank.train.rank:train_rank", sent, layout, launch, options, stop=stop)
         except StoppedError as error:
             if stop.asked is not None:
                 error.exit_status = 128 + stop.asked
@@ -120,7 +124,7 @@ def predict(
         pretrained=_absolute(options.pretrained),
     )
     sent = _sent(workload, options.resume)
-    results = run_ranks(launch, "everyrank.tasks.predict:predict_rank", sent, layout, launch, options)
+    results = run_ranks(launch, "everyrank.prediction.rank:predict_rank", sent, layout, launch, options)
     return results.get(0) or 0
 
 
@@ -185,7 +189,7 @@ def verify(
         layout.mesh(launch.processes)
         if options.reference is not None:
             check_reference(layout, parse_layout(options.reference), launch.processes)
-    results = run_ranks(launch, "everyrank.tasks.verify:verify_rank", _sent(workload), list(layouts), launch, options)
+    results = run_ranks(launch, "everyrank.parity.rank:verify_rank", _sent(workload), list(layouts), launch, options)
     return _some_were_possible(results.get(0) or [])
 
 
@@ -218,7 +222,7 @@ def bench(
     options = dataclasses.replace(options, load_before=load)
     sent, partial = _sent(workload), dict[int, list[Record]]()
     try:
-        target = "everyrank.tasks.bench:bench_rank"
+        target = "everyrank.benchmark.rank:bench_rank"
         results = run_ranks(launch, target, sent, list(layouts), launch, options, kept=partial)
     except BaseException:
         if kept is not None:
@@ -315,3 +319,80 @@ def _command() -> list[str]:
     """What was typed, without where this machine keeps the program."""
     name = Path(sys.argv[0]).name if sys.argv else ""
     return ["everyrank" if name in ("everyrank", "__main__.py") else name, *sys.argv[1:]]
+
+
+# --- a bench on several numbers of ranks
+
+
+def bench_scaling(
+    workload: Workload | Source,
+    layouts: Sequence[Layout],
+    launch: Launch,
+    processes: Sequence[int],
+    *,
+    options: BenchOptions | None = None,
+    kept: list[Record] | None = None,
+) -> list[Record]:
+    """`bench` on each number of ranks, which begin with 1; two Records for each layout on more than one.
+
+    Strong scaling keeps the global batch; weak scaling keeps the batch of each rank, so that the global batch grows.
+    The efficiency in `Record.scaling` is the throughput divided by the ranks and by that of the same layout on one
+    rank. Each number of ranks is a launch of its own: their trials are not interleaved. `kept` as for `bench`.
+    """
+    options = options or BenchOptions()
+    sizes = _checked_sizes(processes)
+    runs = [(1, "strong"), *((size, kind) for size in sizes[1:] for kind in ("strong", "weak"))]
+    distributed = [layout for layout in layouts if layout.axis is not None]
+    records: list[Record] = []
+    base: dict[str, Record] = {}
+    for size, kind in runs:
+        shown = layouts if size == 1 else distributed
+        if not shown:
+            continue
+        if options.show and len(sizes) > 1:
+            row_known("1 rank:" if size == 1 else f"{size} ranks, {kind} scaling:")
+        here = dataclasses.replace(launch, processes=size)
+        scaled = dataclasses.replace(options, batch_factor=size if kind == "weak" else 1)
+        partial: list[Record] = []
+        try:
+            made = bench(workload, shown, here, options=scaled, kept=partial)
+        except BaseException as error:
+            if not records or not isinstance(error, EveryrankError):
+                if kept is not None:
+                    kept[:] = records + [_with_efficiency(row, base.get(row.layout, row), kind) for row in partial]
+                raise
+            # what smaller sizes came to is not thrown away
+            made = [_not_verified(records[0], layout, size, str(error)) for layout in shown]
+        base = base or {record.layout: record for record in made}
+        records += [_with_efficiency(record, base[record.layout], kind) for record in made]
+    return records
+
+
+def _checked_sizes(processes: Sequence[int]) -> list[int]:
+    """The numbers of ranks, each once. Raises `UsageError` where they do not grow from 1."""
+    sizes = list(dict.fromkeys(processes))
+    if sizes[0] != 1 or sorted(sizes) != sizes:
+        given = " ".join(map(str, processes))
+        raise UsageError(f"--processes {given}: scaling is measured against one rank; give 1 first and then more")
+    return sizes
+
+
+def _not_verified(like: Record, layout: Layout, size: int, reason: str) -> Record:
+    parity = Parity("not_verified", reason=reason)
+    where = (like.launcher, like.backend, like.device, size)
+    return Record(like.workload, str(layout), *where, parity=parity, provenance=like.provenance)
+
+
+def _with_efficiency(record: Record, base: Record, kind: str) -> Record:
+    """The Record with its efficiency; the interval is the widest that both intervals allow."""
+    own, one = record.throughput_samples_per_second, base.throughput_samples_per_second
+    if record is base or own is None or one is None:
+        return record
+    size = record.world_size
+    efficiency = Interval(
+        own.median / one.median / size,
+        own.low / one.high / size,
+        own.high / one.low / size,
+        min(own.trials, one.trials),
+    )
+    return dataclasses.replace(record, scaling=Scaling(kind, efficiency))
