@@ -148,7 +148,9 @@ def strategies() -> str:
     """What the header of each strategy says."""
     rows: list[list[str]] = []
     for name in STRATEGIES:
-        header = _header(PACKAGE / "strategies" / f"{name}.py", "Holds", "Use when", "Exact")
+        module = PACKAGE.joinpath(*(STRATEGIES[name].header or STRATEGIES[name].module).split(".")[1:])
+        path = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+        header = _header(path, "Holds", "Use when", "Exact")
         rows.append([f"`{name}`", *header])
     return _table(["strategy", "each rank holds", "use it when", "exact"], rows)
 

@@ -227,7 +227,7 @@ def ended_are_counted(world: World) -> Any:
 
 def mean_over_ranks(world: World) -> Any:
     """The gradient is the mean of the means that the ranks have, as DDP leaves it."""
-    import everyrank.strategies.ddp as module
+    import everyrank.strategies.step as module
 
     original = module.compute_loss
 

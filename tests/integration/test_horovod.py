@@ -203,7 +203,7 @@ def average(world: World) -> Any:
 
 def average_of_means(world: World) -> Any:
     """Each rank normalises by its own count, and Horovod averages: what its examples do."""
-    module = importlib.import_module("everyrank.strategies.horovod")
+    module = importlib.import_module("everyrank.strategies.step")
     own: list[Tensor] = []
 
     def compute_loss(*arguments: Any) -> Any:

@@ -106,7 +106,7 @@ def sum_for_mean(strategy: str, world: World) -> Patch:
 
 def local_count(strategy: str, world: World) -> Patch:
     """Each rank divides by the number of its own terms, as if all ranks had as many."""
-    module = _strategy(strategy)
+    module = _strategy(strategy if strategy == "pipeline" else "step")
     own: list[Any] = []
 
     def step(original: Any, trainable: Any, total: Any, *rest: Any, **named: Any) -> None:

@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from everyrank.layout.options import (
@@ -49,11 +49,14 @@ class Strategy:
     """One row of the table below.
 
     module      where its `prepare` is
+    header      the module whose docstring says what it holds, what travels and when to use it; "": the same
+    instead     mesh axis -> the module that prepares it where that axis has several ranks
     axis        the mesh axis that takes the ranks; None: it runs in one process, whatever the world
     options     those of the mechanisms that it composes
     also_axes   further mesh axes that it goes with
     any_axes    its mesh axes have names of a person's own
-    simulation  the file of simulations/ that does in one process what ranks do, for options that change the mathematics
+    simulation  the file of strategies/simulated/ that does in one process what ranks do, for options that change the
+                mathematics
     """
 
     module: str
@@ -62,6 +65,8 @@ class Strategy:
     also_axes: tuple[str, ...] = ()
     any_axes: bool = False
     simulation: str = ""
+    header: str = ""
+    instead: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def kinds(self) -> Mapping[str, Kind]:
         """Key -> what its value may be, for all options of the strategy."""
@@ -102,6 +107,8 @@ STRATEGIES: dict[str, Strategy] = {
         (DDPOptions, BatchNormOptions, CompressOptions, ContextOptions, TensorOptions, DeviceOptions, BuildOptions),
         ("context", "expert", "tensor"),
         simulation="replicas",
+        # replicas of split matrices are replicas of shards, with one shard
+        instead={"tensor": "everyrank.strategies.fsdp"},
     ),
     "zero1": Strategy("everyrank.strategies.zero1", "replicate", (DDPOptions, BatchNormOptions), simulation="replicas"),
     "horovod": Strategy(
@@ -115,8 +122,11 @@ STRATEGIES: dict[str, Strategy] = {
         simulation="replicas",
     ),
     "tensor": Strategy("everyrank.strategies.tensor", "tensor", (TensorOptions, BuildOptions)),
-    "context": Strategy("everyrank.strategies.context", "context", (ContextOptions, DDPOptions)),
-    "expert": Strategy("everyrank.strategies.expert", "expert", (DDPOptions,)),
+    # to all but attention, and to all but the experts, these are ddp on a mesh whose ranks lie along another axis
+    "context": Strategy(
+        "everyrank.strategies.ddp", "context", (ContextOptions, DDPOptions), header="everyrank.parallel.context"
+    ),
+    "expert": Strategy("everyrank.strategies.ddp", "expert", (DDPOptions,), header="everyrank.parallel.expert"),
     "pipeline": Strategy(
         "everyrank.strategies.pipeline", "pipeline", (PipelineOptions, BuildOptions), ("replicate", "shard", "tensor")
     ),

@@ -8,6 +8,19 @@
     compute  c   a   h                      b   d   f   g   e
                    ╰───╳────────────────────╯                       all-to-all back; sorted back; times the weights
 
+Holds     its experts, their gradients and optimizer state; all else in full
+Travels   per micro-batch and mixture: an all-to-all of one number for each expert; forward two all-to-alls of a row for
+          each token and expert that it chose, to the expert and back; backward two of their gradients; all before the
+          next layer can go on. Per update one all-reduce of the gradients of what is no expert's, in buckets,
+          overlapped with backward; the count of loss terms rides in it as two more elements; with clip_norm one of the
+          sum of squares. Before the first update the whole model is put together once, and compared
+Use when  the experts of a mixture do not fit on one device, between links that are fast both ways
+Exact     yes
+Source    Shazeer et al. 2017; Lepikhin et al. 2021 (GShard); Gale et al. 2023 (no capacity)
+
+Keys: those of ddp. `Workload.experts` says where the experts are; their number has to divide by the ranks. Replicas of
+experts are ddp:expert=N, shards of them fsdp:expert=N.
+
 Nothing is dropped and nothing padded, however uneven the choice: the numbers of rows go ahead in an all-to-all of their
 own. Backward of an all-to-all is one with the two lists of numbers exchanged. A rank that nobody chose computes one
 row of zeros: one that left its backward out would leave the others waiting.
@@ -18,8 +31,6 @@ them the part of the gradient that comes from its own samples, and those are ave
 its rank has is their sum already. It is divided by the ranks of the axis (and not added up over them, who hold other
 experts), averaged over the ranks that hold the same expert, and is then the same (g_0 + g_1 + ...) / n. From there the
 global count of loss terms makes both the gradient of the mean, as for any layout.
-
-Source: Lepikhin et al. 2021 (GShard); Gale et al. 2023 (MegaBlocks: no capacity)
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _Row = Mapping[str, Any]
 def comm_json(found: _Row, words: Sequence[str]) -> dict[str, Any]:
     """What planning reads: `costs`, and the `rows` that they are fitted to; docs/collectives.md has the schema.
 
-    `found` is what a rank has measured (`tasks.comm.comm_rank`).
+    `found` is what a rank has measured (`collectives.rank.comm_rank`).
     """
     costs: list[dict[str, Any]] = []
     for rows in by_line(found["rows"]):

@@ -1,7 +1,7 @@
 """The ways of training, one a file: each composes mechanisms of parallel/; its header is the tutorial.
 
-Each has one function: `prepare(workload, layout, world) -> Prepared`. What one that changes the mathematics is compared
-with is in simulations/.
+Each has one function: `prepare(workload, layout, world) -> Prepared`. The training step of all of them is in step.py.
+What a strategy that changes the mathematics is compared with is in simulated/.
 
 A strategy composes the mechanisms in `parallel/` in the one right order; its header says what every rank holds, what
 travels, when to use it, and whether it is exact. Which strategies there are is the table in `layout/table.py`.
@@ -165,16 +165,18 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     Where memory does not suffice: `CannotRunError` here, and `NoRoomError` from the steps of what is prepared.
     """
-    layout.mesh(world.size)  # refuses degrees that do not fit
+    degrees = layout.mesh(world.size)  # refuses degrees that do not fit
     _check_carried(layout, world)
     with building(workload, layout, world):
         if layout.simulated:
-            simulation = importlib.import_module(f"everyrank.simulations.{layout.row.simulation}")
+            simulation = importlib.import_module(f"everyrank.strategies.simulated.{layout.row.simulation}")
             with group_of_one(single_process_world(world)):
                 prepared = simulation.simulate(workload, layout, single_process_world(world))
         else:
             with group_of_one(single_process_world(world)) if layout.axis is None else contextlib.nullcontext():
-                prepared = importlib.import_module(layout.row.module).prepare(workload, layout, world)
+                instead = [name for axis, name in layout.row.instead.items() if degrees.get(axis, 1) > 1]
+                module = importlib.import_module(instead[0] if instead else layout.row.module)
+                prepared = module.prepare(workload, layout, world)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         with updating(workload, layout, world), group_of_one(prepared.world):

@@ -10,23 +10,19 @@ Source    torch.nn.DataParallel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from everyrank.data import Batch
 from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.full_state import replicated_state_dict
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import call_model, parallelize
 from everyrank.parallel.precision import autocast
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import make_predict, make_step
 from everyrank.workload import Workload
 from everyrank.world import World, single_process_world
 
@@ -53,27 +49,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     copied = nn.DataParallel(_Copied(model, layout, world), device_ids=devices, output_device=devices[0])
     trainable = make_trainable(workload, layout, model)
 
-    def step(batches: Sequence[Batch]) -> Tensor:
-        trainable.zero_grad()
-        shares: list[Tensor] = []
-        for _, batch in trainable.iter_micro_batches(batches):
-            with autocast(layout, world):
-                loss, share = compute_loss(workload, copied(batch.input), batch, mesh)
-            trainable.backward(loss)
-            shares.append(share)
-        total = sum(shares[1:], shares[0])
-        trainable.optimizer_step(total)
-        return total
-
-    def predict(batch: Batch) -> Any:
-        with autocast(layout, world):
-            return copied(batch.input)
-
     return Prepared(
         parallel,
         trainable,
-        step,
-        predict,
+        make_step(parallel, trainable, forward=lambda value: (copied(value), None)),
+        make_predict(parallel, copied),
         full_state=lambda: replicated_state_dict(model, rank=0),
         replicated_tensors=[],
         num_micro_batches=layout.accumulate,

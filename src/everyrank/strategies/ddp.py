@@ -11,10 +11,10 @@ Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that 
 updates; static_graph=true, for models that use the same ones in every update; batch_norm=local, for statistics over
 each rank's own samples, and rank 0's running ones (one broadcast per update); compress=fp16, bf16 or powersgd (with
 matrix_rank, 1 if left out), for gradients that travel in fewer bytes (parallel/compress.py). With context=N the ranks
-that share a sequence are replicas, too (strategies/context.py). With tensor=N the matrices are split
+that share a sequence are replicas, too (parallel/context). With tensor=N the matrices are split
 (strategies/tensor.py), and torch's `fully_shard` keeps the replicas of the parts: it is
 `fsdp:replicate=...,shard=1,tensor=N`, sends what that sends, and with context=N or expert=N as well shards the
-parameters along that axis. With expert=N ranks hold other experts of a mixture (strategies/expert.py): replicas of
+parameters along that axis. With expert=N ranks hold other experts of a mixture (parallel/expert.py): replicas of
 those average their gradients in an all-reduce of their own.
 """
 
@@ -22,10 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from everyrank.data import Batch
@@ -35,12 +32,11 @@ from everyrank.parallel.compress import apply_compression
 from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import all_reduce_grads, norm_params, sum_squares
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import make_trainable
-from everyrank.strategies import Prepared, fsdp
+from everyrank.strategies import Prepared
+from everyrank.strategies.step import make_predict, make_step
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -50,8 +46,6 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Replicate the model on every rank of the world."""
     mesh = open_mesh(layout, world)
-    if mesh.size("tensor") > 1:  # replicas of split matrices: replicas of shards, with one shard
-        return fsdp.prepare(workload, layout, world)
     has_experts = mesh.size("expert") > 1  # else DistributedDataParallel broadcasts all there is
     parallel = parallelize(workload, layout, mesh, broadcast=has_experts)
     model = parallel.model
@@ -64,33 +58,31 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     of_norm = norm_params(trainable.parameters, mesh)
     sum_grad_squares = functools.partial(sum_squares, of_norm, mesh) if has_experts else None
 
-    def step(batches: Sequence[Batch]) -> Tensor:
-        parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
-        trainable.zero_grad(ddp.module.carrier)
-        shares: list[Tensor] = []
-        for is_last, batch in trainable.iter_micro_batches(batches):
-            # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
-            with parallel.micro_batch(batch) as part, contextlib.nullcontext() if is_last else ddp.no_sync():
-                with autocast(layout, world):
-                    output, carrier = ddp(part.input)
-                    loss, share = compute_loss(workload, output, part, mesh)
-                trainable.backward(loss, (carrier, share.to(carrier.dtype)))
-            shares.append(share)
+    def around(is_last: bool, _: Batch) -> contextlib.AbstractContextManager[None]:
+        # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
+        return contextlib.nullcontext() if is_last else ddp.no_sync()
+
+    def after_backward() -> None:
         check_unused_parameters(named, layout)
         all_reduce_grads(experts, mesh)  # over the ranks that hold the same ones
-        trainable.optimizer_step(global_sum_and_count(ddp, world), world.size, sum_grad_squares)
-        parallel.end_update()
-        return sum(shares[1:], shares[0])
 
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return parallel.gather_output(call_model(model, part.input))
-
+    step = make_step(
+        parallel,
+        trainable,
+        forward=ddp,  # gives the output, and the carrier of [sum, count]
+        around=around,
+        after_backward=after_backward,
+        sum_over_ranks=lambda _: global_sum_and_count(ddp, world),
+        num_averaged=world.size,
+        sum_grad_squares=sum_grad_squares,
+        before_first=lambda batch: check_equal(parallel, batch),
+        carrier=ddp.module.carrier,
+    )
     return Prepared(
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel),
         full_state=lambda: full_state_dict(parallel),
         replicated_tensors=[t for t in [*trainable.parameters, *model.buffers()] if not isinstance(t, DTensor)],
         num_micro_batches=layout.accumulate,

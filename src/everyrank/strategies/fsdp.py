@@ -14,18 +14,17 @@ Keys: reshard_after_forward=false keeps gathered blocks until backward: more mem
 fills the shards from a file, for a model that no rank has the memory for. With replicate=N (HSDP) shards
 have N copies: gathers stay among the shards, gradients are then all-reduced over the copies. With tensor=N the
 matrices are split before they are sharded (strategies/tensor.py), with context=N the sequences
-(strategies/context.py), and ranks along the context axis shard parameters, too. With expert=N each mixture's experts
-are a unit of their own, sharded over the ranks that hold the same ones (strategies/expert.py); all else over all ranks.
+(parallel/context), and ranks along the context axis shard parameters, too. With expert=N each mixture's experts
+are a unit of their own, sharded over the ranks that hold the same ones (parallel/expert.py); all else over all ranks.
 Blocks are the modules at `Workload.blocks`; without it the whole model is one unit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,11 +34,11 @@ from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.fsdp import apply_fsdp, reshard_after, scalar_parameters, set_requires_all_reduce
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import average_replicated_grads, norm_params, sum_squares
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, find_blocks, parallelize
+from everyrank.parallel.parallelize import ParallelModel, call_model, find_blocks, parallelize
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import make_predict, make_step
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -57,44 +56,52 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     trainable = make_trainable(workload, layout, model)
     replicated = scalar_parameters(model)
     sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
-    # fully_shard averages over these; ranks that split a matrix have the same loss
-    num_averaged = mesh.size(*DATA_AXES)
 
-    def step(batches: Sequence[Batch]) -> Tensor:
-        parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
-        trainable.zero_grad()
-        own = torch.zeros(2, dtype=torch.float64, device=world.device)
-        total, count_work = own, None
-        for is_last, batch in trainable.iter_micro_batches(batches):
-            set_requires_all_reduce(model, is_last)
-            with parallel.micro_batch(batch) as part:
-                loss, share = compute_loss(workload, call_model(model, part.input), part, mesh)
-                own += parallel.count_once(share)
-                if is_last:
-                    # The count travels while the last backward computes.
-                    total = own.clone()
-                    count_work = dist.all_reduce(total, group=world.group, async_op=True)
-                trainable.backward(loss)
-        average_replicated_grads(replicated, mesh)
-        parallel.reduce_partial_grads()
-        assert count_work is not None
-        count_work.wait()
-        trainable.optimizer_step(total, num_averaged, sum_grad_squares)
-        parallel.end_update()
-        return own
+    def around(is_last: bool, _: Batch) -> contextlib.AbstractContextManager[None]:
+        set_requires_all_reduce(model, is_last)
+        return contextlib.nullcontext()
 
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part:
-            output = call_model(model, part.input)
-        output = reshard_after(model, output)  # without a backward the root would stay gathered
-        return parallel.gather_output(output)
+    total = CountInFlight(parallel)
+    step = make_step(
+        parallel,
+        trainable,
+        around=around,
+        has_autocast=False,  # its MixedPrecisionPolicy casts
+        before_last_backward=total.start,
+        after_backward=lambda: average_replicated_grads(replicated, mesh),
+        sum_over_ranks=total.wait,
+        num_averaged=mesh.size(*DATA_AXES),  # ranks that split a matrix have the same loss
+        sum_grad_squares=sum_grad_squares,
+        before_first=lambda batch: check_equal(parallel, batch),
+    )
+
+    def forward(value: Any) -> Any:
+        return reshard_after(model, call_model(model, value))  # without a backward the root would stay gathered
 
     return Prepared(
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel, forward, has_autocast=False),
         full_state=lambda: full_state_dict(parallel),
         replicated_tensors=replicated,
         num_micro_batches=layout.accumulate,
     )
+
+
+class CountInFlight:
+    """[sum, count] of all ranks: the all-reduce travels while the last backward computes."""
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        self.parallel, self.group = parallel, parallel.mesh.world.group
+
+    def start(self, own: Tensor) -> None:
+        """Send this rank's share, shape (2,)."""
+        self.total = self.parallel.count_once(own).clone()
+        self.work = dist.all_reduce(self.total, group=self.group, async_op=True)
+
+    def wait(self, _: Tensor) -> Tensor:
+        """The sum over all ranks, shape (2,)."""
+        assert self.work is not None
+        self.work.wait()
+        return self.total

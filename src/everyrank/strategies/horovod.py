@@ -31,12 +31,11 @@ from everyrank.parallel.horovod import (
     sum_untrained_grads,
     wait_for_gradients,
 )
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import forward_backward, make_predict
 from everyrank.workload import Workload
 from everyrank.world import World, start_horovod
 
@@ -65,34 +64,26 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(go_on_from_rank_0)
         trainable.zero_grad()
-        shares: list[Tensor] = []
-        total: HorovodSum | None = None
-        for is_last, batch in trainable.iter_micro_batches(batches):
-            with parallel.micro_batch(batch) as part:
-                with autocast(layout, world):
-                    loss, share = compute_loss(workload, call_model(model, part.input), part, mesh)
-                shares.append(share)
-                if is_last:  # it travels while backward runs
-                    total = HorovodSum(hvd, sum(shares[1:], shares[0]), "sum and count", world)
-                trainable.backward(loss)  # the last one's gradients are sent as soon as each is there
-        assert total is not None, "an update has at least one micro-batch"
+        totals: list[HorovodSum] = []  # of loss terms: travels while the last backward runs, as do its gradients
+        own = forward_backward(
+            parallel,
+            trainable,
+            batches,
+            before_last_backward=lambda own: totals.append(HorovodSum(hvd, own, "sum and count", world)),
+        )
         check_every_gradient(model)
         wait_for_gradients(hvd, optimizer, world)
         sum_untrained_grads(hvd, model, optimizer, world)
         with optimizer.skip_synchronize():  # the gradients are summed: normalise, clip, step
-            trainable.optimizer_step(total.wait())
+            trainable.optimizer_step(totals[0].wait())
         parallel.end_update()
-        return sum(shares[1:], shares[0])
-
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return call_model(model, part.input)
+        return own
 
     return Prepared(
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel),
         full_state=lambda: replicated_state_dict(model, world.rank),
         replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,

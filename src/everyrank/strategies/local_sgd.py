@@ -18,9 +18,7 @@ where ranks hold the same: the first mean after one was due.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from everyrank.data import Batch
@@ -29,12 +27,11 @@ from everyrank.layout import Layout
 from everyrank.layout.options import LocalSGDOptions
 from everyrank.parallel.full_state import replicated_state_dict
 from everyrank.parallel.local_sgd import Averaging
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import Trainable, make_trainable
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import forward_backward, make_predict
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -53,20 +50,10 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def step(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
-        own = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for _, batch in trainable.iter_micro_batches(batches):
-            with parallel.micro_batch(batch) as part:
-                with autocast(layout, world):
-                    loss, share = compute_loss(workload, call_model(model, part.input), part, mesh)
-                trainable.backward(loss)
-            own += share
+        own = forward_backward(parallel, trainable, batches)
         local_update(trainable, own, batches)
         averaging.after_update(own[1])
         return own
-
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return call_model(model, part.input)
 
     def full_state() -> dict[str, Tensor]:
         with averaging.swapped_in():
@@ -76,7 +63,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel),
         full_state=full_state,
         replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,

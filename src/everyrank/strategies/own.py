@@ -13,7 +13,6 @@ cannot be told from the model it returns is in its `ParallelContract` (layout/co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from everyrank.layout import Layout, find_own_code
 from everyrank.parallel.context.parts import sequence_parts
 from everyrank.parallel.fsdp import reshard_after
 from everyrank.parallel.init_model import init_model
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.micro_batch import MicroBatchState
 from everyrank.parallel.own import (
@@ -45,6 +43,7 @@ from everyrank.parallel.own import (
 from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model, exact_dropout
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import make_step
 from everyrank.workload import Workload, changed
 from everyrank.world import World
 
@@ -75,36 +74,42 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     if clip is not None:
         trainable.clip = lambda max_norm: clip(wrapped, max_norm, device_mesh)
 
-    def forward(batch: Batch) -> Any:
+    def call(value: Any) -> Any:
         try:
             with without_frames():
-                return call_model(wrapped, batch.input, kind)
+                return call_model(wrapped, value, kind)
         except (EveryrankError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             raise forward_error(error, model, code) from error
 
-    def step(batches: Sequence[Batch]) -> Tensor:
-        trainable.zero_grad()
-        own = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for _, batch in trainable.iter_micro_batches(batches):
-            with parallel.micro_batch(batch) as part, contract.around(wrapped, device_mesh, part):
-                loss, share = compute_loss(workload, forward(part), part, mesh)
-                own += parallel.count_once(share)
-                if contract.scale_loss is not None:
-                    loss = contract.scale_loss(loss, device_mesh)
-                trainable.backward(loss)
+    def after_backward() -> None:
         if contract.after_backward is not None:
             contract.after_backward(wrapped, device_mesh)
-        total = own.clone()
+
+    def sum_over_ranks(own: Tensor) -> Tensor:
+        total = parallel.count_once(own).clone()
         if world.group is not None:
             dist.all_reduce(total, group=world.group)
-        trainable.optimizer_step(total, code.num_averaged(), lambda: sum_squares_of_parts(trainable.parameters))
-        return own
+        return total
+
+    scale = contract.scale_loss
+    step = make_step(
+        parallel,
+        trainable,
+        forward=lambda value: (call(value), None),
+        around=lambda _, part: contract.around(wrapped, device_mesh, part),
+        scale_loss=(lambda loss: scale(loss, device_mesh)) if scale is not None else lambda loss: loss,
+        has_autocast=False,
+        after_backward=after_backward,
+        sum_over_ranks=sum_over_ranks,
+        num_averaged=code.num_averaged(),
+        sum_grad_squares=lambda: sum_squares_of_parts(trainable.parameters),
+    )
 
     def predict(batch: Batch) -> Any:
         with parallel.micro_batch(batch) as part, contract.around(wrapped, device_mesh, part):
-            output = forward(part)
+            output = call(part.input)
         return parallel.gather_output(reshard_after(model, output))
 
     return Prepared(

@@ -38,7 +38,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -48,16 +47,15 @@ from everyrank.layout import Layout
 from everyrank.layout.options import ParameterServerOptions
 from everyrank.parallel.batch_gather import raise_on_all_ranks
 from everyrank.parallel.full_state import replicated_state_dict
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import ParallelModel, call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.server.asynchronous import async_server, async_trainer, refuse_batch_norm
 from everyrank.parallel.server.link import ServerLink, divide
 from everyrank.parallel.server.synchronous import sync_server, sync_trainer
-from everyrank.parallel.trainable import Trainable, make_trainable
+from everyrank.parallel.trainable import make_trainable
 from everyrank.parallel.zero1 import keep_owned_parameters
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import forward_backward, make_predict
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -76,7 +74,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     link = ServerLink(mesh, divide(trainable.parameters, layout))
     keep_owned_parameters(trainable.optimizer, set(link.own) if mesh.is_server else set())
     refused: list[UnsupportedLayoutError] = []  # by trainers alone
-    compute = functools.partial(compute_gradients, parallel, trainable, refused)
+    compute = functools.partial(forward_backward, parallel, trainable, deferred_errors=refused)
     if options.updates == "sync":
         update = sync_server(trainable, link) if mesh.is_server else sync_trainer(trainable, link, compute)
     elif mesh.is_server:
@@ -90,10 +88,6 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         raise_on_all_ranks(refused, world, is_first)
         return share
 
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            return call_model(model, part.input)
-
     def settle() -> None:
         link.settle(model, trainable.ema)
 
@@ -105,24 +99,9 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel),
         full_state,
         replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,
         settle=settle,
     )
-
-
-def compute_gradients(
-    parallel: ParallelModel, trainable: Trainable, refused: list[UnsupportedLayoutError], batches: Sequence[Batch]
-) -> Tensor:
-    """Forward and backward of this rank's part of an update; its share of (sum, count), float64, shape (2,)."""
-    shares: list[Tensor] = []
-    for _, batch in trainable.iter_micro_batches(batches):
-        with parallel.micro_batch(batch) as part:
-            with autocast(parallel.layout, parallel.mesh.world):
-                output = call_model(parallel.model, part.input)
-                loss, share = compute_loss(parallel.workload, output, part, parallel.mesh, refused)
-            trainable.backward(loss)
-        shares.append(share)
-    return sum(shares[1:], shares[0])

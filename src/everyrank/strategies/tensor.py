@@ -27,23 +27,17 @@ What is split how is `Workload.tensor_plan`, in the words of parallel/tensor/app
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor
-
-from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.check_equal import check_equal
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import norm_params, sum_squares
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.tensor.apply import is_split
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import make_predict, make_step
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -60,31 +54,18 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     trainable = make_trainable(workload, layout, model)
     sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
 
-    def step(batches: Sequence[Batch]) -> Tensor:
-        parallel.before_first_update(lambda: check_equal(parallel, batches[0]))
-        trainable.zero_grad()
-        shares: list[Tensor] = []
-        for _, batch in trainable.iter_micro_batches(batches):
-            with parallel.micro_batch(batch):
-                with autocast(layout, world):
-                    loss, share = compute_loss(workload, call_model(model, batch.input), batch, mesh)
-                trainable.backward(loss)
-            shares.append(share)
-        parallel.reduce_partial_grads()
-        # Every rank has computed the loss of all samples: the count need not travel.
-        total = sum(shares[1:], shares[0])
-        trainable.optimizer_step(total, sum_grad_squares=sum_grad_squares)
-        return parallel.count_once(total)
-
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch), autocast(layout, world):
-            return parallel.gather_output(call_model(model, batch.input))
-
+    # Every rank has computed the loss of all samples: the count need not travel.
+    step = make_step(
+        parallel,
+        trainable,
+        sum_grad_squares=sum_grad_squares,
+        before_first=lambda batch: check_equal(parallel, batch),
+    )
     return Prepared(
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel),
         full_state=lambda: full_state_dict(parallel),
         replicated_tensors=[tensor for tensor in [*trainable.parameters, *model.buffers()] if not is_split(tensor)],
         num_micro_batches=layout.accumulate,

@@ -13,22 +13,17 @@ Keys: those of ddp.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
 
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.ddp import apply_ddp, check_unused_parameters, global_sum_and_count
 from everyrank.parallel.full_state import replicated_state_dict
-from everyrank.parallel.loss import compute_loss
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parallel.parallelize import call_model, parallelize
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import make_trainable
 from everyrank.parallel.zero1 import assign_owners, broadcast_from_owners, keep_owned_parameters
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import make_predict, make_step
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -49,32 +44,26 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     owned = {parameter for parameter, owner in zip(trained, owners, strict=True) if owner == world.rank}
     keep_owned_parameters(trainable.optimizer, owned)
 
-    def step(batches: Sequence[Batch]) -> Tensor:
-        trainable.zero_grad(ddp.module.carrier)
-        shares: list[Tensor] = []
-        for is_last, batch in trainable.iter_micro_batches(batches):
-            # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
-            with parallel.micro_batch(batch), contextlib.nullcontext() if is_last else ddp.no_sync():
-                with autocast(layout, world):
-                    output, carrier = ddp(batch.input)
-                    loss, share = compute_loss(workload, output, batch, mesh)
-                trainable.backward(loss, (carrier, share.to(carrier.dtype)))
-            shares.append(share)
-        check_unused_parameters(named, layout)
-        trainable.optimizer_step(global_sum_and_count(ddp, world), num_averaged=world.size)
-        broadcast_from_owners(trained, owners, world)
-        parallel.end_update()
-        return sum(shares[1:], shares[0])
+    def around(is_last: bool, _: Batch) -> contextlib.AbstractContextManager[None]:
+        # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.
+        return contextlib.nullcontext() if is_last else ddp.no_sync()
 
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch), autocast(layout, world):
-            return call_model(model, batch.input)
-
+    step = make_step(
+        parallel,
+        trainable,
+        forward=ddp,  # gives the output, and the carrier of [sum, count]
+        around=around,
+        after_backward=lambda: check_unused_parameters(named, layout),
+        sum_over_ranks=lambda _: global_sum_and_count(ddp, world),
+        num_averaged=world.size,
+        after_step=lambda: broadcast_from_owners(trained, owners, world),
+        carrier=ddp.module.carrier,
+    )
     return Prepared(
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel),
         full_state=lambda: replicated_state_dict(model, world.rank),
         replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,

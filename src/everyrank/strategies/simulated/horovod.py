@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from everyrank.errors import CannotRunError
 from everyrank.layout import Layout
 from everyrank.layout.options import HorovodOptions
-from everyrank.simulations import replicas
 from everyrank.strategies import Prepared
+from everyrank.strategies.simulated import replicas
 from everyrank.workload import Workload
 from everyrank.world import World
 

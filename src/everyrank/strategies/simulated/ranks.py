@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from everyrank.data import Batch
 from everyrank.layout import Layout
 from everyrank.parallel.full_state import replicated_state_dict
-from everyrank.parallel.loss import compute_loss
-from everyrank.parallel.parallelize import ParallelModel, call_model
-from everyrank.parallel.precision import autocast
+from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.trainable import Trainable
 from everyrank.strategies import Prepared
+from everyrank.strategies.step import forward_backward, make_predict
 
 __all__ = ["batches_of_ranks", "in_one_process", "rank_gradients", "simulate_update"]
 
@@ -34,15 +33,14 @@ def rank_gradients(
 
     The gradients are those of sum / global_batch. `moves_statistics`: the running statistics of batch norm follow.
     """
-    workload, state = parallel.workload, parallel.micro_batch_state
+    state = parallel.micro_batch_state
     trainable.zero_grad()
-    total = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.world.device)
-    for _, batch in trainable.iter_micro_batches(batches):
-        with parallel.micro_batch(batch) as part, contextlib.nullcontext() if moves_statistics else state.recomputing():
-            with autocast(parallel.layout, parallel.mesh.world):
-                loss, share = compute_loss(workload, call_model(parallel.model, part.input), part, parallel.mesh)
-            trainable.backward(loss)
-        total += share
+    total = forward_backward(
+        parallel,
+        trainable,
+        batches,
+        around=lambda _, __: contextlib.nullcontext() if moves_statistics else state.recomputing(),
+    )
     return [parameter.grad for parameter in trainable.parameters], total
 
 
@@ -71,16 +69,11 @@ def in_one_process(
     parallel: ParallelModel, trainable: Trainable, step: Callable[[Sequence[Batch]], Tensor]
 ) -> Prepared:
     """A simulation whose model is what is evaluated and compared after each step."""
-
-    def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(parallel.layout, parallel.mesh.world):
-            return call_model(parallel.model, part.input)
-
     return Prepared(
         parallel,
         trainable,
         step,
-        predict,
+        make_predict(parallel),
         full_state=lambda: replicated_state_dict(parallel.model, rank=0),
         replicated_tensors=[],
         num_micro_batches=parallel.layout.accumulate,

@@ -15,9 +15,9 @@ from everyrank.parallel.local_sgd import averaged_state
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import Trainable, make_trainable
-from everyrank.simulations.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.strategies import Prepared
 from everyrank.strategies.local_sgd import check_trains_alone, local_update
+from everyrank.strategies.simulated.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.workload import Workload
 from everyrank.world import World
 

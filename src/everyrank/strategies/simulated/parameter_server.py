@@ -18,8 +18,8 @@ from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.server.asynchronous import order_of_trainers, refuse_batch_norm
 from everyrank.parallel.trainable import Trainable, make_trainable
-from everyrank.simulations.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.strategies import Prepared
+from everyrank.strategies.simulated.ranks import batches_of_ranks, in_one_process, rank_gradients
 from everyrank.workload import Workload
 from everyrank.world import World
 

@@ -24,8 +24,8 @@ from everyrank.parallel.init_model import on_cpu
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.parallelize import parallelize
 from everyrank.parallel.trainable import make_trainable
-from everyrank.simulations.ranks import in_one_process, simulate_update
 from everyrank.strategies import Prepared
+from everyrank.strategies.simulated.ranks import in_one_process, simulate_update
 from everyrank.workload import Workload
 from everyrank.world import World
 

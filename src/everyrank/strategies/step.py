@@ -1,0 +1,118 @@
+"""One training step: forward and backward over micro-batches, the global sum and count, the optimizer's step.
+
+Every strategy but pipeline and parameter_server makes its step here, and says only what it does otherwise: how the
+model is called, what is entered around a micro-batch, how the sum and count of the loss terms come to all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from everyrank.data import Batch
+from everyrank.errors import UnsupportedLayoutError
+from everyrank.parallel.loss import compute_loss
+from everyrank.parallel.parallelize import ParallelModel, call_model
+from everyrank.parallel.precision import autocast
+from everyrank.parallel.trainable import Trainable
+
+__all__ = ["forward_backward", "make_predict", "make_step"]
+
+Context = contextlib.AbstractContextManager[Any]
+Step = Callable[[Sequence[Batch]], Tensor]
+
+
+def forward_backward(
+    parallel: ParallelModel,
+    trainable: Trainable,
+    batches: Sequence[Batch],
+    *,
+    forward: Callable[[Any], tuple[Any, Tensor | None]] | None = None,
+    around: Callable[[bool, Batch], Context] = lambda *_: contextlib.nullcontext(),
+    before_last_backward: Callable[[Tensor], None] | None = None,
+    scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss,
+    deferred_errors: list[UnsupportedLayoutError] | None = None,
+    has_autocast: bool = True,
+) -> Tensor:
+    """Forward and backward of this rank's micro-batches; its [sum, count] of loss terms, float64, shape (2,).
+
+    forward               input -> (output, carrier); None: the model itself. The gradient of the carrier, shape (2,),
+                          is [sum, count] of the micro-batch: a wrapper that reduces gradients reduces it as well
+    around                (whether it is the last, micro-batch) -> what is entered around forward and backward
+    before_last_backward  called with [sum, count] of all micro-batches, which can travel while backward computes
+    scale_loss            applied to the sum that backward starts from
+    deferred_errors       see `compute_loss`
+    has_autocast          False where the wrapper casts by itself
+    """
+    workload, layout, mesh = parallel.workload, parallel.layout, parallel.mesh
+    shares: list[Tensor] = []
+    for is_last, batch in trainable.iter_micro_batches(batches):
+        with parallel.micro_batch(batch) as part, around(is_last, part):
+            with autocast(layout, mesh.world) if has_autocast else contextlib.nullcontext():
+                output, carrier = forward(part.input) if forward else (call_model(parallel.model, part.input), None)
+                loss, share = compute_loss(workload, output, part, mesh, deferred_errors)
+            shares.append(share)
+            if is_last and before_last_backward is not None:
+                before_last_backward(sum(shares[1:], shares[0]))
+            others = [(carrier, share.to(carrier.dtype))] if carrier is not None else []
+            trainable.backward(scale_loss(loss), *others)
+    return sum(shares[1:], shares[0])
+
+
+def make_step(
+    parallel: ParallelModel,
+    trainable: Trainable,
+    *,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own,
+    num_averaged: int = 1,
+    sum_grad_squares: Callable[[], Tensor] | None = None,
+    before_first: Callable[[Batch], None] = lambda _: None,
+    after_backward: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+    carrier: nn.Parameter | None = None,
+    **how: Any,
+) -> Step:
+    """The function `step(micro_batches)`: one update; gives this rank's share of [sum, count], float64, shape (2,).
+
+    sum_over_ranks    [sum, count] of this rank -> of all ranks, when backward is done
+    num_averaged      ranks over which the gradients were averaged; 1: they are sums, or nobody else's
+    sum_grad_squares  the sum of squares of all gradients, where other ranks hold other parts of them
+    before_first      called once with the first micro-batch, before the first update
+    after_backward    gradients are complete on this rank: reduces what the wrapper does not
+    after_step        the optimizer has stepped
+    carrier           a parameter that carries [sum, count], and is none of the model's
+    how               what `forward_backward` takes
+    """
+    carriers = [carrier] if carrier is not None else []
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        parallel.before_first_update(lambda: before_first(batches[0]))
+        trainable.zero_grad(*carriers)
+        own = forward_backward(parallel, trainable, batches, **how)
+        after_backward()
+        parallel.reduce_partial_grads()
+        trainable.optimizer_step(sum_over_ranks(own), num_averaged, sum_grad_squares)
+        after_step()
+        parallel.end_update()
+        return parallel.count_once(own)
+
+    return step
+
+
+def make_predict(
+    parallel: ParallelModel, forward: Callable[[Any], Any] | None = None, *, has_autocast: bool = True
+) -> Callable[[Batch], Any]:
+    """The function `predict(batch)`: the whole output for this rank's samples, without an update."""
+
+    def predict(batch: Batch) -> Any:
+        with (
+            parallel.micro_batch(batch) as part,
+            autocast(parallel.layout, parallel.mesh.world) if has_autocast else contextlib.nullcontext(),
+        ):
+            output = forward(part.input) if forward else call_model(parallel.model, part.input)
+        return parallel.gather_output(output)
+
+    return predict
