@@ -21,8 +21,7 @@ from everyrank.parallel.trainable import Trainable
 
 __all__ = ["forward_backward", "make_predict", "make_step"]
 
-Context = contextlib.AbstractContextManager[Any]
-Step = Callable[[Sequence[Batch]], Tensor]
+_Context = contextlib.AbstractContextManager[Any]
 
 
 def forward_backward(
@@ -31,7 +30,7 @@ def forward_backward(
     batches: Sequence[Batch],
     *,
     forward: Callable[[Any], tuple[Any, Tensor | None]] | None = None,
-    around: Callable[[bool, Batch], Context] = lambda *_: contextlib.nullcontext(),
+    around: Callable[[bool, Batch], _Context] = lambda *_: contextlib.nullcontext(),
     before_last_backward: Callable[[Tensor], None] | None = None,
     scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss,
     deferred_errors: list[UnsupportedLayoutError] | None = None,
@@ -74,7 +73,7 @@ def make_step(
     after_step: Callable[[], None] = lambda: None,
     carrier: nn.Parameter | None = None,
     **how: Any,
-) -> Step:
+) -> Callable[[Sequence[Batch]], Tensor]:
     """The function `step(micro_batches)`: one update; gives this rank's share of [sum, count], float64, shape (2,).
 
     sum_over_ranks    [sum, count] of this rank -> of all ranks, when backward is done
