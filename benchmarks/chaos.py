@@ -26,8 +26,7 @@ from typing import Any
 
 from everyrank import Launch, Record, parse_layout
 from everyrank.chaos.attempt import attempt
-from everyrank.chaos.compare import compare_runs, logged_updates
-from everyrank.chaos.disturb import spoil_checkpoint, train_undisturbed
+from everyrank.chaos.disturb import compare_runs, logged_updates, spoil_checkpoint, train_undisturbed
 from everyrank.chaos.faults import FAULTS, why_unseen
 from everyrank.options import ChaosOptions
 from everyrank.record import write_records

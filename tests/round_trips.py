@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import everyrank.checkpoint.copies as copies
+import everyrank.checkpoint.saver as copies
 import everyrank.checkpoint.saver as saver
 import zoo
 from checkpointing import Going, everything_in, same, schedule, step

@@ -17,7 +17,7 @@ import torch
 import everyrank.benchmark.rank
 import zoo
 from everyrank import Launch, api, parse_layout, read_records
-from everyrank.api import scaling
+from everyrank import api as scaling
 from everyrank.benchmark.rank import _on_host, bench_rank
 from everyrank.cli import _TerminatedError, main
 from everyrank.errors import RankFailedError, UsageError

@@ -13,8 +13,7 @@ import pytest
 
 import everyrank
 from everyrank.chaos import FAULTS
-from everyrank.chaos.compare import compare_runs
-from everyrank.chaos.disturb import _status
+from everyrank.chaos.disturb import _status, compare_runs
 from everyrank.chaos.faults import TWO_HOSTS, why_unseen
 from everyrank.cli import main
 from everyrank.layout import parse_layout

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from everyrank import Launch, Layout, Workload, bench, find_workload, run, verify
-from everyrank.api import calls
+from everyrank import api as calls
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.launch.torchrun import TorchrunOptions
 from everyrank.workload import Source, load

@@ -392,7 +392,7 @@ def test_samples_tell_the_ranks_of_this_host_from_other_programs(tmp_path: Path)
             return None
         while not there.exists():
             time.sleep(0.05)
-        with sampling(time.time(), active=True) as sampler:
+        with sampling(time.monotonic(), active=True) as sampler:
             sampler.now_running("us")
             while len(sampler.rows) < 4:
                 time.sleep(0.1)
@@ -417,7 +417,7 @@ def test_samples_tell_the_ranks_of_this_host_from_other_programs(tmp_path: Path)
 
 def test_sampling_ends_with_its_block() -> None:
     """The process that samples goes when asked to, and what it saw is there."""
-    with sampling(time.time(), active=True) as sampler:
+    with sampling(time.monotonic(), active=True) as sampler:
         sampler.now_running("us")
         time.sleep(2.5)
         children = psutil.Process().children()
@@ -427,7 +427,7 @@ def test_sampling_ends_with_its_block() -> None:
     used = sampler.of("us")
     assert used is not None
     assert len(used.seconds) >= 1
-    with sampling(time.time(), active=False) as sampler:
+    with sampling(time.monotonic(), active=False) as sampler:
         pass
     assert sampler.rows == []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from everyrank import BenchOptions, Launch, Layout, TrainOptions, VerifyOptions, run, verify
-from everyrank.api import calls
+from everyrank import api as calls
 from everyrank.cli import _parser
 from everyrank.commands.shared import options_of
 from everyrank.errors import UsageError

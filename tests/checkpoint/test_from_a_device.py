@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from everyrank.checkpoint.copies import copies_on_cpu
+from everyrank.checkpoint.saver import copies_on_cpu
 from pretended_card import moved_to_card, pretended_cards
 from round_trips import round_trip
 

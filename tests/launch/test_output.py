@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.launch.horovodrun import LAUNCHER
-from everyrank.launch.output import pass_on_output
+from everyrank.launch.monitor import pass_on_output
 
 
 @pytest.mark.parametrize("size", [1, 3, 100_000])

@@ -253,7 +253,7 @@ def kept(world: World, key: str, folder: str, lr: float, spoil: bool, factor: st
     import os
     from unittest import mock
 
-    from everyrank.parity import spread
+    from everyrank.parity import reference as spread
     from everyrank.workload import Source, load
 
     path = Path(folder, "workload.py")

@@ -140,12 +140,16 @@ class Audit:
 
 
 def audit_script(
-    words: Sequence[str], options: AuditOptions = AuditOptions(), moved: Callable[[int], None] = lambda _: None
+    words: Sequence[str],
+    options: AuditOptions = AuditOptions(),
+    moved: Callable[[int], None] = lambda _: None,
+    is_open: bool | None = None,
 ) -> Audit | None:
     """Run `python *words`, watched, and judge what was seen; nothing of the person's is changed.
 
     words  a script and its arguments, or -m, a module, and its arguments
     moved  called with the number of updates that are done, as it grows
+    is_open  whether another number of ranks is tried where the script shows that it wants one; None: if none is given
 
     In a rank that torchrun has started, only its own script is run; all but rank 0 get None.
 
@@ -171,10 +175,10 @@ def audit_script(
         try:
             run = run_script(words, settings, ranks, options.timeout_seconds, options.limit_seconds, num_ranks, moved)
             evidence = read_evidence(run)
-            is_open = options.processes is None and not starts_ranks
-            other = _other_number(run, evidence, script, num_ranks) if is_open else None
-            if other is not None:
-                return audit_script(words, dataclasses.replace(options, processes=other), moved)
+            may_change = (options.processes is None if is_open is None else is_open) and not starts_ranks
+            other = _other_number(run, evidence, script, num_ranks) if may_change else None
+            if other is not None:  # of two ranks that use nothing of each other one is the right number after all
+                return audit_script(words, dataclasses.replace(options, processes=other), moved, is_open=other > 1)
             return _judge(words, run, evidence, options, settings)
         except RankFailedError as error:
             first = first or error

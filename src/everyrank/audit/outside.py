@@ -21,6 +21,7 @@ import psutil
 from everyrank.audit.start import ScriptRun
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch.environments import rank_info_from_environment
+from everyrank.launch.hosts import start_time
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.supervisor import write_whole
 
@@ -70,7 +71,7 @@ def _made_by_rank_0(base: Path, key: str) -> Path:
     if _living(base / f"{key}.json") is not None:
         raise CannotRunError("another audit of this script runs here as rank 0; give this one a MASTER_PORT of its own")
     folder = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=base))
-    row = {"folder": folder.name, "pid": os.getpid(), "began": psutil.Process().create_time()}
+    row = {"folder": folder.name, "pid": os.getpid(), "began": start_time(os.getpid())}
     write_whole(base / f"{key}.json", json.dumps(row).encode())
     return folder
 
@@ -90,7 +91,7 @@ def _living(place: Path) -> Path | None:
     with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
         row = json.loads(place.read_text())
         folder = place.parent / Path(row["folder"]).name
-        if abs(psutil.Process(row["pid"]).create_time() - row["began"]) < 1.0 and folder.is_dir():
+        if start_time(row["pid"]) == row["began"] and folder.is_dir():
             return folder
     return None
 

@@ -28,6 +28,7 @@ _STARTS_RANKS = re.compile(
     r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(|^\s*(import|from) ray\b",
     re.MULTILINE,
 )
+_STARTS_PROCESSES = re.compile(r"\bProcess\(\s*target\s*=")  # and meets them at an address of its own
 _IS_DISTRIBUTED = re.compile(
     r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|DistributedDataParallel|\bdeepspeed\b|\bhorovod\b"
 )
@@ -135,7 +136,9 @@ def has_gpu() -> bool:
 
 def starts_ranks_itself(text: str) -> bool:
     """Whether it spawns: such a script is started once."""
-    return _STARTS_RANKS.search(text) is not None
+    starts_processes = _STARTS_PROCESSES.search(text) is not None
+    meets_them = "init_process_group" in text and ("MASTER_ADDR" in text or "init_method" in text)
+    return _STARTS_RANKS.search(text) is not None or (starts_processes and meets_them)
 
 
 def is_distributed(text: str) -> bool:

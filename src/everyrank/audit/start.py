@@ -107,12 +107,16 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(processes)]
 
 
+_NO_TRACKERS = {"WANDB_MODE": "disabled", "NEPTUNE_MODE": "debug"}
+"""Programs of theirs write into the user's folders, and an audit is no run of the user's project."""
+
+
 def _injected(settings: Settings) -> dict[str, str]:
     """The environment that puts the hooks into every Python process below."""
     package = str(Path(__file__).parents[2])  # everyrank may not be installed where the script runs
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(filter(None, [_INJECT, settings.shim, *before, package]))
-    kept = {} if settings.keep_files else {"PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {} if settings.keep_files else {"PYTHONDONTWRITEBYTECODE": "1", **_NO_TRACKERS}
     return {ENVIRONMENT: settings.written(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **kept}
 
 

@@ -7,7 +7,6 @@ Registered with torch where a World asks for them; every group made inside that 
     lane.py       operations that come one after the other, and whom they wait for
     engine.py     operations that wait for other ranks, moved on by whoever waits
     recent.py     the newest calls, for whoever asks why a job hangs
-    flat.py       tensors as transports take them
     transport.py  what a backend has to give: a few operations on flat tensors
     group.py      c10d's calls by those: the process group that torch sees
     shm/          through memory that the ranks share

@@ -74,12 +74,13 @@ def bench_rank(
         said_once(is_first),
     ):
         startup_seconds = time.time() - options.started
+        begun = time.monotonic() - startup_seconds
         workload = load(what)
         workload = changed(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
         case = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)
-        with sampling(options.started, is_first, cards_here(world)) as sampler:
+        with sampling(begun, is_first, cards_here(world)) as sampler:
             results = Results(bench, info, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
                 begin(f"check {layout}")

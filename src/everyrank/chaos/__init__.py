@@ -5,7 +5,6 @@ inject.py    inside a rank: a fault at one update, through `TrainOptions.before_
 person.py    a process that trains as `everyrank train` does, with a fault in it
 two_hosts.py the same call on two hosts of this machine, with a link between them
 attempt.py   starts that process, watches it, and sees what is left of it
-compare.py   a disturbed run beside one that nothing happened to
 disturb.py   a training that nothing happens to, then each fault: strike, recover, compare
 
 Nothing here is imported by a training: the loop knows a hook before each update, and no fault.

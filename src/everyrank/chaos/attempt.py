@@ -137,7 +137,10 @@ def _rows(journal: Path) -> list[dict[str, Any]]:
 
 def _clear(mark: str, found: Attempt, process: subprocess.Popen[bytes]) -> None:
     """Wait until nothing of it runs any more; what does not end by itself is counted, and ended."""
-    deadline = time.monotonic() + (_LEFT_SECONDS if found.status is not None else 0.0)
+    if found.status is None:  # the command takes its ranks and folders with it
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+    deadline = time.monotonic() + _LEFT_SECONDS
     while (there := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     found.left, found.cleared = len(there), time.time()

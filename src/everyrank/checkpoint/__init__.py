@@ -3,7 +3,6 @@
     contents.py     what is saved: tensors by name, whatever the layout; and how they are put back
     generators.py   the random generators of Python and numpy, as a tensor
     storage.py      tensors to files and back; the readers run nothing that a file asks for
-    copies.py       what is written in the background: copies, on each rank of what it is to write
     saver.py        when and how: atomic, last k and best, in the background where asked
     weights.py      the model alone: safetensors or a plain state dict, out and in
 

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from everyrank.checkpoint.contents import load_state, targets_for, tensors_of, values_of
-from everyrank.checkpoint.copies import Writers, copies_on_cpu
 from everyrank.checkpoint.storage import (
     SaveError,
     check_values,
@@ -30,6 +36,7 @@ from everyrank.checkpoint.storage import (
     write_values,
 )
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.parallel.mesh import local_tensor
 from everyrank.runs import (
     LENGTHS,
     About,
@@ -50,9 +57,9 @@ from everyrank.runs import (
 )
 from everyrank.strategies import Prepared
 from everyrank.world import World, on_rank_0
-from everyrank.world.collectives import all_gather
+from everyrank.world.collectives import all_gather, all_gather_json
 
-__all__ = ["Saver", "load_model", "resume"]
+__all__ = ["Saver", "copies_on_cpu", "load_model", "resume"]
 
 
 class Saver:
@@ -277,3 +284,91 @@ def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:
     found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
     if found:
         refuse_damaged(checkpoint, found)
+
+
+# --- what is written in the background: copies on CPU, on each rank those of what it is to write
+
+
+class Writers:
+    """Who writes what, agreed upon by the ranks of a group that carries CPU tensors. None: one process."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.agreed: list[str] = []
+        self.own: set[str] = set()
+
+    def own_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `tensors` that this rank is to write: every part of every tensor is with one rank. A collective.
+
+        What ranks have is told when it has changed; else all say that it has not.
+        """
+        if self.group is None:
+            return dict(tensors)
+        parts = [[name, _part(tensor), local_tensor(tensor).nbytes] for name, tensor in tensors.items()]
+        digests = all_gather_json(hashlib.sha256(json.dumps(parts).encode()).hexdigest(), self.group)
+        if digests != self.agreed:
+            rank = dist.get_rank(self.group)
+            # ranks that have the same say it once
+            told = all_gather_json(parts if digests.index(digests[rank]) == rank else None, self.group)
+            rows = [told[digests.index(digest)] for digest in digests]
+            self.own, self.agreed = _assign(rows)[rank], digests
+        return {name: tensor for name, tensor in tensors.items() if name in self.own}
+
+
+def _part(tensor: Tensor) -> list[int]:
+    """Which part of a tensor this is: the coordinate on each dimension of the mesh along which it is cut."""
+    if not isinstance(tensor, DTensor):
+        return []
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside of a mesh has no part"
+    pairs = zip(tensor.placements, coordinate, strict=True)
+    return [-1 if placement.is_replicate() else at for placement, at in pairs]
+
+
+def _assign(rows: list[list[Any]]) -> list[set[str]]:
+    """Names that each rank writes, out of every rank's (name, part, bytes)."""
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
+    for rank, row in enumerate(rows):
+        for name, part, num_bytes in row:
+            key = (name, *part)
+            holders.setdefault(key, []).append(rank)
+            sizes[key] = num_bytes
+    written = [0] * len(rows)
+    own: list[set[str]] = [set() for _ in rows]
+    for key, ranks in holders.items():
+        writer = min(ranks, key=lambda rank: (written[rank], rank))
+        written[writer] += sizes[key] or 1
+        own[writer].add(key[0])
+    return own
+
+
+def copies_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that training does not change. The host waits once for each device, not for each tensor."""
+    copies = {name: _copied(tensor) for name, tensor in tensors.items()}
+    for device in {local_tensor(tensor).device for tensor in tensors.values()}:
+        if device.type == "cuda":  # a model may lie on several
+            torch.cuda.synchronize(device)
+    return copies
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy on CPU: of one on a device it is there when the device has done what it was asked before."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True, non_blocking=True)
+    local = tensor.to_local().to("cpu", copy=True, non_blocking=True)
+    mesh = _on_cpu(tensor.device_mesh)
+    return DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh on CPU: a part of a tensor would be moved to the device of its mesh."""
+    return mesh if mesh.device_type == "cpu" else _twin_on_cpu(mesh)
+
+
+@functools.cache
+def _twin_on_cpu(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of the very same ranks, which may be a part of all; nothing is sent over it, so it needs no groups."""
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

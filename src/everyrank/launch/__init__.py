@@ -29,7 +29,6 @@ A host is one machine; a node is a host as launchers count them (--nodes).
     silence.py        ranks that say nothing
     autopsy/          why a job hangs, in one paragraph: what each rank leaves while it runs, and what follows from it
     reports.py        what rank processes and supervisors leave in the job's folder; the root cause of a failure
-    output.py         what rank 0 prints, where its launcher puts a mark before each line
     monitor.py        start, watch, end
     processes.py      function in, results by rank out
     worker.py         what a rank process runs

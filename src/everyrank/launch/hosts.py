@@ -30,9 +30,11 @@ __all__ = [
     "pid_namespace",
     "port_refused",
     "split_endpoint",
+    "start_time",
     "usable_interfaces",
 ]
 
+_STARTTIME = 19  # of the fields of /proc/PID/stat behind the name of the program
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _LOOK_UP_SECONDS = 5.0
 
@@ -59,6 +61,21 @@ def _namespace(kind: str) -> str:
     with contextlib.suppress(OSError):
         return " " + os.readlink(f"/proc/self/ns/{kind}")  # noqa: PTH115  (a name, not a path)
     return ""
+
+
+def start_time(pid: int) -> float:
+    """When a process started, to tell it from a later one with its number. Raises `psutil.NoSuchProcess`.
+
+    In ticks since the machine started: `psutil.Process.create_time` moves when somebody sets the clock. Seconds of the
+    wall clock where the system has no /proc.
+    """
+    if not Path("/proc/self/stat").exists():
+        return psutil.Process(pid).create_time()
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
+    return float(text.rpartition(")")[2].split()[_STARTTIME])
 
 
 def usable_interfaces() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,17 +15,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from everyrank.errors import RankFailedError
+from everyrank.errors import RankFailedError, signal_text
 from everyrank.launch.autopsy import FOLDER, hang_autopsy
 from everyrank.launch.hosts import host_name
 from everyrank.launch.job import Launch
-from everyrank.launch.output import pass_on_output
 from everyrank.launch.rank_info import has_driver
 from everyrank.launch.reports import Reports, ranks_text
 from everyrank.launch.signals import Stop, catch_signals
 from everyrank.launch.silence import wake_supervisors
 
-__all__ = ["ProcessMonitor"]
+__all__ = ["ProcessMonitor", "pass_on_output"]
 
 _GRACE_SECONDS = 2.0  # after the first failure, for the others to say what they saw
 _END_SECONDS = 2.0  # between SIGTERM and SIGKILL
@@ -179,9 +179,16 @@ class ProcessMonitor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[0].wait(timeout=_GRACE_SECONDS)
         raise self.reports.root_cause(self._dead()) or RankFailedError(
-            f"{self.launch.launcher} ended before its ranks had started{self._last_words()}",
-            self.logs / self._launcher_log_name,
+            self._launcher_ended(), self.logs / self._launcher_log_name
         )
+
+    def _launcher_ended(self) -> str:
+        """How the launcher itself has ended, where no rank has said anything."""
+        code = next((process.poll() for process in self.processes if process.poll()), 0) or 0
+        how = f"was ended by {signal_text(-code)}" if code < 0 else "ended"
+        if self.reports.processes():
+            return f"{self.launch.launcher} {how} after its ranks had started"
+        return f"{self.launch.launcher} {how} before its ranks had started{self._last_words()}"
 
     def _last_words(self) -> str:
         """The last line that a launcher said."""
@@ -224,3 +231,41 @@ def _signal(send: Callable[[int, int], None], targets: Iterable[int], number: si
     for target in targets:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(target, number)
+
+
+# --- what rank 0 prints, where its launcher puts a mark before each line
+
+
+_LINES = re.compile(rb"(?<=[\r\n])")  # a progress bar begins its line again by \r
+
+
+def pass_on_output(printed: IO[bytes], mark: bytes, others: IO[bytes]) -> threading.Thread:
+    """Start to write to this process's own output what rank 0 prints, until the launcher has closed `printed`.
+
+    mark     a regular expression of what the launcher puts before each line of rank 0
+    others   the file for lines without it: what the launcher itself says
+    """
+    thread = threading.Thread(target=_pass_on, args=(printed, re.compile(mark), others), daemon=True)
+    thread.start()
+    return thread
+
+
+def _pass_on(printed: IO[bytes], mark: re.Pattern[bytes], others: IO[bytes]) -> None:
+    rest = b""
+    with printed, os.fdopen(os.dup(1), "wb", buffering=0) as screen:
+        while chunk := os.read(printed.fileno(), 65_536):
+            *lines, rest = _LINES.split(rest + chunk)
+            for line in lines:
+                _write(line, mark, screen, others)
+        _write(rest, mark, screen, others)
+
+
+def _write(line: bytes, mark: re.Pattern[bytes], screen: IO[bytes], others: IO[bytes]) -> None:
+    found = mark.match(line)
+    if found is None:
+        if not others.closed:
+            others.write(line)
+        return
+    left = memoryview(line)[found.end() :]
+    while left:
+        left = left[screen.write(left) :]

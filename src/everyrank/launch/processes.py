@@ -95,12 +95,17 @@ def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Pat
         keep_logs = keep_logs or error.log is not None
         raise
     finally:
+        contents = (
+            {rank_of(path): path.read_bytes() for path in directory.glob("rank*.kept")} if kept is not None else {}
+        )
+        try:
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:  # a second Ctrl-C in the middle of it
+            shutil.rmtree(directory, ignore_errors=True)
+            if not keep_logs:
+                shutil.rmtree(logs, ignore_errors=True)
         if kept is not None:
-            for path in directory.glob("rank*.kept"):
-                kept[rank_of(path)] = pickle.loads(path.read_bytes())  # noqa: S301
-        shutil.rmtree(directory, ignore_errors=True)
-        if not keep_logs:
-            shutil.rmtree(logs, ignore_errors=True)
+            kept.update({rank: pickle.loads(content) for rank, content in contents.items()})  # noqa: S301
 
 
 def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Path) -> Job:

@@ -14,8 +14,10 @@ import contextlib
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ __all__ = ["main"]
 ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
 placement: Any = importlib.import_module("ray.util")
 _LOOK_SECONDS = 0.1
+_STARTER_SECONDS = 0.5
 _PLACE_SECONDS = 120.0
 _SAVE_SECONDS = 120.0  # for ranks that were asked to stop, where new ones are taken in
 _END_SECONDS = 10.0
@@ -113,8 +116,6 @@ class Place:
 
     def end(self) -> None:
         """End the rank, with its data loader workers, and take the folder away: ranks may be started anew at once."""
-        import shutil
-
         import psutil
 
         if self.process is not None and self.process.poll() is None:
@@ -139,7 +140,9 @@ def main() -> int:
     directory, devices, address = Path(sys.argv[1]), sys.argv[3], sys.argv[4]
     least, most = (int(number) for number in (sys.argv[2].partition(":")[0], sys.argv[2].rpartition(":")[2]))
     left = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    starter = os.getppid()
     signal.signal(signal.SIGTERM, _terminated)
+    threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
     content = (directory / "job.pickle").read_bytes()
     job: Job = pickle.loads(content)  # noqa: S301  (our own parent wrote it)
     local: dict[str, Any] = {}
@@ -160,6 +163,16 @@ def main() -> int:
                     path.unlink(missing_ok=True)
     finally:
         ray.shutdown()
+        if os.getppid() != starter:  # nobody else is left to tidy up
+            for folder in (directory, *([] if job.keeps_logs else [job.logs])):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with(starter: int) -> None:
+    """End as after SIGTERM when the command that started this process is gone."""
+    while os.getppid() == starter:
+        time.sleep(_STARTER_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended:

@@ -114,7 +114,7 @@ class Reports:
     def _died(self, row: dict[str, Any]) -> RankFailedError:
         code = row["code"]
         if row.get("for_memory"):
-            what = "killed for memory (SIGKILL): its control group has used all that it may (oom_kill)"
+            what = "killed for memory (SIGKILL): the machine, or its control group, has no more (oom_kill)"
         elif code < 0:
             what = f"ended by {signal_text(-code)}"
         else:

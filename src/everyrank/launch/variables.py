@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from everyrank.errors import UsageError
+from everyrank.launch.hosts import start_time
 from everyrank.launch.rank_info import RankInfo
 
 __all__ = [
@@ -119,6 +118,5 @@ def _private_file() -> Path:
     if "PMIX_NAMESPACE" in os.environ:
         own = [os.environ["PMIX_NAMESPACE"]]
     elif not own[0]:  # MPICH has no name for what it started: the process that did; between them no wrapper may stand
-        parent = psutil.Process(os.getppid())
-        own = [str(parent.pid), f"{parent.create_time():.2f}"]
+        own = [str(os.getppid()), f"{start_time(os.getppid()):.2f}"]
     return folder / re.sub(r"[^\w.-]", "_", "-".join(["meeting", *own]))

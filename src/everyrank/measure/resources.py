@@ -52,7 +52,7 @@ class Sampler:
 
     def now_running(self, name: str) -> None:
         """From now on samples belong to `name`."""
-        self.turns.append((time.time(), name))
+        self.turns.append((time.monotonic(), name))
 
     def _owner(self, sampled: float) -> str | None:
         """Whose turn it was in all of the half second before, of which a sample tells; None where two share it."""
@@ -79,7 +79,7 @@ class Sampler:
 
 @contextlib.contextmanager
 def sampling(started: float, active: bool, cards: Sequence[str] = ()) -> Generator[Sampler]:
-    """Sample while the block runs, where `active`; `started` is what the times count from (seconds since 1970).
+    """Sample while the block runs, where `active`; `started` is what the times count from (`time.monotonic()`).
 
     Of GPUs those `cards` are looked at, which the ranks of this host compute on, by their place on the PCI bus.
     """
@@ -122,7 +122,7 @@ def main() -> None:
         processors = Processors()
         while not ended.wait(INTERVAL_SECONDS):
             gpu_percent, gpu_memory = gpu.read()
-            row = {"time": time.time(), **processors.read()}
+            row = {"time": time.monotonic(), **processors.read()}
             row |= {"gpu_percent": gpu_percent, "gpu_memory_bytes": gpu_memory}
             print(json.dumps(row), flush=True)
     except psutil.Error:

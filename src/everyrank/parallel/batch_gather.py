@@ -137,7 +137,14 @@ def _is_refused(scope: _LossScope) -> bool:
     elif scope.mesh.size("context") > 1:
         reason = "a loss over the whole batch, and under context a rank has parts of sequences; use ddp, zero1 or fsdp"
     elif not scope.mesh.in_lockstep:
-        reason = "a loss over the whole batch, for which asynchronous trainers would wait for each other; updates=sync"
+        reason = (
+            "a loss over the whole batch, for which ranks that train by themselves would wait for each other; use ddp, "
+            "or updates=sync with parameter_server"
+        )
+    elif scope.mesh.data_slice.count == 1 and scope.batch.size != scope.batch.total:
+        reason = (
+            "a loss over the whole batch, and one process that stands for several ranks has the rows of one at a time"
+        )
     elif scope.order == "shard" and scope.mesh.data_slice.count > 1:
         reason = "order='shard' gives each rank samples of its own, in no order of the batch; use order='global'"
     if not reason:

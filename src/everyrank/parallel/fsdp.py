@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.utils import _apply_to_tensors  # pyright: ignore[reportPrivateUsage]  (what fully_shard uses)
 
 from everyrank.data.loader import map_tensors
 from everyrank.errors import UnsupportedLayoutError
@@ -27,6 +28,7 @@ from everyrank.parallel.precision import mixed_dtype
 __all__ = [
     "apply_fsdp",
     "apply_fsdp_to_blocks",
+    "check_output",
     "fsdp_units",
     "is_sharded",
     "reshard",
@@ -126,6 +128,21 @@ def set_requires_all_reduce(model: nn.Module, is_last: bool) -> None:
     """Whether the next backward sends gradients to the other replicas: only that of the last micro-batch has to."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
+
+
+def check_output(output: Any) -> None:
+    """Raise `UnsupportedLayoutError` for an output in which torch finds no tensor to hook.
+
+    `fully_shard` starts to reduce gradients when backward reaches an output of the model. It looks into lists, tuples,
+    dicts and dataclasses; behind anything else gradients are left alone, and nothing says so.
+    """
+    found: list[bool] = []
+    _apply_to_tensors(lambda tensor: found.append(tensor.requires_grad) or tensor, output)
+    if not any(found):
+        raise UnsupportedLayoutError(
+            f"fsdp: the model returns {type(output).__name__}, in which torch's fully_shard finds no tensor with a "
+            "gradient, and would reduce none; return tensors, and make the object in the loss"
+        )
 
 
 def reshard_after(model: nn.Module, output: Any) -> Any:

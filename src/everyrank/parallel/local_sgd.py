@@ -25,15 +25,28 @@ __all__ = ["Averaging", "averaged_state"]
 
 
 def averaged_state(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """What replicas average: trained parameters, buffers and the optimizer's state, floating-point tensors of them."""
+    """What replicas average: trained parameters, buffers and the optimizer's state, floating-point tensors of them.
+
+    Not the numbers that an optimizer keeps in tensors without dimensions (Adam's `step`).
+    """
     state: list[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             own: dict[str, Any] = optimizer.state.get(parameter, {})
-            state += [own[key] for key in sorted(own)]
+            state += [own[key] for key in sorted(own) if not _is_number(own[key])]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = [*trained, *model.buffers(), *state]
     return [one for one in found if isinstance(one, Tensor) and one.is_floating_point()]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _numbers(optimizer: Optimizer) -> list[Tensor]:
+    """What the optimizer counts, for each parameter."""
+    own = [optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"]]
+    return [state[key] for state in own for key in sorted(state) if _is_number(state[key])]
 
 
 class Averaging:
@@ -70,10 +83,11 @@ class Averaging:
     def average(self) -> None:
         """Let all ranks have the mean of what they hold. A collective."""
         _average(averaged_state(self.model, self.optimizer), self.num_terms, self.world)
-        # what is no number to take a mean of (batches counted by batch norm) is rank 0's
+        # what has no mean (batches that batch norm has counted, steps that the optimizer has) is rank 0's
         for buffer in self.model.buffers():
             if not buffer.is_floating_point() and self.world.size > 1:
                 dist.broadcast(buffer, src=0, group=self.world.group)
+        _broadcast_numbers(_numbers(self.optimizer), self.world)
         self.begin_anew()
 
     @contextlib.contextmanager
@@ -91,6 +105,16 @@ class Averaging:
         finally:
             for tensor, kept in zip(own, before, strict=True):
                 tensor.copy_(kept)
+
+
+def _broadcast_numbers(numbers: list[Tensor], world: World) -> None:
+    """Rank 0's, in one broadcast of float64; they may lie on the CPU beside parameters of a GPU."""
+    if world.size == 1 or not numbers:
+        return
+    flat = torch.stack([number.to(world.device, torch.float64) for number in numbers])
+    dist.broadcast(flat, src=0, group=world.group)
+    for number, value in zip(numbers, flat, strict=True):
+        number.copy_(value)
 
 
 def _average(tensors: list[Tensor], weight: Tensor, world: World) -> None:

@@ -190,10 +190,21 @@ class Trainable:
             for tensor, copied in zip(local_tensors(self.ema.tensors), saved["ema"], strict=True):
                 tensor.copy_(copied)
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        _keep_dtypes(self.optimizer, saved["optimizer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(copy.deepcopy(saved["schedule"]))
         if self.scaler is not None:
             self.scaler.scale, self.scaler.good_steps = saved["scaler"].scale, saved["scaler"].good_steps
+
+
+def _keep_dtypes(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """`load_state_dict` casts what it loads to the dtype of the parameter: NAdam keeps a product in float32."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
+                optimizer.state[parameter][key] = value.clone()
 
 
 def make_trainable(

@@ -85,8 +85,8 @@ def _padding(whole: Batch, halves: list[Batch]) -> str | None:
             if leaf.dim() == other.dim() > 1 and leaf.shape[1:] != other.shape[1:]:
                 return (
                     f"collate pads each batch to its own longest sample ({tuple(leaf.shape[1:])} in the whole batch, "
-                    f"{tuple(other.shape[1:])} in a part of it), and the padding changes what is computed; pad to a "
-                    "fixed size, or leave the padding out of model and loss"
+                    f"{tuple(other.shape[1:])} in a part of it), and the padding seems to change what is "
+                    "computed; pad to a fixed size, or leave the padding out of model and loss"
                 )
     return None
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.layout import DATA_AXES, Layout
 from everyrank.parallel.check_equal import check_equal
-from everyrank.parallel.fsdp import apply_fsdp, reshard_after, scalar_parameters, set_requires_all_reduce
+from everyrank.parallel.fsdp import apply_fsdp, check_output, reshard_after, scalar_parameters, set_requires_all_reduce
 from everyrank.parallel.full_state import full_state_dict
 from everyrank.parallel.gradients import average_replicated_grads, norm_params, sum_squares
 from everyrank.parallel.mesh import open_mesh
@@ -61,10 +61,16 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         set_requires_all_reduce(model, is_last)
         return contextlib.nullcontext()
 
+    def forward(value: Any) -> tuple[Any, None]:
+        output = call_model(model, value)
+        check_output(output)
+        return output, None
+
     total = CountInFlight(parallel)
     step = make_step(
         parallel,
         trainable,
+        forward=forward,
         around=around,
         has_autocast=False,  # its MixedPrecisionPolicy casts
         before_last_backward=total.start,
@@ -75,14 +81,14 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         before_first=lambda batch: check_equal(parallel, batch),
     )
 
-    def forward(value: Any) -> Any:
+    def predict(value: Any) -> Any:
         return reshard_after(model, call_model(model, value))  # without a backward the root would stay gathered
 
     return Prepared(
         parallel,
         trainable,
         step,
-        make_predict(parallel, forward, has_autocast=False),
+        make_predict(parallel, predict, has_autocast=False),
         full_state=lambda: full_state_dict(parallel),
         replicated_tensors=replicated,
         num_micro_batches=layout.accumulate,

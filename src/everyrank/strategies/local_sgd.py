@@ -17,6 +17,7 @@ where ranks hold the same: the first mean after one was due.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -41,7 +42,7 @@ __all__ = ["check_trains_alone", "local_update", "prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """A replica of the model on every rank of the world."""
     check_trains_alone(workload, layout, world.size)
-    mesh = open_mesh(layout, world)
+    mesh = dataclasses.replace(open_mesh(layout, world), in_lockstep=False)
     parallel = parallelize(workload, layout, mesh, local_statistics=True)
     model = parallel.model
     trainable = make_trainable(workload, layout, model)

@@ -90,6 +90,12 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: F
     first = next(iter(loaders.values()))
     if len(loaders) < 2 or "Weighted" in first["sampler"]:
         return
+    orders = [loader["indices"] for loader in loaders.values()]
+    if any(len(loader["indices"]) < loader["num_indices"] for loader in loaders.values()) and orders[0] != orders[1]:
+        findings.not_checked(
+            f"which samples each rank reads at {first['line']}: of more than {len(orders[0])} only the first are known"
+        )
+        return
     indices = {rank: _one_pass(loader, len(loaders)) for rank, loader in loaders.items()}
     if any(len(set(order)) < len(order) for order in indices.values()):
         return  # drawn with replacement
@@ -246,6 +252,9 @@ def _compare_ranks(
 ) -> None:
     """The rows of two ranks, step by step and over all steps."""
     own, other = rows
+    if len(set[str]().union(*own, *other)) == 1:
+        findings.not_checked("the rows that ranks feed the model: all samples of this dataset are equal")
+        return
     if any(_differs_otherwise(evidence, key) for key in common):
         return  # its rows are no samples: what is chosen from them says which are trained on
     first = evidence.training_forwards[evidence.ranks[0]]

@@ -55,11 +55,11 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
 def _check_training_mode(evidence: Evidence, findings: Findings) -> None:
     """A model that was trained in train mode, was evaluated, and goes on in eval mode."""
     rank = evidence.ranks[0]
+    has_dropout = any(one["dropouts"] for one in evidence.of(rank, "forward_end"))
     was_training = False
-    for event in evidence.of(rank, "forward"):
-        was_training |= event["is_grad"] and event["is_training"]
-        has_modes = event["num_batch_norms"] or any(one["dropouts"] for one in evidence.of(rank, "forward_end"))
-        if was_training and event["is_grad"] and not event["is_training"] and has_modes:
+    for event in _trained_forwards(evidence, rank):
+        was_training |= event["is_training"]
+        if was_training and not event["is_training"] and (event["num_batch_norms"] or has_dropout):
             findings.add(
                 "FAIL",
                 "train.mode",
@@ -68,6 +68,19 @@ def _check_training_mode(evidence: Evidence, findings: Findings) -> None:
                 "model.train() after each evaluation",
             )
             return
+
+
+def _trained_forwards(evidence: Evidence, rank: int) -> list[Event]:
+    """The last forward before each backward: others may be evaluations without `torch.no_grad`."""
+    found: list[Event] = []
+    last: Event | None = None
+    for event in evidence.events[rank]:
+        if event["kind"] == "forward" and event["is_grad"]:
+            last = event
+        elif event["kind"] == "backward" and last is not None:
+            found.append(last)
+            last = None
+    return found
 
 
 def _only_some_evaluate(evidence: Evidence, findings: Findings) -> bool:
@@ -107,6 +120,11 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
     sets = [set(loader["indices"]) for loader in loaders.values()]
     union, total = set[object]().union(*sets), sum(len(loader["indices"]) for loader in loaders.values())
     num, line = len(union), first["line"]
+    if any(len(loader["indices"]) < loader["num_indices"] for loader in loaders.values()):
+        findings.not_checked(
+            f"which samples each rank evaluates at {line}: of {first['num_indices']} only the first are known"
+        )
+        return
     sent = _sent_after(evidence, key)
     has_split = len({loader.get("subset") for loader in loaders.values()}) > 1
     if has_split and sent and first["sampler"] == "DistributedSampler":

@@ -19,8 +19,6 @@ imports.py          a module is changed right after it was imported
 keeper.py           --replay: what each backward of the first updates needs
 kept.py             --replay: the files of these
 replay.py           --replay: runs them once more, in float64
-union.py            --replay: several forward passes as one
-stand_in.py         --replay: other ranks and dropout meanwhile
 frameworks.py       Lightning, where there is no GPU
 pretend_cuda.py     for scripts that say cuda, where there is none
 sync_batch_norm.py  SyncBatchNorm on pretended devices

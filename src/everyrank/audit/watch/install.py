@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed import rpc
+from torch.utils._python_dispatch import _disable_current_modes
 
 from everyrank.audit.watch.collectives import Collectives, install_process_group
 from everyrank.audit.watch.frameworks import install_frameworks
@@ -59,6 +60,7 @@ def install() -> None:
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
     install_loaders(recorder, loaders)
     _leave_uncompiled(recorder)
+    _leave_traces_alone(recorder)
     _watch_seeds(recorder)
     _tell_of_rpc(recorder)
     if not settings.keep_files:
@@ -120,6 +122,8 @@ class End:
 
     def _note_commands(self) -> None:
         """Other programs do not know of the overlay."""
+        if self.overlay is not None and "wandb" in sys.modules:
+            self.recorder.event("altered", what="Weights & Biases records nothing (WANDB_MODE=disabled)")
         if self.overlay is not None and self.overlay.commands:
             names = ", ".join(sorted(self.overlay.commands))
             self.recorder.event(
@@ -170,6 +174,19 @@ def _tell_of_rpc(recorder: Recorder) -> None:
         return init_rpc(*args, **kwargs)
 
     rpc.init_rpc = told
+
+
+def _leave_traces_alone(recorder: Recorder) -> None:
+    """Tracing runs the model to write its graph down, and takes our looking on for a part of it."""
+    for name in ("trace", "trace_module"):
+        trace = getattr(torch.jit, name)
+
+        @functools.wraps(trace)
+        def traced(*args: Any, _trace: Any = trace, **kwargs: Any) -> Any:
+            with recorder.muted(), torch._C.DisableTorchFunction(), _disable_current_modes():
+                return _trace(*args, **kwargs)
+
+        setattr(torch.jit, name, traced)
 
 
 def _stays_uncompiled(self: Any, *_args: Any, **_kwargs: Any) -> None:

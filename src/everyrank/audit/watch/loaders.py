@@ -28,7 +28,7 @@ from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
 
 __all__ = ["Loaders", "install_loaders"]
 
-_MOST_SAMPLES, _MOST_INDICES, _EXTRA, _REMAINDER = 2_000_000, 20_000, 8, 4
+_MOST_SAMPLES, _MOST_INDICES, _EXTRA, _REMAINDER = 2_000_000, 200_000, 8, 4
 
 
 class Loaders:
@@ -80,7 +80,8 @@ class Loaders:
 
     def _indices(self, iterator: Any, loader: Any, epoch: int) -> dict[str, Any]:
         try:
-            batches = _first_samples(iterator._sampler_iter)
+            with self.recorder.muted():  # an endless sampler draws many numbers, one by one
+                batches = _first_samples(iterator._sampler_iter)
         except Exception as error:  # of the sampler itself: the script meets it where it would
             iterator._sampler_iter = _raising(error)
             raise

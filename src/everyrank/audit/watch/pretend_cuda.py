@@ -55,6 +55,7 @@ class PretendCuda:
     def install(self) -> None:
         """From now on, in this process."""
         self._devices()
+        self._tensor_types()
         self._meshes()
         self._modules()
         self._precision()
@@ -92,6 +93,11 @@ class PretendCuda:
         for name, value in {**replaced, **dict.fromkeys(("stream", "device", "device_of"), _Block)}.items():
             setattr(cuda, name, value)
         torch.Generator = _Generator
+
+    def _tensor_types(self) -> None:
+        """`Tensor = torch.cuda.FloatTensor`, the way of old scripts."""
+        for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
+            setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
     def _meshes(self) -> None:
         """A mesh that a script builds, and the one that fully_shard builds by itself."""

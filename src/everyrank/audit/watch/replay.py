@@ -8,21 +8,25 @@ DistributedDataParallel runs. Nothing is sent: other ranks may have gone.
 # pyright: basic
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from everyrank.audit.watch.gradients import sample
 from everyrank.audit.watch.keeper import Keeper, generator_states
 from everyrank.audit.watch.kept import Kept, KeptBackward, ReplayError, State, backward_path
+from everyrank.audit.watch.losses import DROPOUTS
 from everyrank.audit.watch.recorder import tensors
-from everyrank.audit.watch.stand_in import SendsError, StandIn, as_world_of, undisturbed
-from everyrank.audit.watch.union import as_one_batch, num_rows, part_of, wide
 
 __all__ = ["run_replay", "term_weights"]
 
@@ -272,3 +276,150 @@ def _follow(piece: KeptBackward, outputs: Sequence[Any]) -> Any:
     if not root.requires_grad:
         raise ReplayError("the loss is computed by an autograd.Function of the script's own")
     return root
+
+
+def wide(value: Any) -> Any:
+    """A copy, floating-point tensors as float64."""
+
+    def widened(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        return one.to(torch.float64, copy=True) if one.is_floating_point() else one.clone()
+
+    return tree_map(widened, value)
+
+
+# --- the inputs of several forward passes as those of one, and its outputs cut up again
+
+
+def part_of(out: Any, begin: int, end: int, total: int) -> Any:
+    """Of an output the samples from `begin` to `end`; None where its first dim is not the samples."""
+    return out[begin:end] if out.dim() and out.shape[0] == total else None
+
+
+def num_rows(piece: KeptBackward) -> int:
+    """How many samples a forward had: of its first tensor that has dims, the first."""
+    return next((len(tensor) for tensor in tensors(piece.inputs) if tensor.dim()), 1)
+
+
+def as_one_batch(inputs: Sequence[Any], sizes: list[int]) -> Any:
+    """The inputs of several forwards as those of one: put together where they have a row for each sample."""
+    flat = [tree_flatten(value) for value in inputs]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise ReplayError("the inputs of its forwards are not alike")
+    parts: list[Any] = []
+    for leaves in zip(*(values for values, _ in flat), strict=True):
+        if not isinstance(leaves[0], torch.Tensor):
+            is_same = all(leaf == leaves[0] for leaf in leaves)
+        elif all(leaf.dim() and len(leaf) == size for leaf, size in zip(leaves, sizes, strict=True)):
+            if len({leaf.shape[1:] for leaf in leaves}) > 1:
+                raise ReplayError("the inputs of its forwards have different lengths")
+            parts.append(torch.cat(list(leaves)))
+            continue
+        else:
+            is_same = all(leaf.shape == leaves[0].shape and torch.equal(leaf, leaves[0]) for leaf in leaves)
+        if not is_same:
+            raise ReplayError("inputs that have no row for each sample differ between its forwards")
+        parts.append(leaves[0])
+    return tree_unflatten(parts, flat[0][1])
+
+
+# --- what stands in for other ranks, for dropout, and for what batch norm looks at
+
+
+_SENDING = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "broadcast"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "barrier"),
+    *("send", "recv", "isend", "irecv", "broadcast_object_list", "_all_gather_base"),
+    *("all_gather_single", "reduce_scatter_single", "gather_single"),  # torch 2.13, 2.13 and 2.14 have these
+)
+
+
+class SendsError(Exception):
+    """The model calls a collective in its forward."""
+
+
+@contextlib.contextmanager
+def undisturbed(root: Any, state: State) -> Generator[None]:
+    """What is set for the replay is put back after it."""
+    modules = list(root.modules())
+    before = [module.training for module in modules], torch.get_default_dtype(), torch.is_grad_enabled()
+    devices = [parameter.device for parameter in root.parameters() if parameter.device.type == "cuda"][:1]
+    try:
+        with torch.random.fork_rng(devices):
+            for module, is_training in zip(modules, state.are_training, strict=True):
+                module.training = is_training
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(True)
+            yield
+    finally:
+        for module, is_training in zip(modules, before[0], strict=True):
+            module.training = is_training
+        torch.set_default_dtype(before[1])
+        torch.set_grad_enabled(before[2])
+
+
+class StandIn(TorchFunctionMode):
+    """Counts batch norms over a batch, or makes them look at segments of it; can leave dropout out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_norms, self.has_drawn, self.drops = 0, False, False
+        self.segments: list[int] | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in DROPOUTS and self.drops:
+            return args[0] if args else kwargs["input"]
+        if func is F.batch_norm and _normalises_over_batch(args, kwargs):
+            self.num_norms += 1
+            if self.segments is not None:
+                times, rest = divmod(len(args[0]), sum(self.segments))
+                if rest:
+                    raise ReplayError("batch norm over rows that are not samples")
+                parts = args[0].split([size * times for size in self.segments])
+                return torch.cat([func(part, *args[1:], **kwargs) for part in parts])
+        return func(*args, **kwargs)
+
+
+def _normalises_over_batch(args: Any, kwargs: Any) -> bool:
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
+class _NothingSent(TorchDispatchMode):
+    """Stops what would be sent in a way that `as_world_of` does not know."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise SendsError
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def as_world_of(size: int) -> Generator[None]:
+    """So many ranks are said to be there. In a world of one an all-reduce is no change; nothing is ever sent."""
+
+    def sent(*_args: Any, **_kwargs: Any) -> Any:
+        raise SendsError
+
+    def stays(_tensor: Any, _op: Any = None, _group: Any = None, async_op: bool = False, **_kwargs: Any) -> None:
+        if async_op:
+            raise SendsError
+
+    answers = {name: stays if size == 1 and name == "all_reduce" else sent for name in _SENDING}
+    answers |= {"get_world_size": lambda *_, **__: size, "get_rank": lambda *_, **__: 0}
+    with _replaced(dist, answers), _replaced(dist.distributed_c10d, answers), _NothingSent():
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(place: Any, answers: dict[str, Any]) -> Generator[None]:
+    """Functions of a module, by name, as long as the block lasts."""
+    before = {name: getattr(place, name) for name in answers if hasattr(place, name)}
+    try:
+        for name in before:
+            setattr(place, name, answers[name])
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(place, name, function)

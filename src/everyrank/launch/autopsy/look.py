@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from everyrank.launch.autopsy.rank_state import STACKS_SIGNAL
-from everyrank.launch.hosts import pid_namespace
+from everyrank.launch.hosts import pid_namespace, start_time
 
 __all__ = ["Frame", "RankView", "look_at_ranks"]
 
@@ -176,7 +176,7 @@ def _process(who: dict[str, Any]) -> psutil.Process | None:
         return None
     with contextlib.suppress(psutil.Error, OverflowError):
         process = psutil.Process(who["pid"])
-        if abs(process.create_time() - who["began"]) < 1.0:
+        if start_time(process.pid) == who["began"]:
             return process
     return None
 

@@ -25,9 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
-from everyrank.launch.hosts import host_name, pid_namespace
+from everyrank.launch.hosts import host_name, pid_namespace, start_time
 
 __all__ = ["FOLDER", "STACKS_SIGNAL", "RankState", "current_state", "keep_state"]
 
@@ -95,7 +93,7 @@ class RankState:
             "host": host_name(),
             "space": pid_namespace(),
             "pid": os.getpid(),
-            "began": psutil.Process().create_time(),
+            "began": start_time(os.getpid()),
             "main": self.main,
         }
 

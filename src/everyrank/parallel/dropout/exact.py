@@ -161,7 +161,7 @@ class ExactDropout:
 
         Raises `WorkloadError` inside a checkpoint of the model's own, which calls it again where nobody watches.
         """
-        if not torch.compiler.is_compiling() and not self.is_recomputed and _is_in_checkpoint():
+        if not torch.compiler.is_compiling() and not self.is_recomputed and is_in_checkpoint():
             raise WorkloadError(
                 "dropout as a function inside torch.utils.checkpoint draws another mask when the model runs again; "
                 "take nn.Dropout, or let the layout recompute (recompute=true) in place of the model"
@@ -271,7 +271,7 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  (torch.utils.checkpoint asks it, too)
 
 
-def _is_in_checkpoint() -> bool:
+def is_in_checkpoint() -> bool:
     frame: Any = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back

@@ -1,9 +1,9 @@
 """Masks out of integers: which elements of a tensor are kept is a hash of where they stand in it.
 
 A generator that draws one number after the other gives another mask to every other way of cutting a tensor. Here
-nothing is drawn. A key of 64 bits says which mask it is; with the number of a row (all dimensions but the last) it
-becomes the key of that row; and with the number of a word in the row it becomes 64 bits, which decide about four
-elements next to each other, 16 bits each:
+nothing is drawn. A key of 64 bits says which mask it is; with the number of a row (of each dimension but the last, one
+after the other) it becomes the key of that row; and with the number of a word in the row it becomes 64 bits, which
+decide about four elements next to each other, 16 bits each:
 
     key of call and sample --+ row--> key of the row --+ word--> 64 bits: 16 16 16 16
                                                                  element 4w .. 4w + 3 is kept if its 16 bits are >= p
@@ -65,11 +65,13 @@ def sample_keys(seed: int, places: Sequence[int], device: torch.device) -> Tenso
 
 def row_keys(keys: Tensor, dims: Sequence[DimPart]) -> Tensor:
     """A key for each row of each sample: (B,) and the dimensions of a sample but the last -> (B, ...)."""
-    number: Tensor | int = 0
-    for index, dim in enumerate(dims):
-        behind = (1,) * (len(dims) - 1 - index)
-        number = number * dim.size + _positions(dim, keys.device).view(-1, *behind)
-    return mix_bits(keys.view(-1, *(1,) * len(dims)) + (number + 1) * _GOLDEN)
+    rows = keys.view(-1, *(1,) * len(dims))
+    if not dims:
+        return mix_bits(rows + _GOLDEN)
+    for index, dim in enumerate(dims):  # one after the other: the size of a dimension, padding too, must not count
+        positions = _positions(dim, keys.device).view(-1, *(1,) * (len(dims) - 1 - index))
+        rows = mix_bits(rows + (positions + 1) * _GOLDEN)
+    return rows
 
 
 def keep_mask(rows: Tensor, dim: DimPart, p: float) -> Tensor:

@@ -23,6 +23,7 @@ from everyrank.errors import UnsupportedLayoutError, WorkloadError
 from everyrank.layout import Layout
 from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.batch_norm import has_batch_norm
+from everyrank.parallel.dropout.exact import is_in_checkpoint
 from everyrank.parallel.mesh import Mesh
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.parallel.pipeline.balance import balance, cost, own_cost
@@ -160,6 +161,11 @@ class Stages:
 
     def _pretend(self, index: int, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """In place of a block's output, for `check_block_order`: NaN, and zeros for the last block's."""
+        if is_in_checkpoint():
+            raise UnsupportedLayoutError(
+                f"pipeline: the model calls block {index} inside torch.utils.checkpoint, which would call it again in "
+                "backward, out of its turn; leave that out, and let the layout recompute: pipeline:recompute=true"
+            )
         if _has_nan((args[1:], {name: item for name, item in kwargs.items() if item is not value})):
             raise UnsupportedLayoutError(
                 f"pipeline: block {index} gets the output of an earlier block as a further argument; stages hand on "
