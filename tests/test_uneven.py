@@ -231,8 +231,8 @@ def mean_over_ranks(world: World) -> Any:
 
     original = module.compute_loss
 
-    def compute_loss(workload: Any, output: Any, batch: Any, mesh: Any) -> Any:
-        total, share = original(workload, output, batch, mesh)
+    def compute_loss(workload: Any, output: Any, batch: Any, mesh: Any, *rest: Any) -> Any:
+        total, share = original(workload, output, batch, mesh, *rest)
         size = max(batch.size, 1)
         return (total / size, torch.stack([share[0] / size, share[1] / size])) if world.size > 1 else (total, share)
 

@@ -16,17 +16,20 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from everyrank.options import TrainOptions
 from everyrank.runs import open_file
+from everyrank.strategies import Prepared
+from everyrank.train.display import Display
 from everyrank.train.memberships import Memberships
-from everyrank.train.trackers import Tracker
+from everyrank.train.trackers import Tracker, open_tracker
 
-__all__ = ["Log", "kept_rows"]
+__all__ = ["Log", "open_log"]
 
 _FILES = ("log.jsonl", "events.jsonl", "log.csv", "epochs.csv")
 _UPDATE = ("step", "epoch", "loss", "lr", "terms", "time")
 
 
-def kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of both .jsonl in a run's folder that a training begun at update `before` does not write again.
 
     And the names of those in which more than the last line, which a killed run may have cut off, cannot be read.
@@ -186,3 +189,34 @@ def _is_here(file: IO[str], path: Path) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
+
+
+def open_log(
+    prepared: Prepared, options: TrainOptions, begin: int, display: Display
+) -> tuple[list[dict[str, Any]], Log | None]:
+    """The rows logged before update `begin`, where a run goes on, and the log of this one; rank 0 alone has one."""
+    if prepared.world.rank != 0 or options.out is None:
+        return [], None
+    workload = prepared.workload
+    earlier: list[dict[str, Any]] = []
+    if options.resume is not None:
+        before = options.resume.parent.parent
+        earlier, damaged = _kept_rows(before, begin)
+        for name in damaged:
+            line = f"{before / name}: not all of its lines can be read; the others go on"
+            if before.resolve() == options.out.resolve():
+                (before / name).replace(before / f"{name}.damaged")
+                line += f", and it is kept as {name}.damaged"
+            display.line(line)
+    about = {
+        "workload": workload.name,
+        "layout": str(prepared.layout),
+        "world_size": prepared.world.size,
+        "global_batch": workload.global_batch,
+        "seed": workload.seed,
+        **(workload.source.settings if workload.source else {}),
+    }
+    trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
+    shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
+    starts = Memberships(options.out, prepared.world, begin, display.line)  # before the log of earlier ones is cut
+    return earlier, Log(options.out, earlier, shown, trackers, starts)

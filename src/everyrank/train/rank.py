@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import time
 import uuid
 from collections.abc import Generator
 from pathlib import Path
@@ -14,37 +13,27 @@ from typing import Any
 
 import torch
 
-from everyrank.checkpoint import Saver, load_model, resume, with_pretrained
+from everyrank.checkpoint import load_model, resume, with_pretrained
 from everyrank.data import KnownUpdates, OpenUpdates, all_updates, epoch_of, is_uncounted
-from everyrank.errors import EveryrankError, UsageError, WorkloadError
+from everyrank.errors import UsageError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.launch.autopsy import FOLDER, current_state, keep_state
-from everyrank.launch.hosts import host_name
 from everyrank.layout import Layout
 from everyrank.loop import open_data, planned_updates, wrap_user_errors
-from everyrank.measure.clock import interval
 from everyrank.measure.provenance import provenance
-from everyrank.measure.resource_log import resource_log
 from everyrank.options import TrainOptions
 from everyrank.record import Record
 from everyrank.runs import (
     About,
-    best_of,
     changed_lengths,
     checkpoint_named,
-    checkpoints_of,
     hold,
     newest_whole,
-    score_of,
     set_aside_newer,
 )
 from everyrank.strategies import Prepared, prepare
 from everyrank.train.display import Display, announce, how_it_ended
 from everyrank.train.job import TrainingJob, about_of, evaluate_job
-from everyrank.train.log import Log, kept_rows
-from everyrank.train.memberships import Memberships
-from everyrank.train.throughput import ThroughputMeter
-from everyrank.train.trackers import open_tracker
 from everyrank.train.training import Training
 from everyrank.workload import Source, Workload, changed, load
 from everyrank.world import World, from_rank_0, on_rank_0, open_world
@@ -89,8 +78,11 @@ def train_rank(
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            updates, changes_size = course_of(job, begin, place), launch.fewer_processes is not None
-            results = _train(job, options, about, updates, display, stop, changes_size)
+            updates = course_of(job, begin, place)
+            training = Training(job, options, about, updates, display, stop)
+            announce(prepared, options, begin, updates.end, display, changes_size=launch.fewer_processes is not None)
+            results = training.run()
+            del training
         del prepared, job
         if world.rank != 0:
             return None
@@ -196,95 +188,6 @@ def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
     if options.pretrained is not None:
         found["pretrained"] = str(options.pretrained)
     return found
-
-
-def _train(
-    job: TrainingJob,
-    options: TrainOptions,
-    about: About,
-    updates: KnownUpdates | OpenUpdates,
-    display: Display,
-    stop: Stop,
-    changes_size: bool,
-) -> dict[str, Any]:
-    """Train; the fields of the Record that come of it."""
-    prepared, data = job.prepared, job.train_data
-    begin = updates.begin
-    epoch = epoch_of(prepared.workload, data) if not is_uncounted(data) else None
-    samples = epoch or updates
-    assert not isinstance(samples, KnownUpdates)
-    meter = ThroughputMeter(begin, samples.samples_before)
-    saver = None
-    if options.out is not None and options.save_every != 0:
-        saver = Saver(options.out, prepared, prepared.world, about, options.keep, options.save_async)
-    earlier, log = _open_log(job, options, begin, display)
-    losses_before = [row for row in earlier if "loss" in row]
-    if len(losses_before) != begin:  # the log is not there, or not whole
-        losses_before = []
-    best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
-    score = score_of(best, about.best_by) if best is not None else None
-    training = Training(job, updates, options, meter, display, log, saver, stop, losses_before, score)
-    announce(job.prepared, options, begin, updates.end, display, changes_size)
-    startup_seconds = time.time() - options.started
-    try:
-        with resource_log(_resource_file(options, prepared.world), host_name(), goes_on=begin > 0):
-            metrics = training.run()
-    finally:
-        display.end()
-        if log is not None:
-            log.close()
-    if log is not None and log.gone:
-        raise EveryrankError(f"{options.out}: {', '.join(log.gone)} were taken away while the training ran")
-    step = meter.step_seconds(training.done) if options.profile is None else None  # the profiler slows one update
-    return {
-        "throughput_samples_per_second": meter.throughput(training.done) if step else None,
-        "step_seconds": step,
-        "epoch_seconds": step.median * epoch.updates if step and epoch else None,
-        "checkpoint_stall_seconds": interval(saver.stalls) if saver is not None and saver.stalls else None,
-        "startup_seconds": startup_seconds,
-        "memberships": log.memberships.rows if log is not None else [],
-        "first_step_seconds": meter.first_step_seconds,
-        "loss": training.losses,
-        "metrics": metrics,
-    }
-
-
-def _resource_file(options: TrainOptions, world: World) -> Path | None:
-    """Where the first rank of each host writes what that host uses; None in all other ranks, and without a folder."""
-    if options.out is None or world.local_rank != 0 or not options.out.is_dir():  # a host may not share it
-        return None
-    return options.out / ("resources.csv" if world.rank == 0 else f"resources-rank{world.rank}.csv")
-
-
-def _open_log(
-    job: TrainingJob, options: TrainOptions, begin: int, display: Display
-) -> tuple[list[dict[str, Any]], Log | None]:
-    """What was logged before this run goes on, and the log of this one; rank 0 alone has one."""
-    if job.prepared.world.rank != 0 or options.out is None:
-        return [], None
-    workload = job.prepared.workload
-    earlier: list[dict[str, Any]] = []
-    if options.resume is not None:
-        before = options.resume.parent.parent
-        earlier, damaged = kept_rows(before, begin)
-        for name in damaged:
-            line = f"{before / name}: not all of its lines can be read; the others go on"
-            if before.resolve() == options.out.resolve():
-                (before / name).replace(before / f"{name}.damaged")
-                line += f", and it is kept as {name}.damaged"
-            display.line(line)
-    about = {
-        "workload": workload.name,
-        "layout": str(job.prepared.layout),
-        "world_size": job.prepared.world.size,
-        "global_batch": workload.global_batch,
-        "seed": workload.seed,
-        **(workload.source.settings if workload.source else {}),
-    }
-    trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
-    shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
-    starts = Memberships(options.out, job.prepared.world, begin, display.line)  # before the log of earlier ones is cut
-    return earlier, Log(options.out, earlier, shown, trackers, starts)
 
 
 # --- the updates that this training has before it

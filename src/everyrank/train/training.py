@@ -11,24 +11,28 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.data import KnownUpdates, OpenUpdates, Update
+from everyrank.data import KnownUpdates, OpenUpdates, Update, epoch_of, is_uncounted
 from everyrank.errors import DivergedError, EveryrankError, NotFiniteError, WorkloadError
 from everyrank.launch import Stop
+from everyrank.launch.hosts import host_name
 from everyrank.loop import run_updates
 from everyrank.loop.finite import check_finite, nonfinite_loss_error
+from everyrank.measure.clock import interval
+from everyrank.measure.resource_log import resource_log
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
-from everyrank.runs import is_better
+from everyrank.runs import About, best_of, checkpoints_of, is_better, score_of
 from everyrank.strategies import Prepared
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
-from everyrank.train.log import Log
+from everyrank.train.log import open_log
 from everyrank.train.on_epoch import after_epoch
 from everyrank.train.saving import Saving, is_every
 from everyrank.train.stragglers import StragglerWatch
@@ -47,44 +51,73 @@ _LOOK_SECONDS = 0.25  # and so long at most: a request to stop is answered about
 class Training:
     """One training, of these updates.
 
-    losses    of all updates, those before a checkpoint too where `earlier` has them
+    losses    of all updates, those before a checkpoint too where the log has them
     metrics   of the newest evaluation
     """
 
     def __init__(
         self,
         job: TrainingJob,
-        updates: KnownUpdates | OpenUpdates,
         options: TrainOptions,
-        meter: ThroughputMeter,
+        about: About,
+        updates: KnownUpdates | OpenUpdates,
         display: Display,
-        log: Log | None,
-        saver: Saver | None,
         stop: Stop,
-        earlier: Sequence[dict[str, Any]],
-        best: float | None,
     ) -> None:
-        self.job, self.prepared, self.options, self.meter = job, job.prepared, options, meter
-        self.updates, self.done, self.epoch = updates, meter.begin, updates.epoch
-        self.display, self.log, self.saver, self.stop = display, log, saver, stop
+        self.job, self.prepared, self.options = job, job.prepared, options
+        self.updates, self.done, self.epoch = updates, updates.begin, updates.epoch
+        self.display, self.stop = display, stop
+        self.meter = ThroughputMeter(updates.begin, _counting(job, updates).samples_before)
+        self.saver: Saver | None = None
+        if options.out is not None and options.save_every != 0:
+            self.saver = Saver(options.out, self.prepared, job.prepared.world, about, options.keep, options.save_async)
+        earlier, self.log = open_log(self.prepared, options, updates.begin, display)
+        earlier = [row for row in earlier if "loss" in row]
+        if len(earlier) != updates.begin:  # the log is not there, or not whole
+            earlier = []
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.watch = StragglerWatch(job.prepared.mesh)
         self.metrics: dict[str, float] = {}
-        self.evaluated_at, self.best, self.warned = -1, best, False
+        self.evaluated_at, self.best, self.warned = -1, _best_before(options, about), False
         self.is_asked = False  # until all replicas are equal: see `Prepared.averaging`
-        self.saving = Saving(saver, self.prepared, updates, options, display, log)
+        self.saving = Saving(self.saver, self.prepared, updates, options, display, self.log)
         now = [row for row in earlier if row["epoch"] == self.epoch]
         self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
 
-    def run(self) -> dict[str, float]:
-        """All updates that are left, evaluations and checkpoints between them; the metrics at the end.
+    def run(self) -> dict[str, Any]:
+        """All updates that are left, evaluations and checkpoints between them; what comes of it, as fields of a Record.
 
         Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none, `DivergedError` for
         replicas that are not equal.
         """
-        if not self.updates.is_over:
-            self._update(self.updates, self.meter.begin)
-        return self._at_end(self.done)
+        startup_seconds = time.time() - self.options.started
+        world, begin = self.prepared.world, self.updates.begin
+        try:
+            with resource_log(_resource_file(self.options, world), host_name(), goes_on=begin > 0):
+                if not self.updates.is_over:
+                    self._update(self.updates, begin)
+                metrics = self._at_end(self.done)
+        finally:
+            self.display.end()
+            if self.log is not None:
+                self.log.close()
+        if self.log is not None and self.log.gone:
+            raise EveryrankError(
+                f"{self.options.out}: {', '.join(self.log.gone)} were taken away while the training ran"
+            )
+        step = self.meter.step_seconds(self.done) if self.options.profile is None else None  # the profiler slows one
+        epoch = None if is_uncounted(self.job.train_data) else epoch_of(self.prepared.workload, self.job.train_data)
+        return {
+            "throughput_samples_per_second": self.meter.throughput(self.done) if step else None,
+            "step_seconds": step,
+            "epoch_seconds": step.median * epoch.updates if step and epoch else None,
+            "checkpoint_stall_seconds": interval(self.saver.stalls) if self.saver and self.saver.stalls else None,
+            "startup_seconds": startup_seconds,
+            "memberships": self.log.memberships.rows if self.log is not None else [],
+            "first_step_seconds": self.meter.first_step_seconds,
+            "loss": self.losses,
+            "metrics": metrics,
+        }
 
     def _update(self, updates: KnownUpdates | OpenUpdates, begin: int) -> None:
         shares = self._shares(updates, begin)
@@ -275,6 +308,24 @@ class Training:
         if self.log is not None:
             self.log.final(self.metrics)
         return self.metrics
+
+
+def _counting(job: TrainingJob, updates: KnownUpdates | OpenUpdates) -> Any:
+    """What knows how many samples were read before an update."""
+    return updates if is_uncounted(job.train_data) else epoch_of(job.prepared.workload, job.train_data)
+
+
+def _best_before(options: TrainOptions, about: About) -> float | None:
+    """How good the best checkpoint is of the run that goes on; None where there is none."""
+    best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
+    return score_of(best, about.best_by) if best is not None else None
+
+
+def _resource_file(options: TrainOptions, world: World) -> Path | None:
+    """Where the first rank of each host writes what that host uses; None in all other ranks, and without a folder."""
+    if options.out is None or world.local_rank != 0 or not options.out.is_dir():  # a host may not share it
+        return None
+    return options.out / ("resources.csv" if world.rank == 0 else f"resources-rank{world.rank}.csv")
 
 
 def _with_hook(
