@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import hang_autopsy
 from everyrank.launch.autopsy.look import RankView
 from everyrank.launch.autopsy.verdict import verdict
-from everyrank.launch.hosts import pid_namespace
+from everyrank.launch.hosts import pid_namespace, start_time
 from everyrank.world import calls as recorder
 from everyrank.world import open_world
 from processes import Cli, free_port
@@ -233,7 +232,7 @@ def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
         time.sleep(100)
         os._exit(0)
     try:
-        began = psutil.Process(child).create_time()
+        began = start_time(child)
         row = me | {"space": pid_namespace(), "pid": child, "began": began}
         (tmp_path / "rank0.state").write_text(json.dumps(row))
         (tmp_path / "rank0.stacks").touch()

@@ -125,3 +125,21 @@ def test_samples_that_are_all_equal(everyrank: Any, tmp_path: Path) -> None:
     done = everyrank(tmp_path, "audit", "--processes", "2", "train.py")
     assert wrong(done.stdout) == [], done.stdout
     assert "all samples of this dataset are equal" in done.stdout
+
+
+def test_epochs_too_long_to_be_written_down(everyrank: Any, tmp_path: Path) -> None:
+    """What is not known of their order is said, in training and in evaluation; nothing wrong is said in its place."""
+    text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("30000", "210000") + EVALUATED
+    (tmp_path / "train.py").write_text(text.replace("SAMPLER", "sampler = None\ntorch.manual_seed(dist.get_rank())"))
+    done = everyrank(tmp_path, "audit", "--processes", "2", "train.py")
+    said = [line for line in done.stdout.splitlines() if "only the first are known" in line]
+    assert ["reads" in line for line in said] == [True, False], done.stdout + done.stderr
+    assert "data." not in " ".join(wrong(done.stdout))
+
+
+EVALUATED = """
+with torch.no_grad():
+    for inputs, labels in DataLoader(seen, 1000, shuffle=True):
+        print(F.cross_entropy(wrapped(inputs), labels).item())
+        break
+"""

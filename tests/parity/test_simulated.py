@@ -92,7 +92,7 @@ def test_batch_norm_over_all_is_not_compressed_in_one_process(ranks: Any) -> Non
 
 
 def unweighted(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tensors, weight, world: original(tensors, torch.ones_like(weight), world)
+    return lambda tensors, weight, world, *rest: original(tensors, torch.ones_like(weight), world, *rest)
 
 
 MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {

@@ -10,7 +10,7 @@ Source: McMahan et al., AISTATS 2017 (the weights); Yu, Jin and Yang, ICML 2019 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -82,12 +82,12 @@ class Averaging:
     @torch.no_grad()
     def average(self) -> None:
         """Let all ranks have the mean of what they hold. A collective."""
-        _average(averaged_state(self.model, self.optimizer), self.num_terms, self.world)
-        # what has no mean (batches that batch norm has counted, steps that the optimizer has) is rank 0's
+        state, numbers = averaged_state(self.model, self.optimizer), _numbers(self.optimizer)
+        _average(state, self.num_terms, self.world, numbers)
+        # what has no mean is rank 0's: steps that the optimizer has counted, batches that batch norm has
         for buffer in self.model.buffers():
             if not buffer.is_floating_point() and self.world.size > 1:
                 dist.broadcast(buffer, src=0, group=self.world.group)
-        _broadcast_numbers(_numbers(self.optimizer), self.world)
         self.begin_anew()
 
     @contextlib.contextmanager
@@ -107,24 +107,21 @@ class Averaging:
                 tensor.copy_(kept)
 
 
-def _broadcast_numbers(numbers: list[Tensor], world: World) -> None:
-    """Rank 0's, in one broadcast of float64; they may lie on the CPU beside parameters of a GPU."""
-    if world.size == 1 or not numbers:
-        return
-    flat = torch.stack([number.to(world.device, torch.float64) for number in numbers])
-    dist.broadcast(flat, src=0, group=world.group)
-    for number, value in zip(numbers, flat, strict=True):
-        number.copy_(value)
-
-
-def _average(tensors: list[Tensor], weight: Tensor, world: World) -> None:
-    """The weighted mean of each tensor over ranks, in place; one all-reduce for each dtype."""
+def _average(tensors: list[Tensor], weight: Tensor, world: World, numbers: Sequence[Tensor] = ()) -> None:
+    """The weighted mean of each tensor over ranks, and rank 0's `numbers`, in place; one all-reduce for each dtype."""
     if world.size == 1 or world.group is None:
         return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+    for dtype in dict.fromkeys(tensor.dtype for tensor in (*tensors, *numbers)):
         own = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = flatten([*own, torch.ones(1, dtype=dtype, device=world.device)])
         flat *= weight.to(dtype)
+        counted = [number for number in numbers if number.dtype == dtype]
+        if counted:  # they may lie on the CPU beside parameters of a GPU; the other ranks add nothing to rank 0's
+            counts = torch.stack(counted).to(world.device)
+            flat = torch.cat([counts if world.rank == 0 else torch.zeros_like(counts), flat])
         dist.all_reduce(flat, group=world.group)
-        flat /= flat[-1].clone()
-        write_back(flat[:-1], own)
+        counts, means = flat[: len(counted)], flat[len(counted) :]
+        means /= means[-1].clone()
+        write_back(means[:-1], own)
+        for number, count in zip(counted, counts, strict=True):
+            number.copy_(count)
