@@ -419,7 +419,7 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
 _subjects: dict[str, ParityCase] = {}  # of this process
 
 
-def subject(world: World, name: str, optimizer: str = "sgd", steps: int = 20, **changes: Any) -> ParityCase:
+def case(world: World, name: str, optimizer: str = "sgd", steps: int = 20, **changes: Any) -> ParityCase:
     """One of the zoo to be checked. Its runs of `single` are kept for the next check of the same in these ranks."""
     named = {key: getattr(value, "__qualname__", value) for key, value in changes.items()}
     key = repr((name, optimizer, steps, sorted(named.items())))

@@ -1,10 +1,10 @@
-"""Every error that a person can meet, and the exit status each one means.
+"""Every error that a user can meet, and the exit status each one means.
 
     EveryrankError                 4  the run failed
     ├── UsageError                 2  the call is wrong (also a ValueError)
     │   ├── LayoutError            2  a layout that cannot be read, or does not fit the processes
     │   └── WorkloadError          2  the workload is wrong, or its own code raised before the first update
-    │       └── UnfitError         2  this workload cannot be laid out like that; another may
+    │       └── UnsupportedLayoutError  2  this workload cannot have this layout; another workload may
     ├── CannotRunError             3  asked for by name, and this machine cannot do it
     │   └── NoRoomError            3  an update takes more memory than there is
     ├── RankFailedError            4  a rank raised, died or never came

@@ -262,7 +262,7 @@ MUTATIONS = [
 
 
 def mutated(world: World, mutation: Any, name: str, key: str) -> Any:
-    subject = zoo.subject(world, name, "sgd", clip_norm=None)
+    subject = zoo.case(world, name, "sgd", clip_norm=None)
     layout = parse_layout(f"horovod:precision=float64{',compress=fp16' * (mutation is not_rounded)}")
     ensure_references(subject, layout, world, f"{key}/single")
     with mutation(world):

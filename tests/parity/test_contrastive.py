@@ -30,7 +30,7 @@ _COUNTER = iter(range(10**9))
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any], broken: str = "") -> list[Parity]:
     """Parity of each layout, in the ranks; those that the workload cannot have are not verified."""
-    subject = zoo.subject(world, "contrastive", "adamw", steps=8, **changes)
+    subject = zoo.case(world, "contrastive", "adamw", steps=8, **changes)
     if broken:
         for text in layouts:
             ensure_references(subject, parse_layout(text), world, f"{key}/{text}/single")  # before anything is patched

@@ -18,7 +18,7 @@ _COUNTER = iter(range(10**9))
 
 def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
     """Parity of each layout, in the ranks."""
-    subject = zoo.subject(world, name, optimizer, **changes)
+    subject = zoo.case(world, name, optimizer, **changes)
     return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 

@@ -279,7 +279,7 @@ def check(world: World, mutation: Any, strategy: str, name: str, optimizer: str,
         changes["global_batch"] = 8  # a single sample has no variance, which torch itself would say
     if "accumulate" in keys:
         changes["model"] = zoo.uncounted_model
-    subject = zoo.subject(world, name, optimizer, **changes)
+    subject = zoo.case(world, name, optimizer, **changes)
     layout = parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}")
     ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
     with mutation(strategy, world):

@@ -278,7 +278,7 @@ parts.contract = ParallelContract(axes={"tensor": "same"})
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any]) -> list[Parity | str]:
     """Parity of each layout, in the ranks; the message of one that is refused before."""
-    subject = zoo.subject(world, changes.pop("name", "decoder"), "adamw", **changes)
+    subject = zoo.case(world, changes.pop("name", "decoder"), "adamw", **changes)
     found: list[Parity | str] = []
     for text in layouts:
         try:

@@ -185,7 +185,7 @@ def check(world: World, mutation: Any, name: str, keys: str) -> Parity:
     changes: dict[str, Any] = {"clip_norm": 0.05 if mutation is clipped_by_own_norm else None}
     if mutation is batch_norm_alone:
         changes["global_batch"] = 8
-    subject = zoo.subject(world, name, "sgd", **changes)
+    subject = zoo.case(world, name, "sgd", **changes)
     layout = parse_layout(f"parameter_server:precision=float64{keys}")
     key = f"mutation/{mutation.__name__}"
     ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
@@ -267,7 +267,7 @@ def test_stale_gradients_are_another_training(ranks: Any) -> None:
 
 
 def losses_of(world: World, layouts: list[str]) -> list[list[float]]:
-    subject = zoo.subject(world, "frozen", "sgd")
+    subject = zoo.case(world, "frozen", "sgd")
     alone = single_process_world(world)
     return [trace(subject, parse_layout(text), alone, subject.planned("float64")).losses for text in layouts]
 

@@ -54,7 +54,7 @@ _KEPT = (
     "is_cut",
     "reversed",
     "evaluation_floors",
-)  # on the disk, beside the run itself
+)  # in files, beside the run itself
 _PERTURBED: dict[str, list[dict[str, Any]]] = {
     "float64": [{"reverse": True}, {"jitter": 1}],
     "lower": [{"reverse": True}, {"jitter": 1}, {"jitter": 2}, {"jitter": 3}],
@@ -299,10 +299,7 @@ def _keep(case: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
     for text, reference in made.items():
         name = case.names.get(text)
         if name is not None:
-            rest = {
-                key: getattr(reference, key)
-                for key in ("segments", "loss_floors", "floors", "nulls", "is_cut", "reversed", "evaluation_floors")
-            }
+            rest = {key: getattr(reference, key) for key in _KEPT}
             cache.save(name, reference.trace, rest)
     return {text: cache.encode_segments(reference.segments) for text, reference in made.items()}
 

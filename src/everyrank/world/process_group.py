@@ -46,8 +46,8 @@ from everyrank.world.world import (
 
 __all__ = ["end_of_start", "open_world"]
 
-_LONGEST_GOODBYE_SECONDS = 10.0
-_SHORT_GOODBYE_SECONDS = 1.5  # after an error
+_LONGEST_LEAVE_SECONDS = 10.0
+_SHORT_LEAVE_SECONDS = 1.5  # after an error
 _WORLDS_OPENED = itertools.count()
 # Stores in a file, of ranks that leave before the one that removes it. torch's counts who has let go of it: where the
 # file was removed a moment before, it makes one again, for the next run to find.
@@ -61,23 +61,23 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
     After an exception nobody is waited for: the launcher ends the other ranks.
     Raises `RankFailedError` that names the ranks which did not come within `launch.timeout_seconds`.
     """
-    world, meeting = _come_to_the_store(info, launch)
+    world, rendezvous = _make_world(info, launch)
     use_threads(world.threads)
     gc.collect()
     gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
-    with _leaving_together(world, meeting):
-        register_rank(world.store, world.rank, meeting.address, device_name(world.device))
+    with _leaving_together(world, rendezvous):
+        register_rank(world.store, world.rank, rendezvous.address, device_name(world.device))
         store_barrier(world, "start")
-        others = wait_for_peers(world.store, world.size)
+        peers = wait_for_peers(world.store, world.size)
         world = replace(
-            world, hosts=tuple(other.host for other in others), devices=tuple(other.device for other in others)
+            world, hosts=tuple(other.host for other in peers), devices=tuple(other.device for other in peers)
         )
-        way = route_to_peers(others, world.rank, meeting.address)
-        check_same_device(others)
-        world = _with_settled_backend(world, launch.backend, others, is_one_machine=way[0])
-        with _on_interface(launch, *way) as interface, _on_the_lookout(world, info), _recorded():
+        way = route_to_peers(peers, world.rank, rendezvous.address)
+        check_same_device(peers)
+        world = _with_settled_backend(world, launch.backend, peers, is_one_machine=way[0])
+        with _on_interface(launch, *way) as interface, _watching_peers(world, info), _recorded():
             _init_process_group(world)
-            store_barrier(world, "process group")  # who fails before others have connected breaks their connections
+            store_barrier(world, "process group")  # who fails before peers have connected breaks their connections
             yield replace(world, group=dist.group.WORLD, choices={**world.choices, "interface": interface})
             # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
             gc.unfreeze()
@@ -85,8 +85,8 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
             store_barrier(world, "end")
             world.group_cache.clear()
     dist.destroy_process_group()
-    _leave(world, meeting.is_host, _LONGEST_GOODBYE_SECONDS)
-    _remove(meeting)
+    _leave(world, rendezvous.is_host, _LONGEST_LEAVE_SECONDS)
+    _remove(rendezvous)
 
 
 def end_of_start(world: World) -> None:
@@ -110,7 +110,7 @@ def end_of_start(world: World) -> None:
             set_timeout(timeout, group)
 
 
-def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
+def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
     """The device, backend and threads of this rank, and the store that it shares with the others; nobody has met yet.
 
     Raises `CannotRunError` or `UsageError` for a device or backend that cannot be had, and what `open_store` raises.
@@ -122,7 +122,7 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
     if device.type == "cuda":
         torch.cuda.set_device(device)
     threads, threads_alone, why_threads = choose_threads(info.threads, num_cores(), info.local_size)
-    meeting = open_store(info, launch)
+    rendezvous = open_store(info, launch)
     world = World(
         rank=info.rank,
         size=info.size,
@@ -134,7 +134,7 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
         loader_workers=launch.loader_workers,
         timeout_seconds=launch.start_seconds,
         # A store may outlive a world: a restart, or another world of the same process, has other names in it.
-        store=dist.PrefixStore(f"everyrank/{info.store_round}/{next(_WORLDS_OPENED)}", meeting.store),
+        store=dist.PrefixStore(f"everyrank/{info.store_round}/{next(_WORLDS_OPENED)}", rendezvous.store),
         group=None,
         choices={
             "device": describe_device(launch.device, kind),
@@ -146,17 +146,17 @@ def _come_to_the_store(info: RankInfo, launch: Launch) -> tuple[World, Rendezvou
         step_timeout_seconds=launch.timeout_seconds if launch.start_timeout_seconds is not None else None,
         start_flag=launch.start_flag,
     )
-    return world, meeting
+    return world, rendezvous
 
 
-def _with_settled_backend(world: World, asked: str | None, others: Sequence[Peer], is_one_machine: bool) -> World:
+def _with_settled_backend(world: World, asked: str | None, peers: Sequence[Peer], is_one_machine: bool) -> World:
     """What only all ranks together can tell: whether they share memory, or devices. A collective over the store.
 
     Raises `CannotRunError` on all ranks where they share no memory, and shm was asked for by name, and `UsageError`
     where nccl was and they share devices.
     """
     if world.device.type == "cuda":
-        backend, why = choose_backend(asked, "cuda", *count_devices(others))
+        backend, why = choose_backend(asked, "cuda", *count_devices(peers))
         return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {why}"})
     if world.backend != "shm":
         return world
@@ -228,7 +228,7 @@ def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None)
 
 
 @contextlib.contextmanager
-def _on_the_lookout(world: World, info: RankInfo) -> Generator[None]:
+def _watching_peers(world: World, info: RankInfo) -> Generator[None]:
     """Between hosts, an error that another rank caused becomes that rank's. On one host the launcher sees to it."""
     if info.local_size == info.size:
         yield
@@ -250,29 +250,29 @@ def _on_the_lookout(world: World, info: RankInfo) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _leaving_together(world: World, meeting: Rendezvous) -> Generator[None]:
-    """After an error, too, the store stays for a moment: others still read there what this rank has told them."""
+def _leaving_together(world: World, rendezvous: Rendezvous) -> Generator[None]:
+    """After an error, too, the store stays for a moment: peers still read there what this rank has told them."""
     try:
         yield
     except Exception:
         with contextlib.suppress(Exception):
-            _leave(world, meeting.is_host, _SHORT_GOODBYE_SECONDS)
-        _remove(meeting)
+            _leave(world, rendezvous.is_host, _SHORT_LEAVE_SECONDS)
+        _remove(rendezvous)
         raise
 
 
-def _remove(meeting: Rendezvous) -> None:
+def _remove(rendezvous: Rendezvous) -> None:
     """The file in which ranks met, by the one that leaves last."""
-    if meeting.file is None:
+    if rendezvous.file is None:
         return
-    if meeting.is_host:
-        meeting.file.unlink(missing_ok=True)
+    if rendezvous.is_host:
+        rendezvous.file.unlink(missing_ok=True)
     else:
-        _KEPT.append(meeting.store)
+        _KEPT.append(rendezvous.store)
 
 
 def _leave(world: World, is_host: bool, seconds: float) -> None:
-    """Go, the rank that hosts the store last: the others still ask it who has come to the end."""
+    """Go, the rank that hosts the store last: the peers still ask it who has come to the end."""
     if not is_host:
         with contextlib.suppress(RuntimeError):  # rank 0 has not waited any longer
             world.store.set(f"left/{world.rank}", "gone")
