@@ -84,6 +84,7 @@ def test_it_runs_and_is_right(kind: str, everyrank: Any, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert wrong(done.stdout) == []
     assert "had failed" not in done.stdout
+    assert "nothing wrong found" in done.stdout
     ranks = 2 if "Process" in kind else 1
     assert f"on {ranks} rank" in done.stdout
 

@@ -179,7 +179,9 @@ def audit_script(
             other = _other_number(run, evidence, script, num_ranks) if may_change else None
             if other is not None:  # of two ranks that use nothing of each other one is the right number after all
                 return audit_script(words, dataclasses.replace(options, processes=other), moved, is_open=other > 1)
-            return _judge(words, run, evidence, options, settings)
+            audit = _judge(words, run, evidence, options, settings)
+            # on two ranks nothing of them was used
+            return dataclasses.replace(audit, doubt="") if is_open is False and audit.doubt == _ONE_RANK else audit
         except RankFailedError as error:
             first = first or error
             if (starts_ranks or num_ranks == 1) and options.processes is None and _WANTS_RANK.search(str(error)):
@@ -332,12 +334,15 @@ def _judged(
     )
 
 
+_ONE_RANK = "only one rank of a distributed script was checked (use --processes 2)"
+
+
 def _doubt(run: ScriptRun, evidence: Evidence) -> str:
     """Why an audit without findings is no good news; "" where it is."""
     if run.status == "long":
         return "ended by --limit before enough was seen"
     if run.world_size == 1 and _imports_ranks(evidence):
-        return "only one rank of a distributed script was checked (use --processes 2)"
+        return _ONE_RANK
     if not evidence.all_of("backward"):
         return "no backward was seen, so gradients were not checked"
     return ""
