@@ -24,7 +24,7 @@ import pytest
 # What makes a test one of a part: a word of its name, a fixture it asks for, or its file. The first that fits is it.
 PARTS = {
     "horovod": r"horovod",
-    "slurm": r"slurm|srun|sbatch|scancel|out_of_time|the_person_is_gone",
+    "slurm": r"slurm|srun|sbatch|scancel|out_of_time",
     "mpi": r"(\b|_)mpi",
     "ray": r"\bray\b|test_ray",
     "hosts": r"three_hosts|four_hosts",

@@ -122,11 +122,16 @@ def test_a_person_who_stops_it(cli: Cli, request: pytest.FixtureRequest, launche
     assert cli.left() == {}
 
 
-def test_the_person_is_gone(cli: Cli, slurm: dict[str, str]) -> None:
-    """SIGKILL to the command line in an allocation: the ranks notice by themselves."""
+@pytest.mark.parametrize("launcher", ["slurm", "ray"])
+def test_the_person_is_gone(cli: Cli, request: pytest.FixtureRequest, launcher: str) -> None:
+    """SIGKILL to the command line, in an allocation or beside Ray's driver: the ranks notice by themselves."""
     (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
-    words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm"]
-    in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, slurm)
+    words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", launcher]
+    if launcher == "slurm":
+        in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
+    else:
+        needs_ray()
+        cli.start(*words, is_forked=False)
     cli.wait_for(update_3(cli))
     os.kill(command_line(cli), signal.SIGKILL)
     cli.end(SOON)
