@@ -17,7 +17,6 @@ import torch
 import everyrank.benchmark.rank
 import zoo
 from everyrank import Launch, api, parse_layout, read_records
-from everyrank import api as scaling
 from everyrank.benchmark.rank import _on_host, bench_rank
 from everyrank.cli import _TerminatedError, main
 from everyrank.errors import RankFailedError, UsageError
@@ -185,7 +184,7 @@ def test_scaling_that_is_stopped_keeps_the_smaller_sizes(benched: Any, capsys: p
 
     bench.calls = [False, True]
     kept: list[Record] = []
-    with mock.patch.object(scaling, "bench", bench), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(api, "bench", bench), pytest.raises(KeyboardInterrupt):
         api.bench_scaling(zoo.workload("frozen"), [parse_layout("ddp")], Launch(), [1, 2], kept=kept)
     assert [record.world_size for record in kept] == [1, 2]
     assert kept[1].scaling is not None

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from everyrank import Launch, Layout, Workload, bench, find_workload, run, verify
-from everyrank import api as calls
+from everyrank import Launch, Layout, Workload, api, bench, find_workload, run, verify
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.launch.torchrun import TorchrunOptions
 from everyrank.workload import Source, load
@@ -115,7 +114,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(arguments)
         return {}
 
-    monkeypatch.setattr(calls, "run_ranks", start_nothing)
+    monkeypatch.setattr(api, "run_ranks", start_nothing)
     return found
 
 
@@ -404,7 +403,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("ranks were started for a call that is wrong")
 
-    monkeypatch.setattr(calls, "run_ranks", start)
+    monkeypatch.setattr(api, "run_ranks", start)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from everyrank import BenchOptions, Launch, Layout, TrainOptions, VerifyOptions, run, verify
-from everyrank import api as calls
+from everyrank import BenchOptions, Launch, Layout, TrainOptions, VerifyOptions, api, run, verify
 from everyrank.cli import _parser
 from everyrank.commands.shared import options_of
 from everyrank.errors import UsageError
@@ -33,7 +32,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(dataclasses.replace(arguments[5], command=[], started=0.0))
         return {}
 
-    monkeypatch.setattr(calls, "run_ranks", start_nothing)
+    monkeypatch.setattr(api, "run_ranks", start_nothing)
     return found
 
 

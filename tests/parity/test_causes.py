@@ -253,7 +253,7 @@ def kept(world: World, key: str, folder: str, lr: float, spoil: bool, factor: st
     import os
     from unittest import mock
 
-    from everyrank.parity import reference as spread
+    from everyrank.parity import reference
     from everyrank.workload import Source, load
 
     path = Path(folder, "workload.py")
@@ -270,7 +270,7 @@ def kept(world: World, key: str, folder: str, lr: float, spoil: bool, factor: st
     torch.distributed.barrier(group=world.group)
     workload = load(Source(str(path), {"lr": lr}))
     runs: list[Any] = []
-    original = spread.trace
+    original = reference.trace
 
     def counted(*arguments: Any, **options: Any) -> Any:
         runs.append(1)
@@ -278,7 +278,7 @@ def kept(world: World, key: str, folder: str, lr: float, spoil: bool, factor: st
 
     with (
         mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder, "FACTOR": factor}),
-        mock.patch.object(spread, "trace", counted),
+        mock.patch.object(reference, "trace", counted),
     ):
         if spoil and world.rank == 0:
             for file in Path(folder).rglob("*.safetensors"):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from everyrank.audit.watch.recorder import BY_RPC
 _NUMBERS = 256  # bytes: an all-reduce of no more is of losses and counts, not of parameters
 _DIRECT = 3  # library functions between a line and the collective that it calls
 
-__all__ = ["Event", "Evidence", "Samples", "read_evidence"]
+__all__ = ["Event", "Evidence", "Samples", "are_cut_off", "read_evidence"]
 
 Event = dict[str, Any]
 
@@ -233,6 +234,11 @@ class Evidence:
     def calls_by_rpc(self) -> bool:
         """Whether processes also send each other what is not seen: then which updates belong together is open."""
         return any(event["what"].startswith(BY_RPC) for event in self.all_of("unchecked"))
+
+
+def are_cut_off(loaders: Iterable[Event]) -> bool:
+    """Whether of the epoch of one of these loaders only the first samples were written down."""
+    return any(len(loader["indices"]) < loader["num_indices"] for loader in loaders)
 
 
 def _is_of_the_model(event: Event) -> bool:

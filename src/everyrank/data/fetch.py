@@ -9,8 +9,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from everyrank.errors import EveryrankError, WorkloadError
+from everyrank.launch.supervisor import end_with_parent
 from everyrank.world import World
 
 __all__ = ["Batch", "map_tensors", "move", "pair_of", "read_all"]
-
-_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -75,17 +72,10 @@ def _begin_worker(rank_process: int, _: int) -> None:
     which its rank was killed would wait for ever. A fork server is the parent of what it forks, and ends it itself.
     """
     if multiprocessing.get_start_method() != "forkserver":
-        threading.Thread(target=_end_with, args=(rank_process,), daemon=True).start()
+        end_with_parent(rank_process)
     # a request to stop may reach the whole process group; the rank still needs its workers to finish the update
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _end_with(rank_process: int) -> None:
-    """End this process when its parent is another one."""
-    while os.getppid() == rank_process:
-        time.sleep(_LOOK_SECONDS)
-    os._exit(1)
 
 
 def _told_by_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iterator[Any]:

@@ -17,7 +17,6 @@ import pickle
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -27,13 +26,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from everyrank.launch.job import Job
 from everyrank.launch.spawn import WORKER
+from everyrank.launch.supervisor import end_with_parent
 
 __all__ = ["main"]
 
 ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
 placement: Any = importlib.import_module("ray.util")
 _LOOK_SECONDS = 0.1
-_STARTER_SECONDS = 0.5
 _PLACE_SECONDS = 120.0
 _SAVE_SECONDS = 120.0  # for ranks that were asked to stop, where new ones are taken in
 _END_SECONDS = 10.0
@@ -142,7 +141,7 @@ def main() -> int:
     left = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     starter = os.getppid()
     signal.signal(signal.SIGTERM, _terminated)
-    threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
+    end_with_parent(starter, lambda: os.kill(os.getpid(), signal.SIGTERM))
     content = (directory / "job.pickle").read_bytes()
     job: Job = pickle.loads(content)  # noqa: S301  (our own parent wrote it)
     local: dict[str, Any] = {}
@@ -166,13 +165,6 @@ def main() -> int:
         if os.getppid() != starter:  # nobody else is left to tidy up
             for folder in (directory, *([] if job.keeps_logs else [job.logs])):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_with(starter: int) -> None:
-    """End as after SIGTERM when the command that started this process is gone."""
-    while os.getppid() == starter:
-        time.sleep(_STARTER_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended:

@@ -22,7 +22,7 @@ import psutil
 from everyrank.launch.hosts import host_name, pid_namespace
 from everyrank.launch.job import Job
 
-__all__ = ["supervise", "write_whole"]
+__all__ = ["end_with_parent", "supervise", "write_whole"]
 
 _LOOK_SECONDS = 0.25
 _ASK_SECONDS = 0.5  # between two requests to stop: a rank that is still starting does not catch them yet
@@ -34,7 +34,7 @@ def supervise(job: Job, rank: int, directory: Path) -> None:
     kills_before, own_pid = _kills_for_memory(), os.getpid()
     child = os.fork()
     if child == 0:
-        _end_with(own_pid)
+        end_with_parent(own_pid)
         return
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -113,15 +113,15 @@ def _beat_watch(directory: Path) -> Callable[[], bool]:
     return lives
 
 
-def _end_with(supervisor_pid: int) -> None:
-    """End this process as soon as its supervisor is gone."""
+def end_with_parent(parent_pid: int, end: Callable[[], object] = lambda: os._exit(1)) -> None:
+    """Call `end`, which ends this process, as soon as its parent is gone."""
 
     def watch() -> None:
-        while os.getppid() == supervisor_pid:
+        while os.getppid() == parent_pid:
             time.sleep(0.5)
-        os._exit(1)
+        end()
 
-    threading.Thread(target=watch, daemon=True, name="everyrank-supervisor-watch").start()
+    threading.Thread(target=watch, daemon=True, name="everyrank-parent-watch").start()
 
 
 def _kills_for_memory() -> int:

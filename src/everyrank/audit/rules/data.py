@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.evidence import Event, Evidence, are_cut_off
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_data"]
@@ -91,7 +91,7 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: F
     if len(loaders) < 2 or "Weighted" in first["sampler"]:
         return
     orders = [loader["indices"] for loader in loaders.values()]
-    if any(len(loader["indices"]) < loader["num_indices"] for loader in loaders.values()) and orders[0] != orders[1]:
+    if are_cut_off(loaders.values()) and orders[0] != orders[1]:
         findings.not_checked(
             f"which samples each rank reads at {first['line']}: of more than {len(orders[0])} only the first are known"
         )
@@ -178,9 +178,8 @@ def _made_at(loaders: Mapping[int, Event]) -> tuple[str, ...]:
 
 def _check_skipped(loaders: Mapping[int, Event], num_read: int, batch: int, findings: Findings) -> None:
     first = next(iter(loaders.values()))
-    is_whole = all(len(loader["indices"]) == loader["num_indices"] for loader in loaders.values())
     length = first["length"] or 0
-    if is_whole and length - num_read > batch:
+    if not are_cut_off(loaders.values()) and length - num_read > batch:
         findings.add(
             "WARN" if first["sampler"] == "DistributedSampler" and length == first["sampled"] else "NOTE",
             "data.skipped",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.evidence import Event, Evidence, are_cut_off
 from everyrank.audit.finding import Findings, short_place
 
 __all__ = ["check_evaluation", "loss_passes"]
@@ -120,7 +120,7 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
     sets = [set(loader["indices"]) for loader in loaders.values()]
     union, total = set[object]().union(*sets), sum(len(loader["indices"]) for loader in loaders.values())
     num, line = len(union), first["line"]
-    if any(len(loader["indices"]) < loader["num_indices"] for loader in loaders.values()):
+    if are_cut_off(loaders.values()):
         findings.not_checked(
             f"which samples each rank evaluates at {line}: of {first['num_indices']} only the first are known"
         )
@@ -186,8 +186,6 @@ def _check_dropped(
     """Samples that no rank evaluates: of the loader's own dataset, and where it is not cut up, of the whole."""
     first = loaders[evidence.ranks[0]]
     length = first["length"] or 0
-    if any(len(loader["indices"]) < loader["num_indices"] for loader in loaders.values()):
-        return  # of a long epoch only the beginning is written down
     num = sum(
         (loader["length"] or 0) - loader["num_indices"]
         for loader in loaders.values()

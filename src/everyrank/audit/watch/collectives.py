@@ -149,10 +149,11 @@ def _gathering(function: Any, losses: Losses) -> Any:
 def _groups_of_gloo(c10d: Any) -> None:
     """A group that the script asks for with nccl has gloo, and is bound to no device."""
     new_group = c10d.new_group
+    signature = inspect.signature(new_group)
 
     @functools.wraps(new_group)
     def made(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(new_group).bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
         given.arguments.pop("device_id", None)
         if "nccl" in str(given.arguments.get("backend")):
             given.arguments["backend"] = "gloo"
