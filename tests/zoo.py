@@ -112,6 +112,18 @@ class UnusedModel(FrozenModel):
         self.unused = nn.Linear(4, 4)
 
 
+class SparseModel(nn.Module):
+    """An embedding whose gradient is sparse, under a dense head. Plain SGD takes such gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, sparse=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor, shift: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens) + shift[:, None, None])
+
+
 class Passages(Sentences):
     """Sentences of 8 tokens with their positions: ({"tokens": (8,), "positions": (8,)}, next tokens (8,))."""
 
@@ -398,6 +410,14 @@ def workload(name: str, optimizer: str = "sgd", **changes: Any) -> Workload:
             "experts": DECODER_EXPERTS,
             "sequence_dim": 1,
             "clip_norm": 0.5,
+        },
+        "sparse": {
+            "model": SparseModel,
+            "train_data": lambda: Sentences(23),
+            "eval_data": lambda: Sentences(13),
+            "loss": masked_loss,
+            "metrics": {},
+            "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
         },
         "frozen": {"model": FrozenModel, "blocks": "layers", "clip_norm": 1.0},
         "unused": {"model": UnusedModel, "blocks": "layers"},

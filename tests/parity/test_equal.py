@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import zoo
 from everyrank import parse_layout
 from everyrank.loop import open_data
+from everyrank.parallel.ddp import check_unused_parameters
 from everyrank.parity import check_layout, parity_case
 from everyrank.record import Parity
 from everyrank.world import World
@@ -108,9 +111,31 @@ def test_unused_parameters(ranks: Any) -> None:
 
 
 def test_unused_parameters_are_named(ranks: Any) -> None:
-    """DDP itself leaves other gradients of the bucket unreduced in update 0, and complains in update 1."""
-    with pytest.raises(AssertionError, match=r"parameter unused.weight took no part .*ddp:find_unused=true"):
-        parities(ranks, 2, "unused", "sgd", ["ddp"])
+    """DDP itself leaves other gradients of the bucket unreduced. The layouts after it are still compared."""
+    ddp, fsdp = parities(ranks, 2, "unused", "sgd", ["ddp", "fsdp"])
+    assert (ddp.status, fsdp.status) == ("refused", "equal")
+    assert ddp.reason is not None
+    assert all(word in ddp.reason for word in ("layout ddp:", "unused.weight", "ddp:find_unused=true"))
+
+
+def test_parameters_unused_on_one_rank(ranks: Any) -> None:
+    """Ranks that go on would wait for each other's gradients, so the run ends."""
+    with pytest.raises(AssertionError, match=r"took no part .*find_unused=true"):
+        ranks(2, losses_of_ranks_that_disagree)
+
+
+def losses_of_ranks_that_disagree(world: World) -> None:
+    """Rank 1 has a parameter without a gradient; rank 0 never comes to say so, too."""
+    if world.rank == 1:
+        check_unused_parameters({"head.weight": nn.Parameter(torch.zeros(1))}, parse_layout("ddp"), world)
+
+
+def test_sparse_gradients(ranks: Any) -> None:
+    """Embeddings with sparse gradients train where no gradient is reduced, and are named elsewhere."""
+    layouts = ["single", "local_sgd", "ddp", "fsdp"]
+    parity = dict(zip(layouts, parities(ranks, 2, "sparse", "sgd", layouts), strict=True))
+    assert [parity[text].status for text in layouts] == ["equal", "equal", "refused", "refused"]
+    assert "sparse=False" in str(parity["ddp"].reason)
 
 
 @pytest.mark.parametrize("name", ["tied", "norm"])

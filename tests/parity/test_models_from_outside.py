@@ -139,3 +139,31 @@ def test_masks_of_rows_do_not_depend_on_padding() -> None:
 
     assert torch.equal(mask(8)[:, :, :7, :7], mask(7))
     assert not torch.equal(mask(7)[:, 0], mask(7)[:, 1])
+
+
+class LocalNorm(torch.optim.Optimizer):
+    """Normalised gradient descent. It takes the norm of a shard for the norm of the whole gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for parameter in self.param_groups[0]["params"]:
+            weight, gradient = (getattr(t, "to_local", lambda t=t: t)() for t in (parameter, parameter.grad))
+            weight.sub_(gradient / (gradient.norm() + 1e-6), alpha=0.01)
+
+
+def test_an_optimizer_that_takes_a_shard_for_the_whole(ranks: Any) -> None:
+    """The gradients are right, so the cause is in the optimizer."""
+    workload = of_points(
+        model=lambda: nn.Linear(5, 3),
+        loss=squares,
+        blocks=None,
+        optimizer=lambda model: LocalNorm(model.parameters()),
+        metrics={},
+    )
+    result = ranks(2, outcome, workload, "fsdp", next(KEYS))[0]
+    assert result.startswith("different: the gradients are those of one device")
+    assert "optimizer" in result

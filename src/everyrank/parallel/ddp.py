@@ -8,6 +8,7 @@ parameter of two zeros: the gradient of (zeros * [sum, count]).sum() is [sum, co
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from everyrank.errors import WorkloadError
+from everyrank.errors import UnsupportedLayoutError, WorkloadError
 from everyrank.layout import Layout
 from everyrank.layout.options import DDPOptions
 from everyrank.parallel.parallelize import call_model
 from everyrank.parallel.precision import param_dtype
-from everyrank.world import World
+from everyrank.world import World, do_all_ranks_agree
 
 __all__ = ["ModelWithCount", "apply_ddp", "check_unused_parameters", "global_sum_and_count"]
 
@@ -28,6 +29,7 @@ __all__ = ["ModelWithCount", "apply_ddp", "check_unused_parameters", "global_sum
 # the name since torch 2.13, which warns of the old one
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
+_CHECKS_FAILED = itertools.count()  # each failed check has a key of its own
 
 
 class ModelWithCount(nn.Module):
@@ -75,14 +77,21 @@ def global_sum_and_count(ddp: DistributedDataParallel, world: World) -> Tensor:
     return module.carrier.grad * world.size
 
 
-def check_unused_parameters(parameters: Mapping[str, nn.Parameter], layout: Layout) -> None:
-    """Raise `WorkloadError` for parameters without a gradient, which DDP would leave unreduced without a word."""
-    for name, parameter in parameters.items():
-        if parameter.grad is None and parameter.requires_grad:
-            options = layout.read(DDPOptions)
-            if options.find_unused or options.static_graph:
-                return
-            raise WorkloadError(
-                f"layout {layout}: parameter {name} took no part in the loss; "
-                f"use --layout {layout.strategy}:find_unused=true, or freeze it"
-            )
+def check_unused_parameters(parameters: Mapping[str, nn.Parameter], layout: Layout, world: World) -> None:
+    """Raise for parameters without a gradient, which DDP would silently leave unreduced.
+
+    Raises `UnsupportedLayoutError` where all ranks miss the same number of times, else `WorkloadError`.
+    """
+    unused = next((name for name, p in parameters.items() if p.grad is None and p.requires_grad), None)
+    if unused is None:
+        return
+    options = layout.read(DDPOptions)
+    if options.find_unused or options.static_graph:
+        return
+    message = (
+        f"layout {layout}: parameter {unused} took no part in the loss; "
+        f"use --layout {layout.strategy}:find_unused=true, or freeze it"
+    )
+    # another layout may train such a model, so a list of layouts goes on, if no rank waits for another's gradients
+    is_everywhere = do_all_ranks_agree(world, f"unused parameters/{next(_CHECKS_FAILED)}")
+    raise (UnsupportedLayoutError if is_everywhere else WorkloadError)(message)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
-from everyrank.errors import WorkloadError
+from everyrank.errors import UnsupportedLayoutError, WorkloadError
 from everyrank.layout import DATA_AXES, Layout
 from everyrank.layout.options import BatchNormOptions, BuildOptions
 from everyrank.parallel.batch_norm import apply_batch_norm, broadcast_statistics, statistics_of
@@ -133,6 +133,7 @@ def parallelize(
     local_statistics   batch norm takes its statistics over this rank's samples alone, also without batch_norm=local
     """
     model, rank_0_model = init_model(workload, layout, mesh.world)
+    _check_dense_gradients(model, layout, mesh)
     if broadcast and not layout.read(BuildOptions).meta:
         broadcast_from_rank_0(model, mesh.world)
     tensor = apply_tensor_parallel(model, workload, layout, mesh)
@@ -152,6 +153,18 @@ def parallelize(
     if layout.compile:
         _apply_compile(model, workload)
     return ParallelModel(workload, layout, mesh, model.train(), rank_0_model, state, tensor, context, experts, dropout)
+
+
+def _check_dense_gradients(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+    """Raise `UnsupportedLayoutError` for embeddings with sparse gradients under a layout that reduces gradients."""
+    if mesh.world.group is None or layout.strategy == "local_sgd":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UnsupportedLayoutError(
+                f"layout {layout}: the gradient of {name} is sparse, and only dense gradients are reduced over ranks; "
+                f"build {type(module).__name__} with sparse=False, or train with layout single or local_sgd"
+            )
 
 
 def exact_dropout(

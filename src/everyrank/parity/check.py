@@ -17,7 +17,7 @@ from everyrank.parallel.own_precision import full_precision
 from everyrank.parity.async_reads import read_before_wait
 from everyrank.parity.case import ParityCase, single_like
 from everyrank.parity.compare import Comparison, compare
-from everyrank.parity.diagnose import locate
+from everyrank.parity.diagnose import GRADIENTS_DIFFER, locate
 from everyrank.parity.own_code import cause_after_gradients, gradients_of
 from everyrank.parity.reference import ensure_references
 from everyrank.parity.trace import Trace, trace_in_place
@@ -25,6 +25,11 @@ from everyrank.record import Parity
 from everyrank.world import World, from_rank_0
 
 __all__ = ["check_layout"]
+
+_OPTIMIZER_DIFFERS = (
+    "the gradients are those of one device, the updates are not: the optimizer computes a norm or another value of a "
+    "whole tensor from the part that this rank holds, or it does not have all parameters"
+)
 
 
 def check_layout(
@@ -84,7 +89,8 @@ def _check_layout(
         try:
             run = trace_in_place(case, variant, world, here, case.segments[single], evaluates=precision == "float64")
         except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
-            return _left_out(error, by_name), []
+            typed = type(error)(str(error).replace(str(variant), str(layout)))
+            return _left_out(typed, by_name), []
         except NotFiniteError as error:
             return _not_a_number(error, case, variant, world, checks), []
         losses = run.losses if run is not None else []
@@ -148,6 +154,9 @@ def _explained(
     first, cause = locate(case, layout, world, key, finding)
     if of_gradients is not None and layout.precision == "float64" and ", tensor " in first:
         cause = cause_after_gradients(case, layout, world, of_gradients.not_compared)
+    if cause == GRADIENTS_DIFFER and not case.by_gradient:
+        gradients, _ = check_layout(gradients_of(case), layout, world, f"{key}/gradients")
+        cause = _OPTIMIZER_DIFFERS if gradients.status == "equal" else cause
     return _different(finding, f"{first} ({layout.precision})", cause, checks)
 
 

@@ -28,11 +28,16 @@ from everyrank.parity.trace import Trace, distance, trace, trace_in_place
 from everyrank.world import World, from_rank_0, single_process_world
 from everyrank.world.collectives import all_gather
 
-__all__ = ["locate"]
+__all__ = ["GRADIENTS_DIFFER", "locate"]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _KEEP_BYTES = 2 << 30  # of states kept while looking
 _State = dict[str, Tensor]
+GRADIENTS_DIFFER = (
+    "the loss is that of one device, the gradients that reach the optimizer are not: they are no sum over all "
+    "samples of the global batch"
+)
+"""The cause where nothing more specific was found. The gradients themselves were not compared."""
 _FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first update that has it
 
 
@@ -266,10 +271,7 @@ def _cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
         return f"the update is {ratio:.3g} times that of one device: divided by the number of ranks once too often"
     if index and reference.counts[index] != reference.counts[index - 1]:
         return "it begins with an update of another size: gradients are not normalised by the global count"
-    return (
-        "the loss is that of one device, the gradients that reach the optimizer are not: they are no sum over all "
-        "samples of the global batch"
-    )
+    return GRADIENTS_DIFFER
 
 
 def _about_buffers(evidence: _Evidence, names: Sequence[str]) -> str | None:

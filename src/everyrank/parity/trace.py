@@ -152,7 +152,8 @@ def _largest_gradients(prepared: Prepared, largest: dict[str, Tensor]) -> None:
     """Of the parts of gradients that this rank has."""
     for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
-            size = local_tensor(parameter.grad.detach()).abs().cpu()
+            gradient = local_tensor(parameter.grad.detach())
+            size = (gradient.to_dense() if gradient.is_sparse else gradient).abs().cpu()
             if name in largest:
                 torch.maximum(largest[name], size, out=largest[name])
             else:

@@ -63,7 +63,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return contextlib.nullcontext() if is_last else ddp.no_sync()
 
     def after_backward() -> None:
-        check_unused_parameters(named, layout)
+        check_unused_parameters(named, layout, world)
         all_reduce_grads(experts, mesh)  # over the ranks that hold the same ones
 
     step = make_step(

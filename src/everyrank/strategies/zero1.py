@@ -53,7 +53,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         forward=ddp,  # gives the output, and the carrier of [sum, count]
         around=around,
-        after_backward=lambda: check_unused_parameters(named, layout),
+        after_backward=lambda: check_unused_parameters(named, layout, world),
         sum_over_ranks=lambda _: global_sum_and_count(ddp, world),
         num_averaged=world.size,
         after_step=lambda: broadcast_from_owners(trained, owners, world),

@@ -16,7 +16,14 @@ A world of one has the same interface. Every wait here has a timeout that names 
     horovod.py         Horovod beside it, with the same ranks
 """
 
-from everyrank.world.barrier import broadcast_text, from_rank_0, on_each_rank, on_rank_0, store_barrier
+from everyrank.world.barrier import (
+    broadcast_text,
+    do_all_ranks_agree,
+    from_rank_0,
+    on_each_rank,
+    on_rank_0,
+    store_barrier,
+)
 from everyrank.world.group_of_one import group_of_one
 from everyrank.world.horovod import import_horovod, start_horovod, wait_for_horovod
 from everyrank.world.process_group import end_of_start, open_world
@@ -35,6 +42,7 @@ __all__ = [
     "choose_backend",
     "choose_device",
     "choose_threads",
+    "do_all_ranks_agree",
     "end_of_start",
     "from_rank_0",
     "group_of_one",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from everyrank.errors import EveryrankError, RankFailedError, kind_named
 from everyrank.world.world import World, single_process_world, use_threads
 
-__all__ = ["broadcast_text", "from_rank_0", "on_each_rank", "on_rank_0", "store_barrier"]
+__all__ = ["broadcast_text", "do_all_ranks_agree", "from_rank_0", "on_each_rank", "on_rank_0", "store_barrier"]
 
 T = TypeVar("T")
 
@@ -39,6 +39,20 @@ def _not_there(world: World, where: str, ranks: list[int]) -> list[int]:
         raise RankFailedError(
             f"rank 0 went away before the {where}: its store no longer answers ({str(error).splitlines()[0]})"
         ) from error
+
+
+def do_all_ranks_agree(world: World, key: str, seconds: float = 10.0) -> bool:
+    """Whether every rank calls this with `key` (a name used once) within `seconds`.
+
+    For a problem that a rank sees by itself: one that all ranks see can be raised on all of them alike.
+    """
+    world.store.add(f"agree/{key}", 1)
+    deadline = time.monotonic() + seconds
+    while world.store.add(f"agree/{key}", 0) < world.size:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def broadcast_text(world: World, key: str, text: str | None) -> str:
