@@ -14,10 +14,10 @@ import zoo
 from everyrank import Layout, Workload, parse_layout
 from everyrank.checkpoint.saver import _check_same_training
 from everyrank.cli import main
-from everyrank.data import all_updates, samples_per_epoch
+from everyrank.data import all_updates, planned_updates, samples_per_epoch
 from everyrank.data.parts import order_of
 from everyrank.errors import UsageError, WorkloadError
-from everyrank.loop import evaluate, open_data, planned_updates, run_updates
+from everyrank.loop import evaluate, open_data, run_updates
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import check_layout, parity_case, trace
 from everyrank.parity.samples import check_samples

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everyrank.benchmark.comm_counter import CommCounter
-from everyrank.data import all_updates, epoch_of
+from everyrank.data import all_updates, epoch_of, planned_updates
 from everyrank.layout import Layout
-from everyrank.loop import planned_updates, run_updates, wrap_user_errors
+from everyrank.loop import run_updates, wrap_user_errors
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.split import PHASES, exposed_shares
 from everyrank.parallel.pipeline.run import PipelineIdle

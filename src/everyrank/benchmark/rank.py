@@ -31,11 +31,11 @@ from torch import Tensor
 
 from everyrank.benchmark.instrumented import run_instrumented
 from everyrank.benchmark.results import Arm, Bench, Results
-from everyrank.data import all_updates
+from everyrank.data import all_updates, planned_updates
 from everyrank.errors import NotFiniteError
 from everyrank.launch import Launch, RankInfo
 from everyrank.layout import Layout
-from everyrank.loop import evaluate, mean_metrics, open_data, planned_updates, run_updates
+from everyrank.loop import evaluate, mean_metrics, open_data, run_updates
 from everyrank.measure.clock import now
 from everyrank.measure.resources import sampling
 from everyrank.measure.split import PHASES, phases

@@ -102,49 +102,54 @@ def updates_per_epoch(length: int, global_batch: int) -> int:
     return -(-length // global_batch)
 
 
-def all_updates(steps: int, per_epoch: int, begin: int = 0) -> KnownUpdates:
-    """The updates of a training, from its start or from number `begin` on; each is made when it is asked for."""
-    return KnownUpdates(range(begin, steps), per_epoch)
+def all_updates(steps: int, per_epoch: int) -> KnownUpdates:
+    """So many updates from the start of a training; each is made when it is asked for."""
+    return KnownUpdates(range(steps), per_epoch)
 
 
 class KnownUpdates(Sequence[Update]):
-    """Updates by their numbers: a list of a thousand million would take a hundred gigabytes."""
+    """Updates by their numbers (`data.Updates`). A list of 10^9 updates would take a hundred gigabytes."""
 
-    def __init__(self, steps: range, per_epoch: int) -> None:
-        self.steps, self.per_epoch = steps, per_epoch
+    def __init__(self, steps: range, per_epoch: int, epoch_sizes: Epoch | None = None) -> None:
+        self.steps, self.per_epoch, self.epoch_sizes = steps, per_epoch, epoch_sizes
 
     @property
-    def begin(self) -> int:
-        """The number of the first of them."""
+    def start_step(self) -> int:
+        """The number of the first update."""
         return self.steps.start
 
     @property
     def epoch(self) -> int:
-        """In which the first of them stands."""
+        """The epoch of the first update."""
         return self.steps.start // self.per_epoch
 
     @property
     def end(self) -> int:
-        """How many updates the training has."""
+        """The number of updates of the whole training."""
         return self.steps.stop
 
     @property
     def is_over(self) -> bool:
-        """Whether there are none."""
+        """Whether there are no updates."""
         return not self.steps
 
-    def ends_epoch(self, done: int) -> bool:
-        """Whether an epoch has ended when so many updates of the training are done."""
-        return done % self.per_epoch == 0
+    def ends_epoch(self, steps_done: int) -> bool:
+        """Whether an epoch ends after so many updates of the training."""
+        return steps_done % self.per_epoch == 0
 
-    def is_last(self, done: int) -> bool:
-        """Whether the training has ended then."""
-        return done == self.end
+    def is_last(self, steps_done: int) -> bool:
+        """Whether the training ends after so many updates."""
+        return steps_done == self.end
 
-    def place(self, done: int) -> dict[str, int]:
-        """What is to be known beside `done` to go on from there: nothing."""
-        del done
+    def position(self, steps_done: int) -> dict[str, int]:
+        """Nothing: the number of updates done is enough to resume."""
+        del steps_done
         return {}
+
+    def samples_before(self, step: int) -> int:
+        """The number of samples read before update `step`."""
+        assert self.epoch_sizes is not None, "made without the sizes of an epoch"
+        return self.epoch_sizes.samples_before(step)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -155,7 +160,7 @@ class KnownUpdates(Sequence[Update]):
     def __getitem__(self, index: slice) -> Sequence[Update]: ...
     def __getitem__(self, index: int | slice) -> Update | Sequence[Update]:
         if isinstance(index, slice):
-            return KnownUpdates(self.steps[index], self.per_epoch)
+            return KnownUpdates(self.steps[index], self.per_epoch, self.epoch_sizes)
         step = self.steps[index]
         return Update(step, step // self.per_epoch, step % self.per_epoch)
 

@@ -76,9 +76,9 @@ def agree(own: Sequence[int], reads: Slice, workload: Workload, world: World) ->
 
 
 class OpenUpdates(Iterable[Update]):
-    """The updates of a training of which nobody knows how many there are. An epoch ends where all its streams have.
+    """The updates of a training of unknown length (`data.Updates`). An epoch ends when all of its streams have ended.
 
-    Iterating gives the update in progress, as often as one is taken.
+    Iterating gives the update in progress, once for each update that is taken.
 
     step, epoch, index   of the update that is taken next
     epochs, steps        how long the training is; one of the two
@@ -90,7 +90,7 @@ class OpenUpdates(Iterable[Update]):
         self, epochs: int | None, steps: int | None, drop_last: bool, step: int = 0, epoch: int = 0, index: int = 0
     ) -> None:
         self.epochs, self.steps, self.drop_last = epochs, steps, drop_last
-        self.begin, self.step, self.epoch, self.index = step, step, epoch, index
+        self.start_step, self.step, self.epoch, self.index = step, step, epoch, index
         self.asked = (epoch, index)
         self.read = [0]
         self.ahead: Agreed | None = None
@@ -123,7 +123,7 @@ class OpenUpdates(Iterable[Update]):
 
     @property
     def end(self) -> int | None:
-        """How many updates the training has; None: nobody knows."""
+        """The number of updates of the whole training; None where epochs were asked for."""
         return self.steps
 
     @property
@@ -131,26 +131,26 @@ class OpenUpdates(Iterable[Update]):
         """Whether no update is left to take."""
         return self.step == self.steps or self.epoch == self.epochs
 
-    def ends_epoch(self, done: int) -> bool:
-        """Whether an epoch has ended with the update that was taken last."""
-        assert done == self.step
+    def ends_epoch(self, steps_done: int) -> bool:
+        """Whether an epoch ends with the update that was taken last."""
+        assert steps_done == self.step
         return self.ahead is not None and self.ahead.is_over
 
-    def is_last(self, done: int) -> bool:
-        """Whether the training has ended with it."""
-        return done == self.steps or (self.ends_epoch(done) and self.newest.epoch + 1 == self.epochs)
+    def is_last(self, steps_done: int) -> bool:
+        """Whether the training ends with it."""
+        return steps_done == self.steps or (self.ends_epoch(steps_done) and self.newest.epoch + 1 == self.epochs)
 
     def samples_before(self, step: int) -> int:
-        """How many samples the updates before `step` have read since this one was begun."""
-        return self.read[min(step, self.step) - self.begin]
+        """The number of samples read between `start_step` and update `step`."""
+        return self.read[min(step, self.step) - self.start_step]
 
-    def place(self, done: int) -> dict[str, int]:
-        """Where a training goes on after the update that was taken last: the epoch, and updates of it done."""
+    def position(self, steps_done: int) -> dict[str, int]:
+        """Where to resume after the update that was taken last: the epoch, and the number of its updates done."""
         epoch, index = self.newest.epoch, self.newest.index
-        return {"epoch": epoch + 1, "index": 0} if self.ends_epoch(done) else {"epoch": epoch, "index": index + 1}
+        return {"epoch": epoch + 1, "index": 0} if self.ends_epoch(steps_done) else {"epoch": epoch, "index": index + 1}
 
     def __iter__(self) -> Iterator[Update]:
-        given = self.begin
+        given = self.start_step
         while given < self.step:
             given += 1
             yield self.newest

@@ -7,7 +7,7 @@ finite.py       what is no number: a loss, the first tensor to blame
 """
 
 from everyrank.loop.evaluation import evaluate, mean_metrics
-from everyrank.loop.open_data import open_data, planned_updates, wrap_user_errors
+from everyrank.loop.open_data import open_data, wrap_user_errors
 from everyrank.loop.updates import run_updates
 
-__all__ = ["evaluate", "mean_metrics", "open_data", "planned_updates", "run_updates", "wrap_user_errors"]
+__all__ = ["evaluate", "mean_metrics", "open_data", "run_updates", "wrap_user_errors"]

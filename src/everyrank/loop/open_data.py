@@ -16,7 +16,6 @@ from everyrank.data import (
     count_samples,
     count_streams,
     cut,
-    epoch_of,
     find_streams,
     is_stream,
     samples_per_epoch,
@@ -28,7 +27,7 @@ from everyrank.workload import Workload
 from everyrank.world import World
 from everyrank.world.collectives import all_equal, all_gather
 
-__all__ = ["open_data", "planned_updates", "wrap_user_errors"]
+__all__ = ["open_data", "wrap_user_errors"]
 
 
 @contextlib.contextmanager
@@ -138,10 +137,3 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
                 "return all of the data on every rank: it is divided here"
             )
     return data
-
-
-def planned_updates(workload: Workload, dataset: Any) -> int:
-    """How many updates the workload's `epochs` or `steps` come to, on data whose length is known."""
-    if workload.steps is not None:
-        return workload.steps
-    return (workload.epochs or 1) * epoch_of(workload, dataset).updates

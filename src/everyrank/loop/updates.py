@@ -13,7 +13,6 @@ from torch import Tensor
 
 from everyrank.data import (
     Batch,
-    OpenUpdates,
     UnevenStreams,
     Update,
     batches_for_updates,
@@ -45,7 +44,7 @@ def run_updates(
     data of an update took to come. Raises `NotFiniteError` with the update and the first bad tensor, on every rank
     alike.
     """
-    updates = updates if isinstance(updates, Sequence | OpenUpdates) else list(updates)
+    updates = list(updates) if isinstance(updates, Iterator) else updates  # they are gone through twice
     workload = prepared.workload
     if isinstance(dataset, UnevenStreams) and prepared.mesh.servers:
         raise UnsupportedLayoutError(
@@ -66,7 +65,7 @@ def run_updates(
     ]
     batches = (list(itertools.chain.from_iterable(own)) for own in zip(*of_ranks, strict=True))
     lone = ""
-    if not isinstance(updates, OpenUpdates) and not isinstance(dataset, UnevenStreams):
+    if isinstance(updates, Sequence) and not isinstance(dataset, UnevenStreams):
         lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
     return _run(prepared, updates, batches, lone, fetched)
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from everyrank.data import Epoch, Streamed, Update, all_updates, epoch_of
+from everyrank.data import Epoch, Streamed, Update, all_updates, epoch_of, planned_updates
 from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import SAMPLE_AXES, Layout, check_reference
 from everyrank.layout.options import BuildOptions
-from everyrank.loop import planned_updates, wrap_user_errors
+from everyrank.loop import wrap_user_errors
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.dropout.apply import count_dropouts
 from everyrank.parallel.init_model import on_cpu, on_meta

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from everyrank.checkpoint import load_model, resume, with_pretrained
-from everyrank.data import KnownUpdates, OpenUpdates, all_updates, epoch_of, is_uncounted
+from everyrank.data import make_updates, resume_problem
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.launch import Launch, RankInfo, Stop, catch_signals
 from everyrank.launch.autopsy import FOLDER, current_state, keep_state
 from everyrank.layout import Layout
-from everyrank.loop import open_data, planned_updates, wrap_user_errors
+from everyrank.loop import open_data, wrap_user_errors
 from everyrank.measure.provenance import provenance
 from everyrank.options import TrainOptions
 from everyrank.record import Record
@@ -78,7 +78,7 @@ def train_rank(
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            updates = course_of(job, begin, place)
+            updates = make_updates(job.prepared.workload, job.train_data, begin, place)
             training = Training(job, options, about, updates, display, stop)
             announce(prepared, options, begin, updates.end, display, changes_size=launch.fewer_processes is not None)
             results = training.run()
@@ -195,27 +195,9 @@ def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
 
 def check_left(job: TrainingJob, resumed: Path, begin: int, place: dict[str, int]) -> None:
     """Raise `UsageError` where more is done already than is asked for."""
-    workload = job.prepared.workload
-    if not is_uncounted(job.train_data):
-        end = planned_updates(workload, job.train_data)
-        if begin > end:
-            raise UsageError(f"{resumed}: {begin} updates are done already, of {end} asked for; give more")
-    elif not place:
-        raise UsageError(f"{resumed}: it does not say how far the streams of the epoch had been read; start anew")
-    elif workload.steps is not None and begin > workload.steps:
-        raise UsageError(f"{resumed}: {begin} updates are done already, of {workload.steps} asked for; give more")
-    elif workload.steps is None and (place["epoch"], place["index"]) > (workload.epochs or 1, 0):
-        done, asked = f"{place['epoch']} epochs and {place['index']} updates", workload.epochs or 1
-        raise UsageError(f"{resumed}: {done} are done already, of {asked} epochs asked for; give more")
-
-
-def course_of(job: TrainingJob, begin: int, place: dict[str, int]) -> KnownUpdates | OpenUpdates:
-    """The updates of the training; how many there are may show as it goes."""
-    workload, data = job.prepared.workload, job.train_data
-    if not is_uncounted(data):
-        return all_updates(planned_updates(workload, data), epoch_of(workload, data).updates, begin)
-    epochs = (workload.epochs or 1) if workload.steps is None else None
-    return OpenUpdates(epochs, workload.steps, workload.drop_last, begin, **place)
+    problem = resume_problem(job.prepared.workload, job.train_data, begin, place)
+    if problem is not None:
+        raise UsageError(f"{resumed}: {problem}")
 
 
 # --- kernels: neither setting is on unless asked for; docs/training.md says what each costs

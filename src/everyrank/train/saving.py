@@ -13,7 +13,7 @@ import math
 import statistics
 
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.data import KnownUpdates, OpenUpdates
+from everyrank.data import Updates
 from everyrank.errors import EveryrankError, StoppedError
 from everyrank.options import AUTO, TrainOptions
 from everyrank.strategies import Prepared
@@ -53,7 +53,7 @@ class Saving:
         self,
         saver: Saver | None,
         prepared: Prepared,
-        updates: KnownUpdates | OpenUpdates,
+        updates: Updates,
         options: TrainOptions,
         display: Display,
         log: Log | None,
@@ -64,8 +64,8 @@ class Saving:
         self.every = _FIRST_AUTO if isinstance(options.save_every, str) else options.save_every
         self.mtbf_seconds = options.mtbf * _HOUR
         self.owes = self.was_said = False
-        self.tried_at = updates.begin
-        self.guard = Guard(prepared, options.guard, options.guard_every, updates.begin) if options.guard else None
+        self.tried_at = updates.start_step
+        self.guard = Guard(prepared, options.guard, options.guard_every, updates.start_step) if options.guard else None
         if self.guard is not None and not self.guard.compares:
             display.line(f"--guard: under {prepared.layout} no rank holds what another holds: nothing is compared")
 
@@ -113,7 +113,7 @@ class Saving:
         assert self.saver is not None
         self.compare(done)
         self.owes, self.tried_at = False, done
-        self.saver.about = dataclasses.replace(self.saver.about, place=self.updates.place(done))
+        self.saver.about = dataclasses.replace(self.saver.about, place=self.updates.position(done))
         try:
             earlier = self.saver.save(done, metrics)
             if earlier is not None:
@@ -148,6 +148,6 @@ class Saving:
         raise StoppedError(f"{text}; saved in {self.saver.run}; go on with --out {self.saver.run} --resume")
 
 
-def is_every(every: int | None, done: int, updates: KnownUpdates | OpenUpdates) -> bool:
+def is_every(every: int | None, done: int, updates: Updates) -> bool:
     """Whether what is done every so many updates (0: never, None: after each epoch) is due."""
     return updates.ends_epoch(done) if every is None else every > 0 and done % every == 0

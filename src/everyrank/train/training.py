@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from everyrank.checkpoint import SaveError, Saver
-from everyrank.data import KnownUpdates, OpenUpdates, Update, epoch_of, is_uncounted
+from everyrank.data import Update, Updates, epoch_of, is_uncounted
 from everyrank.errors import DivergedError, EveryrankError, NotFiniteError, WorkloadError
 from everyrank.launch import Stop
 from everyrank.launch.hosts import host_name
@@ -60,20 +60,20 @@ class Training:
         job: TrainingJob,
         options: TrainOptions,
         about: About,
-        updates: KnownUpdates | OpenUpdates,
+        updates: Updates,
         display: Display,
         stop: Stop,
     ) -> None:
         self.job, self.prepared, self.options = job, job.prepared, options
-        self.updates, self.done, self.epoch = updates, updates.begin, updates.epoch
+        self.updates, self.done, self.epoch = updates, updates.start_step, updates.epoch
         self.display, self.stop = display, stop
-        self.meter = ThroughputMeter(updates.begin, _counting(job, updates).samples_before)
+        self.meter = ThroughputMeter(updates.start_step, updates.samples_before)
         self.saver: Saver | None = None
         if options.out is not None and options.save_every != 0:
             self.saver = Saver(options.out, self.prepared, job.prepared.world, about, options.keep, options.save_async)
-        earlier, self.log = open_log(self.prepared, options, updates.begin, display)
+        earlier, self.log = open_log(self.prepared, options, updates.start_step, display)
         earlier = [row for row in earlier if "loss" in row]
-        if len(earlier) != updates.begin:  # the log is not there, or not whole
+        if len(earlier) != updates.start_step:  # the log is not there, or not whole
             earlier = []
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.watch = StragglerWatch(job.prepared.mesh)
@@ -91,7 +91,7 @@ class Training:
         replicas that are not equal.
         """
         startup_seconds = time.time() - self.options.started
-        world, begin = self.prepared.world, self.updates.begin
+        world, begin = self.prepared.world, self.updates.start_step
         try:
             with resource_log(_resource_file(self.options, world), host_name(), goes_on=begin > 0):
                 if not self.updates.is_over:
@@ -119,7 +119,7 @@ class Training:
             "metrics": metrics,
         }
 
-    def _update(self, updates: KnownUpdates | OpenUpdates, begin: int) -> None:
+    def _update(self, updates: Updates, begin: int) -> None:
         shares = self._shares(updates, begin)
         waiting: list[DoneUpdate] = []
         look_every = 1
@@ -158,7 +158,7 @@ class Training:
                 self.saver.finish_or_say()  # nor the checkpoint that is being written
             raise
 
-    def _shares(self, updates: KnownUpdates | OpenUpdates, begin: int) -> Iterator[Tensor]:
+    def _shares(self, updates: Updates, begin: int) -> Iterator[Tensor]:
         """The share of each update on this rank as it is done, with what was asked for around it."""
         shares = run_updates(self.prepared, self.job.train_data, updates, fetched=self.watch.fetched)
         if self.options.profile is not None:
@@ -308,11 +308,6 @@ class Training:
         if self.log is not None:
             self.log.final(self.metrics)
         return self.metrics
-
-
-def _counting(job: TrainingJob, updates: KnownUpdates | OpenUpdates) -> Any:
-    """What knows how many samples were read before an update."""
-    return updates if is_uncounted(job.train_data) else epoch_of(job.prepared.workload, job.train_data)
 
 
 def _best_before(options: TrainOptions, about: About) -> float | None:
