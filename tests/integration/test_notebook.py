@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from pathlib import Path
+
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 CELL = """
@@ -48,3 +54,18 @@ def test_notebook() -> None:
     assert "WorkloadError" in error["text"]
     assert "ZeroDivisionError: division by zero" in error["text"]
     assert verified["data"]["text/plain"] == "['equal']"
+
+
+def test_first_steps(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook of the pages runs from top to bottom, and its outputs are what its text promises."""
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    notebook = nbformat.read(repository / "docs" / "examples" / "first_steps.ipynb", 4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    texts = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+    curves, checks, mistake, audit = range(2, 6)
+    assert any("image/png" in output.get("data", {}) for output in cells[curves].outputs)
+    assert re.findall(r"^(\w+) +equal ", texts[checks], re.MULTILINE) == ["ddp", "zero1", "fsdp"]
+    assert "different - update 0, count of loss terms" in texts[mistake]
+    assert "data.epoch" in texts[audit]
