@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everyrank.backends import RECENT_CALLS
 from everyrank.backends.engine import PendingWork
-from everyrank.backends.lane import Lane
+from everyrank.backends.operation_queue import OperationQueue
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import current_state
 from everyrank.launch.autopsy.rank_state import _LOOK_SECONDS
@@ -76,7 +76,7 @@ def measure(info: RankInfo, launch: Launch, rounds: int) -> dict[str, Any]:
 
 def added() -> dict[str, float]:
     """CPU seconds of one note in the ring, and of one look of the thread: the least of five turns."""
-    state, work, tensors = current_state(), PendingWork("", Lane([0], 1.0), iter(()), []), [torch.ones(8)]
+    state, work, tensors = current_state(), PendingWork("", OperationQueue([0], 1.0), iter(()), []), [torch.ones(8)]
     assert state is not None
 
     def note() -> None:

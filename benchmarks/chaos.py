@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from everyrank import Launch, Record, parse_layout
-from everyrank.chaos.attempt import attempt
-from everyrank.chaos.disturb import compare_runs, logged_updates, spoil_checkpoint, train_undisturbed
+from everyrank.chaos.campaign import compare_runs, corrupt_checkpoint, logged_updates, train_baseline
 from everyrank.chaos.faults import FAULTS, why_unseen
+from everyrank.chaos.trainer_run import run_trainer
 from everyrank.options import ChaosOptions
 from everyrank.record import write_records
 from everyrank.runs import checkpoints_of, damage
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace, place: Path) -> Record:
     steps = faults[-1][1] + LAST
     options = ChaosOptions(steps=steps, save_every=SAVE_EVERY, guard_every=SAVE_EVERY, seed=args.seed)
     launch = Launch(processes=args.processes, device="cpu", timeout_seconds=args.timeout)
-    quiet = train_undisturbed(Source("digits"), parse_layout(args.layout), launch, options, place)
-    call = dataclasses.replace(quiet.call, run=str(place / "run"))
+    baseline = train_baseline(Source("digits"), parse_layout(args.layout), launch, options, place)
+    call = dataclasses.replace(baseline.call, run=str(place / "run"))
     limit = 2 * args.timeout + 600.0 + steps
     told: list[dict[str, Any]] = []
     begun, waiting, resume = time.monotonic(), [], ""
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, place: Path) -> Record:
         waiting.append({"fault": name, "update": update, "rank": rank, "journal": ""})
         if not FAULTS[name].ends:
             continue
-        done = attempt(dataclasses.replace(call, injections=waiting, resume=resume), place / f"{number}", limit)
+        done = run_trainer(dataclasses.replace(call, injections=waiting, resume=resume), place / f"{number}", limit)
         told += [strike(one, done, is_last=one is waiting[-1]) for one in waiting]
         waiting = []
         resume = recovered(Path(call.run), name, told[-1], call, place / f"{number}-refused", draw, limit)
@@ -78,9 +78,9 @@ def run(args: argparse.Namespace, place: Path) -> Record:
             print(f"{number + 1} of {len(faults)}: {told[-1]}", flush=True)
         if args.minutes and time.monotonic() > begun + 60 * args.minutes:
             break
-    ended = attempt(dataclasses.replace(call, resume=resume), place / "end", limit)
-    parity = compare_runs(quiet.run, Path(call.run), steps)
-    source = dict(quiet.record.provenance)
+    ended = run_trainer(dataclasses.replace(call, resume=resume), place / "end", limit)
+    parity = compare_runs(baseline.run, Path(call.run), steps)
+    source = dict(baseline.record.provenance)
     source["command"] = " ".join(["python", *sys.argv])
     source["long_run"] = {
         "injections": len(told),
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, place: Path) -> Record:
         "seed": args.seed,
         "steps": steps,
     }
-    return dataclasses.replace(quiet.record, parity=parity, provenance=source, loss=[])
+    return dataclasses.replace(baseline.record, parity=parity, provenance=source, loss=[])
 
 
 def strike(one: dict[str, Any], done: Any, is_last: bool) -> dict[str, Any]:
@@ -104,13 +104,16 @@ def strike(one: dict[str, Any], done: Any, is_last: bool) -> dict[str, Any]:
     if not is_last:
         return row
     row["left"] = done.left
-    if done.struck is None:
+    if done.injected_at is None:
         return row | {"wrong": f"it never struck: {done.message}"}
     if not fault.says:
-        return row | {"seconds": done.cleared - done.struck, "wrong": "processes were left" if done.left else ""}
-    is_said = "ended by SIGKILL" in done.message if fault.spoils else fault.is_said_in(done.message, one["rank"])
+        return row | {"seconds": done.cleared - done.injected_at, "wrong": "processes were left" if done.left else ""}
+    is_said = "ended by SIGKILL" in done.message if fault.corrupts else fault.is_said_in(done.message, one["rank"])
     is_noticed = done.status not in (0, None) and is_said
-    return row | {"seconds": done.ended - done.struck, "wrong": "" if is_noticed else f"{done.status}: {done.message}"}
+    return row | {
+        "seconds": done.ended - done.injected_at,
+        "wrong": "" if is_noticed else f"{done.status}: {done.message}",
+    }
 
 
 def recovered(
@@ -118,10 +121,10 @@ def recovered(
 ) -> str:
     """What to go on from: the run, or the checkpoint that is offered where its newest is spoilt."""
     resume, reached = str(run), max(row["update"], len(logged_updates(run)))
-    if FAULTS[name].spoils:
+    if FAULTS[name].corrupts:
         newest = checkpoints_of(run)[-1]
-        spoil_checkpoint(newest, FAULTS[name].spoils, draw)
-        refused = attempt(dataclasses.replace(call, resume=resume), place, limit)
+        corrupt_checkpoint(newest, FAULTS[name].corrupts, draw)
+        refused = run_trainer(dataclasses.replace(call, resume=resume), place, limit)
         shutil.rmtree(place)
         if not FAULTS[name].is_said_in(refused.message, 0):
             row["wrong"] = f"a spoilt checkpoint was not refused: {refused.message}"
@@ -130,7 +133,7 @@ def recovered(
         resume = str(good.path)
     whole = [one.about.step for one in checkpoints_of(run) if damage(one) is None]
     row["lost"] = reached - max(whole)
-    if row["lost"] > SAVE_EVERY * (2 if FAULTS[name].spoils else 1):
+    if row["lost"] > SAVE_EVERY * (2 if FAULTS[name].corrupts else 1):
         row["wrong"] = row["wrong"] or f"{row['lost']} updates are lost"
     return resume
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from everyrank.collectives.question import OPERATION_NAMES, size_text
+from everyrank.collectives.options import OPERATION_NAMES, size_text
 from everyrank.launch import LAUNCHERS
 from everyrank.layout import STRATEGIES
 from everyrank.record import Record, read_records

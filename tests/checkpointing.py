@@ -22,8 +22,8 @@ from everyrank.checkpoint.storage import contents_of, read, read_values
 from everyrank.data import all_updates, updates_per_epoch
 from everyrank.errors import UsageError
 from everyrank.loop import run_updates
-from everyrank.runs import About, Checkpoint, checkpoint_named, find_checkpoint
-from everyrank.runs.about import with_sum
+from everyrank.runs import Checkpoint, CheckpointMetadata, checkpoint_named, find_checkpoint
+from everyrank.runs.metadata import with_sum
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import find_workload, load
 from everyrank.world import World
@@ -79,13 +79,13 @@ class Going:
         self.data = workload.train_data()
         self.prepared: Prepared = prepare(workload, self.layout, world)
 
-    def about(self, best_by: str = "eval_loss") -> About:
+    def about(self, best_by: str = "eval_loss") -> CheckpointMetadata:
         workload, per_epoch = self.workload, updates_per_epoch(len(self.data), self.workload.global_batch)
         where = {"layout": str(self.layout), "world_size": self.world.size}
         what = {"workload": workload.name, "settings": {}, "seed": workload.seed, "samples": len(self.data)}
         how = {"global_batch": workload.global_batch, "clip_norm": workload.clip_norm, "data_checksum": None}
         more = {"updates_per_epoch": per_epoch, "best_by": best_by, "versions": {}, "time": ""}
-        return About(step=0, aliases=aliases_of(self.prepared.model), **where, **what, **how, **more)
+        return CheckpointMetadata(step=0, aliases=aliases_of(self.prepared.model), **where, **what, **how, **more)
 
     def updates(self, begin: int, end: int) -> list[Tensor]:
         """This rank's shares of (sum, count)."""
@@ -193,7 +193,7 @@ def try_digits(world: World, layout: str, place: Path) -> str:
     prepared = prepare(workload, parse_layout(layout), world)
     checkpoint = checkpoint_named(place)
     try:
-        resume(prepared, world, checkpoint, checkpoint.about)
+        resume(prepared, world, checkpoint, checkpoint.metadata)
     except UsageError as error:
         return str(error)
     return ""

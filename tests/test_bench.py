@@ -82,7 +82,7 @@ def test_rows_are_said_as_they_are_known(benched: Any) -> None:
 def test_what_is_known_is_left_behind_after_each_part(benched: Any) -> None:
     """At any time there is a Record for each layout; who was not come to yet says so."""
     kept, records, _ = benched
-    # three checks, then two arms each looked into, trained once, and timed twice
+    # three checks, then two candidates each looked into, trained once, and timed twice
     assert len(kept) == 3 + 2 * 4
     assert [record.layout for records in kept for record in records] == ["single", "dataparallel", "ddp"] * len(kept)
     assert [record.parity.status for record in kept[0]] == ["equal", "not_verified", "not_verified"]
@@ -96,18 +96,18 @@ def test_what_is_known_is_left_behind_after_each_part(benched: Any) -> None:
 
 
 def test_arms_leave_the_device_to_each_other(tmp_path: Path) -> None:
-    """Between its turns an arm has no gradients, and its initial state is in the host's memory."""
-    arms: list[Prepared] = []
+    """Between its turns an candidate has no gradients, and its initial state is in the host's memory."""
+    candidates: list[Prepared] = []
 
     def kept(*arguments: Any) -> Prepared:
-        arms.append(prepare(*arguments))
-        return arms[-1]
+        candidates.append(prepare(*arguments))
+        return candidates[-1]
 
     with mock.patch.object(everyrank.benchmark.rank, "prepare", kept):
         run_bench(["single", "ddp"], RankInfo(0, 0, 1, 1, "spawn", (tmp_path / "rendezvous").as_uri(), threads=1))
-    assert len(arms) == 2
-    for arm in arms:
-        assert all(parameter.grad is None for parameter in arm.trainable.parameters)
+    assert len(candidates) == 2
+    for candidate in candidates:
+        assert all(parameter.grad is None for parameter in candidate.trainable.parameters)
     with pretended_cards():
         there = {"tensors": [moved_to_card(torch.ones(2))], "ema": [moved_to_card(torch.zeros(2))], "scaler": 1}
         saved = _on_host(there)

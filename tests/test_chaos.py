@@ -13,7 +13,7 @@ import pytest
 
 import everyrank
 from everyrank.chaos import FAULTS
-from everyrank.chaos.disturb import _status, compare_runs
+from everyrank.chaos.campaign import _status, compare_runs
 from everyrank.chaos.faults import TWO_HOSTS, why_unseen
 from everyrank.cli import main
 from everyrank.layout import parse_layout
@@ -39,27 +39,27 @@ def struck(everyrank: Any, folder: Path, layout: str, *faults: str, size: int = 
     return records
 
 
-def told(record: Record) -> dict[str, Any]:
+def outcome(record: Record) -> dict[str, Any]:
     return record.provenance["chaos"]
 
 
 def test_a_flipped_bit(everyrank: Any, tmp_path: Path) -> None:
     """It is noticed by rank and parameter, and the training goes on to the last bit from a checkpoint without it."""
     [record] = struck(everyrank, tmp_path, "ddp", "flipped-bit")
-    assert (told(record)["status"], record.parity.status, record.parity.bitwise) == ("held", "equal", True), record
-    assert "differs between rank 0 and rank 1" in told(record)["said"]
-    assert told(record)["resumed_at"] == told(record)["newest_whole"] <= told(record)["update"]
-    assert told(record)["left"] == 0
+    assert (outcome(record)["status"], record.parity.status, record.parity.bitwise) == ("held", "equal", True), record
+    assert "differs between rank 0 and rank 1" in outcome(record)["said"]
+    assert outcome(record)["resumed_at"] == outcome(record)["newest_whole"] <= outcome(record)["update"]
+    assert outcome(record)["left"] == 0
 
 
 def test_a_spoilt_checkpoint_is_refused_and_the_one_before_taken(everyrank: Any, tmp_path: Path) -> None:
     """Cut short, after all ranks were killed: --resume names it, and the training goes on from the one it offers."""
     [record] = struck(everyrank, tmp_path, "fsdp", "cut-checkpoint")
-    assert told(record)["status"] == "held", record
-    assert "damaged: " in told(record)["said"]
-    assert told(record)["left"] == 0
-    assert "the last good one: --resume " in told(record)["said"]
-    assert told(record)["update"] - 6 <= told(record)["resumed_at"] <= told(record)["update"] - 3
+    assert outcome(record)["status"] == "held", record
+    assert "damaged: " in outcome(record)["said"]
+    assert outcome(record)["left"] == 0
+    assert "the last good one: --resume " in outcome(record)["said"]
+    assert outcome(record)["update"] - 6 <= outcome(record)["resumed_at"] <= outcome(record)["update"] - 3
     assert record.parity.bitwise
 
 
@@ -67,12 +67,12 @@ def test_a_spoilt_checkpoint_is_refused_and_the_one_before_taken(everyrank: Any,
 def test_a_link_between_two_hosts(everyrank: Any, tmp_path: Path) -> None:
     """Two network namespaces and a link of their own: gone, the ranks of one say so; slow, the training goes on."""
     dropped, delayed = struck(everyrank, tmp_path, "fsdp", "link-dropped", "link-delayed", timeout=15)
-    if told(dropped)["status"] == "not run here":
-        pytest.skip(f"not verified here: {told(dropped)['reason']}")
-    assert (told(dropped)["status"], told(delayed)["status"]) == ("held", "held"), (dropped, delayed)
+    if outcome(dropped)["status"] == "not run here":
+        pytest.skip(f"not verified here: {outcome(dropped)['reason']}")
+    assert (outcome(dropped)["status"], outcome(delayed)["status"]) == ("held", "held"), (dropped, delayed)
     assert (dropped.backend, dropped.parity.bitwise, delayed.parity.bitwise) == ("gloo", True, True)
-    assert re.search(r"no sign for \d+ s: .* the link to it is down", told(dropped)["said"])
-    assert told(dropped)["resumed_at"] == told(dropped)["newest_whole"]
+    assert re.search(r"no sign for \d+ s: .* the link to it is down", outcome(dropped)["said"])
+    assert outcome(dropped)["resumed_at"] == outcome(dropped)["newest_whole"]
 
 
 @pytest.mark.integration
@@ -81,7 +81,7 @@ def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str) -> Non
     """All of the table, on two ranks: noticed in time, recovered, nothing left, the same training."""
     on_one_host = [name for name, fault in FAULTS.items() if fault.needs != TWO_HOSTS]
     for record in struck(everyrank, tmp_path, layout, *on_one_host, timeout=15):
-        found = told(record)
+        found = outcome(record)
         if found["fault"] == "flipped-bit" and layout == "fsdp":
             assert found["status"] == "unseen"
             assert "on one rank alone" in found["reason"]
@@ -95,7 +95,7 @@ def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str) -> Non
 
 
 @pytest.fixture
-def quiet(everyrank: Any, tmp_path: Path) -> Path:
+def baseline(everyrank: Any, tmp_path: Path) -> Path:
     """A training that nothing happened to."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     words = ("train", "mine.py", "--steps", "6", "--out", "run", "--save-every", "3")
@@ -103,10 +103,10 @@ def quiet(everyrank: Any, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_another_training_is_seen(quiet: Path, tmp_path: Path) -> None:
+def test_another_training_is_seen(baseline: Path, tmp_path: Path) -> None:
     """One loss in its last bit, one update that is not there, one metric, one tensor of the last checkpoint."""
-    run = Path(shutil.copytree(quiet, tmp_path / "copy", symlinks=True))
-    assert compare_runs(quiet, run, 6) == Parity(
+    run = Path(shutil.copytree(baseline, tmp_path / "copy", symlinks=True))
+    assert compare_runs(baseline, run, 6) == Parity(
         "equal", True, 0.0, 1e-12, "6 updates, and all tensors of the last checkpoint"
     )
     log, before = run / "log.jsonl", (run / "log.jsonl").read_text()
@@ -114,17 +114,17 @@ def test_another_training_is_seen(quiet: Path, tmp_path: Path) -> None:
     for change, status in ((1e-15, "equal"), (1e-6, "different"), (float("nan"), "different")):
         rows[2]["loss"] = json.loads(before.splitlines()[2])["loss"] * (1 + change)
         log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found = compare_runs(quiet, run, 6)
+        found = compare_runs(baseline, run, 6)
         assert (found.status, found.bitwise, found.first_divergence) == (status, False, "update 2"), change
     log.write_text("".join(line + "\n" for line in before.splitlines()[:3] + before.splitlines()[4:]))
-    assert compare_runs(quiet, run, 6).first_divergence == "5 of 6 updates are logged"
+    assert compare_runs(baseline, run, 6).first_divergence == "5 of 6 updates are logged"
     log.write_text(before)
     text = (run / "record.json").read_text()
     (run / "record.json").write_text(text.replace('"eval_loss": ', '"eval_loss": 1'))
-    assert compare_runs(quiet, run, 6).first_divergence == "the metrics at the end"
+    assert compare_runs(baseline, run, 6).first_divergence == "the metrics at the end"
     (run / "record.json").write_text(text)
     shutil.rmtree(run / "checkpoints" / "step-00000006")
-    found = compare_runs(quiet, run, 6)  # the one before is the last one now
+    found = compare_runs(baseline, run, 6)  # the one before is the last one now
     assert (found.status, found.bitwise) == ("different", False)
 
 
@@ -172,8 +172,8 @@ def test_records_of_faults_can_be_shown_again(tmp_path: Path, capsys: pytest.Cap
     not_run = {"fault": "link-dropped", "update": 7, "rank": 1, "status": "not run here", "reason": "one host"}
     for broken in ({}, {"update": "7"}, {"notice_seconds": []}, {"is_noticed": None}):
         records = [
-            Record("mine", "ddp", "spawn", "shm", "cpu", 2, parity=Parity("equal", True), provenance={"chaos": told})
-            for told in (row | broken, not_run)
+            Record("mine", "ddp", "spawn", "shm", "cpu", 2, parity=Parity("equal", True), provenance={"chaos": outcome})
+            for outcome in (row | broken, not_run)
         ]
         write_records(records, tmp_path / "chaos.json")
         assert main(["report", str(tmp_path / "chaos.json")]) == 0
@@ -210,7 +210,10 @@ def test_calls_that_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[s
 def test_ranks_that_do_not_divide_over_two_hosts(everyrank: Any, tmp_path: Path) -> None:
     """It is said; what needs no hosts is not in the way of that."""
     [record] = struck(everyrank, tmp_path, "single", "link-dropped", size=1)
-    assert (told(record)["status"], told(record)["reason"]) == ("not run here", "1 ranks do not divide over two hosts")
+    assert (outcome(record)["status"], outcome(record)["reason"]) == (
+        "not run here",
+        "1 ranks do not divide over two hosts",
+    )
 
 
 def test_a_training_that_fails_without_a_fault(everyrank: Any, tmp_path: Path) -> None:

@@ -22,7 +22,15 @@ from checkpointing import Going, everything_in, same, sum_again
 from everyrank.checkpoint.storage import contents_of
 from everyrank.cli import main
 from everyrank.errors import UsageError
-from everyrank.runs import About, Checkpoint, all_of, checkpoint_named, find_checkpoint, require_whole, write_about
+from everyrank.runs import (
+    Checkpoint,
+    CheckpointMetadata,
+    all_of,
+    checkpoint_named,
+    find_checkpoint,
+    require_whole,
+    write_metadata,
+)
 from everyrank.world import World
 from processes import refused
 
@@ -143,7 +151,7 @@ def refusal(run: Path) -> str | None:
 def test_six_hundred_mutations_are_found_or_make_no_difference(run: Path) -> None:
     """Bits, bytes, lengths, names, digits of about.json: refused by name, or all that is loaded is the same bits."""
     saved = contents(run)
-    before = [(one.about, *everything_in(one)) for _, one in all_of(run) if one is not None]
+    before = [(one.metadata, *everything_in(one)) for _, one in all_of(run) if one is not None]
     assert len(before) == 2
     draw = random.Random(20261121)
     files = [path for path in saved if not path.is_symlink()]
@@ -158,7 +166,7 @@ def test_six_hundred_mutations_are_found_or_make_no_difference(run: Path) -> Non
             assert str(run) in what
             found += 1
         else:
-            after = [(one.about, *everything_in(one)) for _, one in all_of(run) if one is not None]
+            after = [(one.metadata, *everything_in(one)) for _, one in all_of(run) if one is not None]
             for (about, tensors, values), (about_then, tensors_then, values_then) in zip(before, after, strict=True):
                 assert about == about_then, (number, change.__name__)
                 same(tensors, tensors_then)
@@ -169,11 +177,11 @@ def test_six_hundred_mutations_are_found_or_make_no_difference(run: Path) -> Non
     assert found > 550, "hardly any of these changes nothing"
 
 
-def an_about() -> About:
+def an_about() -> CheckpointMetadata:
     where = {"workload": "digits", "settings": {"width": 4}, "layout": "ddp", "world_size": 2, "samples": 1437}
     how = {"seed": 1, "global_batch": 64, "clip_norm": 0.5, "data_checksum": "sha256 0", "updates_per_epoch": 23}
     said = {"best_by": "top1", "versions": {"torch": "2.13.0"}, "time": "now", "metrics": {"top1": 0.9}}
-    return About(step=69, files={"training.pt": (10, 77)}, **where, **how, **said)  # type: ignore[arg-type]
+    return CheckpointMetadata(step=69, files={"training.pt": (10, 77)}, **where, **how, **said)  # type: ignore[arg-type]
 
 
 class OfANewerTorch:
@@ -197,10 +205,10 @@ def test_a_checkpoint_of_a_newer_torch_says_so(tmp_path: Path, version: str) -> 
 
 def test_single_bits_of_what_it_says_of_itself(tmp_path: Path) -> None:
     """A step, a score, a sum, a blank between two: about.json is what was saved, or refused."""
-    write_about(tmp_path, an_about())
+    write_metadata(tmp_path, an_about())
     about = tmp_path / "about.json"
     content = about.read_bytes()
-    assert checkpoint_named(tmp_path).about == an_about()
+    assert checkpoint_named(tmp_path).metadata == an_about()
     for place in range(0, 8 * len(content), 3):
         changed = bytearray(content)
         changed[place // 8] ^= 1 << place % 8
@@ -212,7 +220,7 @@ def test_single_bits_of_what_it_says_of_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["step-00000079", "step-00000079.old"])
 def test_a_folder_with_the_name_of_another_step(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    write_about(tmp_path / name, an_about())
+    write_metadata(tmp_path / name, an_about())
     with pytest.raises(UsageError, match="it says step 69, the folder 79"):
         checkpoint_named(tmp_path / name)
 
@@ -221,12 +229,12 @@ def test_a_checkpoint_from_before_there_was_a_sum(run: Path, capsys: pytest.Capt
     """It can be read, and a plain word says what is not known of it; a newer one cannot lose its sum."""
     for path, one in all_of(run):
         assert one is not None
-        (path / "about.json").write_text(json.dumps(dataclasses.asdict(one.about) | {"schema": 1}, indent=1))
+        (path / "about.json").write_text(json.dumps(dataclasses.asdict(one.metadata) | {"schema": 1}, indent=1))
     assert main(["checkpoint", "inspect", str(run)]) == 0
     assert capsys.readouterr().out.count("has no checksum of its own") == 2
     newest = find_checkpoint(run)
     require_whole(newest, deep=True)
-    (newest.path / "about.json").write_text(json.dumps(dataclasses.asdict(newest.about) | {"schema": 2}, indent=1))
+    (newest.path / "about.json").write_text(json.dumps(dataclasses.asdict(newest.metadata) | {"schema": 2}, indent=1))
     assert "its CRC differs" in refused(capsys, "checkpoint", "export", newest.path, run / "model.pt")
 
 

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from everyrank.doctor import CheckResult, Examination, paste
-from everyrank.doctor.examination import layouts_here
-from everyrank.doctor.findings import ABSENT, OK, PROBLEM, WARNING, absent, ok, problem, warning
+from everyrank.doctor import CheckResult, DoctorReport, paste
+from everyrank.doctor.checks import layouts_here
 from everyrank.doctor.machine import (
     cgroup_quota,
     check_cores,
@@ -39,6 +38,7 @@ from everyrank.doctor.network import (
     check_network,
     check_rendezvous_port,
 )
+from everyrank.doctor.results import ABSENT, OK, PROBLEM, WARNING, absent, ok, problem, warning
 from everyrank.doctor.selftest import _wrong_answers
 from everyrank.doctor.software import (
     NEWEST_TESTED_TORCH,
@@ -53,7 +53,7 @@ from everyrank.train.trackers import TRACKERS
 from everyrank.world import World
 from try_versions import TORCHES
 
-examining: Any = importlib.import_module("everyrank.doctor.examination")  # the package has a function of that name
+examining: Any = importlib.import_module("everyrank.doctor.checks")  # the package has a function of that name
 
 MIB = 2**20
 INTERFACES = {"lo": "127.0.0.1", "eth0": "192.0.2.2"}
@@ -427,7 +427,7 @@ def test_a_newer_torch_is_a_warning_and_no_failure() -> None:
     (found,) = check_combinations({"torch": "2.16.1", "numpy": "2.0.0"}, has_driver=False)
     is_one_line(found, "2.16.1", "2.11 to 2.15", "pip install 'torch==2.15.*'")
     assert found.status == WARNING
-    assert Examination({"software": [found]}).problems == []
+    assert DoctorReport({"software": [found]}).problems == []
 
 
 def test_without_torch_or_numpy_the_fix_is_to_install_it() -> None:
@@ -583,7 +583,7 @@ def test_what_is_pasted_leaves_out_names_addresses_and_paths() -> None:
         "optional": [ok("gcc", "/home/ann/bin/gcc, for --layout ...:compile on CPU")],
         "layouts": [absent("dataparallel", "not verified here: needs 2 CUDA devices")],
     }
-    text = paste(Examination(sections, {"torch": "2.13.0"}))
+    text = paste(DoctorReport(sections, {"torch": "2.13.0"}))
     assert [word for word in ("ann", "laptop", "127.0.1.1", "192.0.2.2", "/home") if word in text] == []
     assert "torch=2.13.0" in text
     assert "ok      cores: 2" in text
@@ -594,8 +594,8 @@ def test_what_is_pasted_leaves_out_names_addresses_and_paths() -> None:
 def test_problems_are_what_breaks_runs() -> None:
     bad = problem("threads", "OMP_NUM_THREADS=64", "unset it")
     sections = {"a": [ok("x", "y"), bad], "b": [warning("x", "y", "z"), absent("x", "y")]}
-    assert Examination(sections).problems == [bad]
-    assert json.loads(json.dumps(Examination(sections).as_json()))["sections"]["a"][1]["fix"] == "unset it"
+    assert DoctorReport(sections).problems == [bad]
+    assert json.loads(json.dumps(DoctorReport(sections).as_json()))["sections"]["a"][1]["fix"] == "unset it"
 
 
 # --- the self-test, in real ranks

@@ -13,7 +13,7 @@ from everyrank.errors import CannotRunError, RankFailedError, UsageError
 from everyrank.launch import Launch, horovodrun
 from everyrank.world import horovod as module
 from everyrank.world import import_horovod, start_horovod, wait_for_horovod
-from everyrank.world.horovod import horovod_places
+from everyrank.world.horovod import horovod_numbers
 
 
 def test_the_place_of_each_rank() -> None:
@@ -25,7 +25,7 @@ def test_the_place_of_each_rank() -> None:
         "a b b": ["0 3 0 1 0 2 a", "1 3 0 2 1 2 b", "2 3 1 2 0 1 b"],
         "a": ["0 1 0 1 0 1 a"],
     }.items():
-        places = horovod_places(hosts.split())
+        places = horovod_numbers(hosts.split())
         assert [" ".join(place[key] for key in keys) for place in places] == expected
 
 
@@ -37,7 +37,7 @@ def test_horovod_that_is_not_there(everyrank: Any, tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     line = done.stderr.splitlines()[-1]
     instead = "or use layout ddp, or another --backend"
-    assert line.endswith(f"Horovod is not installed here; build 0.28.1 for this torch (docs/horovod.md), {instead}")
+    assert line.endswith(f"Horovod is not installed; build 0.28.1 for this torch (docs/horovod.md), {instead}")
     assert "Traceback" not in done.stderr
 
 
@@ -66,9 +66,9 @@ def test_horovod_of_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("rank", "size", "said"),
     [
-        ("1", "2", "Horovod's rank is 1 of 2, and this is rank 0 of 2: start all ranks with horovodrun alone"),
+        ("1", "2", "Horovod's rank is 1 of 2, and this is rank 0 of 2: start all ranks with horovodrun only"),
         ("0", "4", "Horovod's rank is 0 of 4"),
-        ("0", "", "HOROVOD_RANK is in the environment, but no HOROVOD_SIZE"),
+        ("0", "", "HOROVOD_RANK is set without HOROVOD_SIZE"),
     ],
 )
 def test_ranks_that_are_not_those_of_the_world(
@@ -92,6 +92,6 @@ def test_a_wait_has_an_end() -> None:
         return handle == 1
 
     world: Any = SimpleNamespace(timeout_seconds=0.05)
-    with pytest.raises(RankFailedError, match=r"not all ranks came within 0\.05 s"):
+    with pytest.raises(RankFailedError, match=r"not all ranks joined within 0\.05 s"):
         wait_for_horovod(SimpleNamespace(poll=poll), [1, 2, 3], world)
     assert set(asked) == {1, 2}

@@ -172,4 +172,4 @@ def test_the_command_line_does_not_train_in_a_folder_that_is_held(forge: Forge, 
         assert forge(tmp_path, *words[:-1], "new", "--steps", "2").status == 2
     assert not checkpoints_of(tmp_path / "new")
     assert forge(tmp_path, *words, "--steps", "4", "--resume").status == 0
-    assert [one.about.step for one in checkpoints_of(run)] == [2, 4]
+    assert [one.metadata.step for one in checkpoints_of(run)] == [2, 4]

@@ -22,7 +22,7 @@ from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import check_layout, parity_case, trace
 from everyrank.parity.samples import check_samples
 from everyrank.record import read_records
-from everyrank.runs import About, Checkpoint
+from everyrank.runs import Checkpoint, CheckpointMetadata
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 from processes import Forge
@@ -188,7 +188,7 @@ def test_weights_in_shard_order_are_refused() -> None:
 
 def test_a_resumed_run_shares_what_decides_its_batches() -> None:
     """drop_last and weights are in what a checkpoint says of itself, and the refusal says which field it is."""
-    about = About(1, "w", {}, 0, 7, None, 23, None, "ddp", 2, 3, "eval_loss", {}, "")
+    about = CheckpointMetadata(1, "w", {}, 0, 7, None, 23, None, "ddp", 2, 3, "eval_loss", {}, "")
     saved = Checkpoint(Path("c"), dataclasses.replace(about, settings={"Workload.drop_last": True}))
     with pytest.raises(
         UsageError, match=r"trained with Workload\.drop_last=True, this is no Workload\.drop_last: another"

@@ -305,13 +305,13 @@ def _sent(workload: Workload | Source, resumed: Path | None = None) -> Workload 
 
 def _with_saved_settings(source: Source, checkpoint: Path) -> Source:
     """The source with the settings, batch and length of a checkpoint, where the call does not give others."""
-    about = find_checkpoint(checkpoint).about
-    saved = {name: value for name, value in about.settings.items() if name not in LENGTHS}
-    lengths = {name: about.settings[name] for name in LENGTHS if name in about.settings}
+    metadata = find_checkpoint(checkpoint).metadata
+    saved = {name: value for name, value in metadata.settings.items() if name not in LENGTHS}
+    lengths = {name: metadata.settings[name] for name in LENGTHS if name in metadata.settings}
     if source.epochs is not None or source.steps is not None or any(name in source.settings for name in LENGTHS):
         lengths = {}
-    has_batch = source.batch is None and "batch" not in source.settings and "--lr-rule" in about.settings
-    batch = {"batch": about.global_batch, "lr_rule": about.settings["--lr-rule"]} if has_batch else {}
+    has_batch = source.batch is None and "batch" not in source.settings and "--lr-rule" in metadata.settings
+    batch = {"batch": metadata.global_batch, "lr_rule": metadata.settings["--lr-rule"]} if has_batch else {}
     return dataclasses.replace(source, saved=saved, **lengths, **batch)
 
 

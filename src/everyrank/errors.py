@@ -145,23 +145,23 @@ def describe(error: BaseException) -> str:
     if "Original Traceback" in str(error):
         return _describe_text(str(error))  # torch's data loader sends the traceback of its worker as text
     text = shortened(next((line.strip() for line in str(error).splitlines() if line.strip()), ""))
-    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {shortened(str(error.msg))}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_own(frame.filename)]
-    if not own and not frames:
-        return what
-    frame = own[-1] if own else frames[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {what}"
+    user_frames = [frame for frame in frames if is_own(frame.filename)]
+    if not user_frames and not frames:
+        return summary
+    frame = user_frames[-1] if user_frames else frames[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {summary}"
 
 
 def _describe_text(text: str) -> str:
     """`describe` for a traceback that arrives as text; the last line says what was raised."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
-    what = [line for line in text.splitlines() if re.match(r"\w[\w.]*(:|$)", line)][-1]
-    own = [frame for frame in frames if is_own(frame[0])] or frames
-    return f"{Path(own[-1][0]).name}:{own[-1][1]} in {own[-1][2]}: {shortened(what)}"
+    summary = [line for line in text.splitlines() if re.match(r"\w[\w.]*(:|$)", line)][-1]
+    user_frames = [frame for frame in frames if is_own(frame[0])] or frames
+    return f"{Path(user_frames[-1][0]).name}:{user_frames[-1][1]} in {user_frames[-1][2]}: {shortened(summary)}"
 
 
 @functools.lru_cache(maxsize=4096)

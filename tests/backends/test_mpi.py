@@ -16,7 +16,7 @@ import torch.distributed as dist
 from everyrank.backends.mpi import make_mpi_group
 from everyrank.backends.mpi.calls import Calls
 from everyrank.backends.mpi.library import meet
-from everyrank.backends.mpi.whereabouts import Whereabouts
+from everyrank.backends.mpi.wait_table import WaitTable
 from everyrank.errors import CannotRunError, RankFailedError
 from processes import one_line
 
@@ -78,7 +78,7 @@ def test_mpirun_of_another_mpi() -> None:
 
 
 def test_a_rank_that_never_comes() -> None:
-    with pytest.raises(RankFailedError, match=r"rank 7 did not come to the MPI group within 0\.1 s"):
+    with pytest.raises(RankFailedError, match=r"rank 7 did not reach the MPI group within 0\.1 s"):
         meet(dist.HashStore(), FakeMpi("mpi"), 0, 2, [3, 7], 0.1)
 
 
@@ -102,16 +102,16 @@ def test_mpirun_is_the_launcher_of_its_backend(everyrank: Any, tmp_path: Path) -
 def test_who_is_missing() -> None:
     """Rank 0 waits in its third collective, rank 1 in its first, rank 2 in none; then rank 1 comes, with another."""
     store, missing = dist.HashStore(), [1, 2]
-    first, second, third = (Whereabouts(store, rank, range(3)) for rank in range(3))
+    first, second, third = (WaitTable(store, rank, range(3)) for rank in range(3))
     second.begin("broadcast")
     second.lost([0, 2])
     for call in ("broadcast", "all_reduce", "barrier"):
         first.begin(call)
     assert first.lost(missing) == {}
     assert missing == [1, 2]
-    for whereabouts, calls in ((second, ("all_reduce", "all_gather")), (third, ("broadcast", "all_reduce", "barrier"))):
+    for wait_table, calls in ((second, ("all_reduce", "all_gather")), (third, ("broadcast", "all_reduce", "barrier"))):
         for call in calls:
-            whereabouts.begin(call)
+            wait_table.begin(call)
     second.lost([0, 2])
     first.looked = 0.0  # the next look is due
     first.lost(missing)
@@ -125,7 +125,7 @@ def test_who_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "dtype", "said"),
+    ("reduction", "dtype", "handshake"),
     [
         ("band", torch.float32, "reduction band of torch.float32: MPI has none"),
         ("max", torch.complex64, "reduction max of torch.complex64: MPI has none"),

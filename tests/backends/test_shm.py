@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from everyrank.backends import RECENT_CALLS, PythonGroup, register_backend
 from everyrank.backends.engine import ENGINE, PendingWork
-from everyrank.backends.lane import Lane, no_steps
+from everyrank.backends.operation_queue import OperationQueue, no_steps
 from everyrank.backends.shm import no_shared_memory, segment
 from everyrank.backends.shm.group import slot_and_cell
 from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
@@ -76,7 +76,7 @@ def test_long_and_odd_lengths(ranks: Any, count: int) -> None:
 
 def yields(world: Any, cores: int) -> int:
     """How often the core is given away in a wait of 50 ms for rank 0, on a machine of so many cores."""
-    with mock.patch.object(ENGINE, "is_crowded", False), mock.patch.object(os, "cpu_count", return_value=cores):
+    with mock.patch.object(ENGINE, "is_oversubscribed", False), mock.patch.object(os, "cpu_count", return_value=cores):
         group = group_of(world)
         dist.barrier(group=group)
         # given away in earnest, the core may stay with another test for as long as is yielded here
@@ -97,7 +97,7 @@ def test_more_ranks_than_cores_sleep(ranks: Any) -> None:
 def soon_joined(world: Any) -> int:
     """How many of ten asynchronous calls that rank 0 joins three milliseconds late are done when they return."""
     group, done = group_of(world), 0
-    with mock.patch.object(ENGINE, "is_crowded", False):
+    with mock.patch.object(ENGINE, "is_oversubscribed", False):
         for _ in range(10):
             dist.barrier(group=group)
             if world.rank == 0:
@@ -274,17 +274,17 @@ def test_what_fails_at_once_breaks_its_lane() -> None:
         yield from ()
         raise RankFailedError("another call")
 
-    lane = Lane([0], 1.0, broke=lambda: told.append("broke"))
+    queue = OperationQueue([0], 1.0, broke=lambda: told.append("broke"))
     with pytest.raises(RankFailedError, match="another call"):
-        lane.ends_at_once(failing())
+        queue.ends_at_once(failing())
     assert told == ["broke"]
-    assert not lane.ends_at_once(no_steps())
+    assert not queue.ends_at_once(no_steps())
     with pytest.raises(RankFailedError, match="one before it failed: another call"):
-        ENGINE.start(PendingWork("shm all_reduce", lane, no_steps(), []))
+        ENGINE.start(PendingWork("shm all_reduce", queue, no_steps(), []))
 
 
 def test_nothing_comes_between_what_has_begun_and_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that another thread starts in the same lane would run in the middle of these."""
+    """Steps that another thread starts in the same queue would run in the middle of these."""
     free: list[str] = []
     begun: list[str] = []
 
@@ -296,8 +296,8 @@ def test_nothing_comes_between_what_has_begun_and_its_lane(monkeypatch: pytest.M
 
         def __exit__(self, *_: object) -> None:
             self.depth -= 1
-            if not self.depth and begun and not lane.waiting:
-                free.append("before it is in its lane")
+            if not self.depth and begun and not queue.waiting:
+                free.append("before it is in its queue")
 
     def later() -> Any:
         begun.append("here")
@@ -305,12 +305,12 @@ def test_nothing_comes_between_what_has_begun_and_its_lane(monkeypatch: pytest.M
             yield [1]
 
     monkeypatch.setattr(ENGINE, "lock", Lock())
-    lane = Lane([0, 1], 1.0)
+    queue = OperationQueue([0, 1], 1.0)
     collectives: Any = SimpleNamespace(barrier=later)
-    transport = Transport("shm", collectives, SimpleNamespace(lanes=list), lane, lambda: None)  # type: ignore[arg-type]
+    transport = Transport("shm", collectives, SimpleNamespace(queues=list), queue, lambda: None)  # type: ignore[arg-type]
     opts = dist.BarrierOptions()
     opts.asyncOp = False
-    monkeypatch.setattr(ENGINE, "attend", lambda work, _: work)
+    monkeypatch.setattr(ENGINE, "progress", lambda work, _: work)
     PythonGroup(transport, 0, 2, "of this test").barrier(opts)
     assert begun
     assert not free
@@ -486,12 +486,12 @@ def test_a_receive_is_entered_under_the_lock() -> None:
     class Messages:
         def receive(self, *_: Any) -> Any:
             held.append(ENGINE.lock._is_owned())  # type: ignore[attr-defined]
-            return Lane([0], 1.0), iter(())
+            return OperationQueue([0], 1.0), iter(())
 
-        def lanes(self) -> list[Lane]:
+        def queues(self) -> list[OperationQueue]:
             return []
 
-    transport: Any = Transport("shm", None, Messages(), Lane([0], 1.0), lambda: None)  # type: ignore[arg-type]
+    transport: Any = Transport("shm", None, Messages(), OperationQueue([0], 1.0), lambda: None)  # type: ignore[arg-type]
     with contextlib.suppress(Exception):
         PythonGroup(transport, 0, 1, "of this test").recv([torch.zeros(1)], 0, 0)
     assert held == [True]
@@ -501,7 +501,7 @@ def test_a_sender_that_is_ahead_fills_no_memory() -> None:
     """Of what is in the ring already a receive takes its own message, and none that comes after it."""
     words, cells = [0] * words_of_rings(2), torch.zeros(4, NUM_CELLS, 64, dtype=torch.uint8)
     sender, receiver = (
-        Rings(rank, 2, (0, 1), words, 0, cells, lambda is_any: Lane([0, 1], 1.0, is_any_enough=is_any))
+        Rings(rank, 2, (0, 1), words, 0, cells, lambda is_any: OperationQueue([0, 1], 1.0, is_any_enough=is_any))
         for rank in (0, 1)
     )
     for number in range(4):
@@ -556,7 +556,7 @@ def test_a_timeout_is_of_one_operation(ranks: Any) -> None:
 
 
 def failed_beside_the_thread(world: Any) -> int:
-    """How many lanes without any operation the thread still finds, after one that it had was given up."""
+    """How many queues without any operation the thread still finds, after one that it had was given up."""
     group = group_of(world)
     if world.rank == 1:
         time.sleep(0.6)
@@ -564,7 +564,7 @@ def failed_beside_the_thread(world: Any) -> int:
     with pytest.raises(RankFailedError, match="rank 1 did not come"):
         dist.all_reduce(torch.ones(3), group=group, async_op=True).wait(datetime.timedelta(seconds=0.2))  # type: ignore[union-attr]
     assert ENGINE.thread is not None
-    return sum(not lane.waiting for lane in ENGINE.pending)
+    return sum(not queue.waiting for queue in ENGINE.pending)
 
 
 def test_a_call_that_timed_out_keeps_no_thread_awake(ranks: Any) -> None:

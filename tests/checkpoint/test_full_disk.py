@@ -141,7 +141,7 @@ def test_a_full_disk_while_training(forkserver: ForkServer, small_disks: None, t
         assert "step-00000004" in line
         assert "the training goes on" in line
     there = checkpoints_of(tmp_path / "kept")
-    assert [one.about.step for one in there] == [2, 4, 10, 12]
+    assert [one.metadata.step for one in there] == [2, 4, 10, 12]
     assert [damage(one) for one in there] == [None] * 4
     assert steps_logged(tmp_path / "kept") == list(range(12))
     assert not list((tmp_path / "kept" / "checkpoints").glob("*.tmp"))
@@ -156,13 +156,13 @@ def test_a_full_disk_at_the_end(forkserver: ForkServer, everyrank: Any, small_di
     assert "No space left on device" in line
     assert "step-00000004" in line
     there = checkpoints_of(tmp_path / "kept")
-    assert [one.about.step for one in there] == [2, 4]
+    assert [one.metadata.step for one in there] == [2, 4]
     assert [damage(one) for one in there] == [None] * 2
     words = ("--out", "kept", "--resume", "--steps", "8", "--save-every", "2")
     again = everyrank(tmp_path, "train", "mine.py", *two, *words, DISK=str(tmp_path), LEFT="0", CLEARED="0")
     assert again.returncode == 0, again.stderr
     assert steps_logged(tmp_path / "kept") == list(range(8))
-    assert find_checkpoint(tmp_path / "kept").about.step == 8
+    assert find_checkpoint(tmp_path / "kept").metadata.step == 8
 
 
 def test_a_disk_with_no_room_for_the_log_either(forkserver: ForkServer, small_disks: None, tmp_path: Path) -> None:
@@ -173,5 +173,5 @@ def test_a_disk_with_no_room_for_the_log_either(forkserver: ForkServer, small_di
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     there = checkpoints_of(tmp_path / "kept")
-    assert [one.about.step for one in there] == [2, 4]
+    assert [one.metadata.step for one in there] == [2, 4]
     assert [damage(one) for one in there] == [None] * 2

@@ -114,7 +114,7 @@ def test_in_the_background_the_state_is_that_of_the_moment(
     (tensors, values), (tensors_later, values_later) = everything_in(one), everything_in(other)
     same(tensors, tensors_later)
     assert values == values_later
-    assert dataclasses.replace(one.about, files={}) == dataclasses.replace(other.about, files={})
+    assert dataclasses.replace(one.metadata, files={}) == dataclasses.replace(other.metadata, files={})
 
 
 def fails_in_the_background(world: World, run: Path) -> tuple[str, list[int], int]:
@@ -132,12 +132,12 @@ def fails_in_the_background(world: World, run: Path) -> tuple[str, list[int], in
         except SaveError as caught:
             error = str(caught)
     dist.barrier()
-    there = [one.about.step for one in checkpoints_of(run) if damage(one) is None]
+    there = [one.metadata.step for one in checkpoints_of(run) if damage(one) is None]
     dist.barrier()
     saver.save(3, {})
     saver.finish()
     dist.barrier()
-    return error, there, find_checkpoint(run).about.step
+    return error, there, find_checkpoint(run).metadata.step
 
 
 @contextlib.contextmanager
@@ -190,8 +190,8 @@ def test_the_last_and_the_best_stay(
     for one in checkpoints_of(tmp_path):
         assert damage(one) is None
     if best:
-        assert find_checkpoint(tmp_path / "checkpoints" / "best").about.step == best
-    assert find_checkpoint(tmp_path).about.step == len(scores)
+        assert find_checkpoint(tmp_path / "checkpoints" / "best").metadata.step == best
+    assert find_checkpoint(tmp_path).metadata.step == len(scores)
 
 
 def test_lower_is_better_for_a_loss_alone() -> None:
@@ -213,7 +213,7 @@ def test_going_on_from_an_older_one_keeps_what_it_saves(ranks: Any, tmp_path: Pa
     part.write_bytes(part.read_bytes()[:-10])
     (names,) = ranks(1, saves, tmp_path, "top1", [None], 1, 5)  # update 5 again, 6 is damaged
     assert "step-00000005" in names
-    assert [one.about.step for one in checkpoints_of(tmp_path) if damage(one) is None] == [5]
+    assert [one.metadata.step for one in checkpoints_of(tmp_path) if damage(one) is None] == [5]
 
 
 # --- killed while saving
@@ -256,7 +256,7 @@ def save_for_ever(run: Path, writing: int, in_background: bool) -> None:
     going.updates(0, 1)  # now the optimizer has a state
     there = checkpoints_of(run)
     # the newest one is sometimes written again, as after going on from an older one
-    step = there[-1].about.step + (len(there) < 3) if there else 1
+    step = there[-1].metadata.step + (len(there) < 3) if there else 1
     saver = going.saver(run, keep=2, in_background=in_background)
     is_first = True
     while True:
@@ -290,8 +290,10 @@ def look_at(run: Path) -> int:
         assert sum(name.startswith("optimizer/") for name in tensors) == 6
         for name, tensor in tensors.items():
             found = tensor.unique().tolist()
-            assert name.startswith("generators/") or found == [one.about.step], f"{one.path.name}: {name} holds {found}"
-        assert values["groups"][0]["lr"] == one.about.step, f"{one.path.name}: another step's values"
+            assert name.startswith("generators/") or found == [one.metadata.step], (
+                f"{one.path.name}: {name} holds {found}"
+            )
+        assert values["groups"][0]["lr"] == one.metadata.step, f"{one.path.name}: another step's values"
     best = run / "checkpoints" / "best"
     assert not best.is_symlink() or best.resolve() in [one.path.resolve() for one in there], "`best` leads nowhere"
     assert find_checkpoint(run).path == there[-1].path

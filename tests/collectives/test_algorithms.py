@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from everyrank.collectives.algorithms import ALGORITHMS
-from everyrank.collectives.links import Links, Traffic
+from everyrank.collectives.messages import Messages, Traffic
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13]
 LENGTHS = [0, 1, 2, 7, 16, 31]
 
 
-class Threads(Links):
-    """Links between the threads of one process: many ranks in no time."""
+class Threads(Messages):
+    """Messages between the threads of one process: many ranks in no time."""
 
     boxes: dict[tuple[int, int], Any]
 
@@ -35,7 +35,7 @@ class Threads(Links):
         self._put(outgoing, to)
         incoming.copy_(self._box(self.ranks[source], self.ranks[self.rank]).get(timeout=30))
 
-    def among(self, places: Any) -> Links:
+    def among(self, places: Any) -> Messages:
         return Threads(places.index(self.rank), [self.ranks[place] for place in places], self.group, self.traffic)
 
     def _put(self, tensor: Tensor, to: int) -> None:
@@ -91,7 +91,7 @@ def over_gloo(world: Any, name: str) -> list[float]:
     found = []
     for length in (1, 1000):
         tensor = own_values(world.rank, length)
-        ALGORITHMS[name].all_reduce(tensor, Links(world.rank, range(world.size), world.group))
+        ALGORITHMS[name].all_reduce(tensor, Messages(world.rank, range(world.size), world.group))
         expected = torch.stack([own_values(rank, length) for rank in range(world.size)]).sum(0)
         found.append(float((tensor - expected).abs().max()))
     return found

@@ -20,7 +20,7 @@ from everyrank.backends import register_backend
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.cost import fit_cost
 from everyrank.collectives.operations import OPERATIONS, Call, Case
-from everyrank.collectives.question import (
+from everyrank.collectives.options import (
     ALGORITHM_NAMES,
     OPERATION_NAMES,
     REDUCING,
@@ -29,7 +29,7 @@ from everyrank.collectives.question import (
     size_text,
 )
 from everyrank.collectives.rank import needed_bytes
-from everyrank.collectives.strides import MEMORY, check_strides
+from everyrank.collectives.stride_check import MEMORY, check_strides
 from everyrank.collectives.sweep import refusal, sweep
 from everyrank.commands.launching import _backend
 from everyrank.measure.memory import free_memory_bytes

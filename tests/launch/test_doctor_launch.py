@@ -167,7 +167,7 @@ def test_doctor_starts_nothing_after_a_problem(monkeypatch: pytest.MonkeyPatch, 
         raise AssertionError("a start was tried")
 
     monkeypatch.setattr(doctor, "run_ranks", start)
-    sections = doctor.examine_launch(Launch(rendezvous=f"127.0.0.1:{busy}"))
+    sections = doctor.check_launch(Launch(rendezvous=f"127.0.0.1:{busy}"))
     [finding] = sections["start"]
     assert finding.status == "absent"
     assert "rendezvous" in finding.line

@@ -290,13 +290,15 @@ def test_a_server_of_names_that_does_not_answer(names: str) -> None:
         RankFailedError, match=r"the rendezvous at http://127.0.0.1:\d+ does not answer: Connection refused"
     ):
         open_store(info, Launch(processes=2, timeout_seconds=30))
-    with pytest.raises(RankFailedError, match=r"rank 0 did not say where to meet within 0\.2 s"):
+    with pytest.raises(RankFailedError, match=r"rank 0 did not publish the address of its store within 0\.2 s"):
         open_store(RankInfo(1, 1, 2, 2, "horovodrun", names), Launch(processes=2, timeout_seconds=0.2))
 
 
 def test_an_address_in_a_file_that_never_comes(tmp_path: Path) -> None:
     """--timeout ends that wait too."""
-    with pytest.raises(RankFailedError, match=r"rank 0 did not say where to meet within 0\.1 s \(--timeout\)"):
+    with pytest.raises(
+        RankFailedError, match=r"rank 0 did not publish the address of its store within 0\.1 s \(--timeout\)"
+    ):
         open_store(alone(1, 2, f"meet://{tmp_path}/address"), Launch(timeout_seconds=0.1))
 
 
@@ -357,7 +359,7 @@ def test_a_file_of_a_run_that_was_just_killed(tmp_path: Path) -> None:
     path = tmp_path / "store"
     left_behind(path)
     meeting = open_store(alone(size=2), Launch(init_method=f"file://{path}", timeout_seconds=5))
-    with pytest.raises(UsageError, match="rank 0 is there already: a run that was killed left this meeting place"):
+    with pytest.raises(UsageError, match=r"rank 0 has already registered\\. A killed run left this rendezvous"):
         register_rank(dist.PrefixStore("everyrank/0/0", meeting.store), 0, None)
 
 
@@ -390,7 +392,7 @@ def test_two_processes_of_the_same_rank() -> None:
     store = dist.HashStore()
     register_rank(store, 0, None)
     register_rank(store, 1, None)
-    with pytest.raises(UsageError, match=r"rank 1 is there already: .* two processes have the same rank"):
+    with pytest.raises(UsageError, match=r"rank 1 has already registered. .* two processes have the same rank"):
         register_rank(store, 1, None)
 
 

@@ -43,7 +43,7 @@ def test_links_in_a_foreign_folder_are_not_written_through(forge: Forge, tmp_pat
     goes_on(forge, tmp_path)
     assert mine.read_text() == "mine"
     assert not list((tmp_path / "outside").iterdir())
-    assert [(one.about.step, damage(one)) for one in checkpoints_of(run)] == [(4, None), (8, None)]
+    assert [(one.metadata.step, damage(one)) for one in checkpoints_of(run)] == [(4, None), (8, None)]
     assert len(read_records(run / "record.json")[0].loss) == 8
 
 

@@ -66,7 +66,7 @@ def is_the_same_run(run: Path, expected: Path, folder: Path) -> None:
     (record,), (expected_record,) = read_records(run / "record.json"), read_records(expected / "record.json")
     assert record.loss == expected_record.loss
     assert record.metrics == expected_record.metrics
-    assert find_checkpoint(run).about.step == STEPS
+    assert find_checkpoint(run).metadata.step == STEPS
     weights, others = weights_of(run, folder / "one.pt"), weights_of(expected, folder / "other.pt")
     assert weights.keys() == others.keys()
     for name, value in weights.items():
@@ -100,7 +100,7 @@ def test_a_run_that_is_killed_goes_on_to_the_last_bit(
     assert cli.left() == {}
     for one in checkpoints_of(run):
         assert damage(one) is None
-    assert find_checkpoint(run).about.step < STEPS, f"killed too late, after {pause} s"
+    assert find_checkpoint(run).metadata.step < STEPS, f"killed too late, after {pause} s"
     assert not (run / "record.json").exists()
     if layout == "ddp":
         cli.start(*words_for(layout, "--processes", "2", *more, "--resume"))
@@ -187,9 +187,9 @@ def test_sigterm_saves_and_says_how_to_go_on(cli: Cli, forge: Forge, whole: Call
     assert cli.left() == {}
     saved = find_checkpoint(run)
     assert damage(saved) is None
-    assert saved.about.step % every, "the test was meant to stop between two checkpoints"
-    assert f"after update {saved.about.step} of {STEPS}" in line
-    assert [row[0] for row in logged(run)] == list(range(saved.about.step))
+    assert saved.metadata.step % every, "the test was meant to stop between two checkpoints"
+    assert f"after update {saved.metadata.step} of {STEPS}" in line
+    assert [row[0] for row in logged(run)] == list(range(saved.metadata.step))
     done = forge(cli.folder, *words_for("ddp", "--resume"), size=2)
     assert done.status == 0, done
     is_the_same_run(run, whole("ddp"), cli.folder)
@@ -211,7 +211,7 @@ def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli) -> None:
     assert "saved in" in one_line(err)
     assert cli.left() == {}
     saved = find_checkpoint(run)
-    assert 1 <= saved.about.step <= 12
+    assert 1 <= saved.metadata.step <= 12
     assert damage(saved) is None
 
 
@@ -264,8 +264,8 @@ def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli) -> None:
     assert cli.left() == {}
     (run,) = (cli.folder / "runs").iterdir()
     saved = find_checkpoint(run)
-    assert saved.about.step < STEPS
-    assert saved.about.world_size == 2
+    assert saved.metadata.step < STEPS
+    assert saved.metadata.world_size == 2
     assert damage(saved) is None
     assert {path.name for path in saved.path.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
-    assert [row[0] for row in logged(run)] == list(range(saved.about.step))
+    assert [row[0] for row in logged(run)] == list(range(saved.metadata.step))

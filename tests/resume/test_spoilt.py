@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_about
+from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_metadata
 from processes import Forge, one_line
 from resuming import WIDTH, WORKLOAD, spoilt, words_for
 
@@ -47,7 +47,7 @@ def test_a_run_that_fails_late_keeps_its_folder(forge: Forge, tmp_path: Path) ->
     assert done.status == 2, done
     assert "update 9 is one too many" in done.err
     (run,) = (tmp_path / "runs").iterdir()
-    assert [one.about.step for one in checkpoints_of(run)] == [4, 8]
+    assert [one.metadata.step for one in checkpoints_of(run)] == [4, 8]
 
 
 def test_a_finished_run_is_not_begun_again(forge: Forge, tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_the_best_of_a_run_is_known_after_going_on(forge: Forge, tmp_path: Path)
     assert forge(tmp_path, *words, "--steps", "6").status == 0
     run = tmp_path / "run"
     newest = find_checkpoint(run)
-    metrics = newest.about.metrics | {"top1": 2.0}  # nothing can be better
-    write_about(newest.path, dataclasses.replace(newest.about, metrics=metrics))
+    metrics = newest.metadata.metrics | {"top1": 2.0}  # nothing can be better
+    write_metadata(newest.path, dataclasses.replace(newest.metadata, metrics=metrics))
     assert forge(tmp_path, *words, "--steps", "12", "--resume").status == 0
-    assert [one.about.step for one in checkpoints_of(run)] == [6, 12]
+    assert [one.metadata.step for one in checkpoints_of(run)] == [6, 12]
     assert (run / "checkpoints" / "best").resolve() == newest.path
 
 
@@ -136,7 +136,7 @@ def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path:
     done = forge(tmp_path, where, *words, script="unseen.py")
     assert done.status == 0, done
     assert done.err == f"standard output cannot be written ({said}); the training goes on\n"
-    assert [one.about.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
+    assert [one.metadata.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
     assert (tmp_path / "run" / "record.json").exists()
 
 
@@ -152,7 +152,7 @@ def test_an_evaluation_that_raises_loses_no_epoch(
     assert done.status in (2, 4), done
     assert "spoilt.py" in done.err.splitlines()[-1]
     (one,) = checkpoints_of(tmp_path / "run")
-    assert (one.about.step, one.about.metrics, damage(one)) == (4, {}, None)
+    assert (one.metadata.step, one.metadata.metrics, damage(one)) == (4, {}, None)
 
 
 @pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
@@ -161,7 +161,7 @@ def test_a_checkpoint_learns_how_good_it_is(forge: Forge, tmp_path: Path, words:
     done = forge(tmp_path, "train", spoilt(tmp_path), *words, "--out", "run", "--device", "cpu")
     assert done.status == 0, done
     there = checkpoints_of(tmp_path / "run")
-    assert [(one.about.step, list(one.about.metrics), damage(one)) for one in there] == [
+    assert [(one.metadata.step, list(one.metadata.metrics), damage(one)) for one in there] == [
         (4, ["eval_loss"], None),
         (8, ["eval_loss"], None),
     ]
@@ -199,7 +199,7 @@ def test_nan_that_is_seen_late_is_named_and_not_saved(forge: Forge, tmp_path: Pa
     assert done.status == 4, done
     assert "update 12: the loss is nan" in done.err
     there = checkpoints_of(tmp_path / "run")
-    assert [(one.about.step, damage(one)) for one in there] == [(5, None), (10, None)]
+    assert [(one.metadata.step, damage(one)) for one in there] == [(5, None), (10, None)]
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 12, "the good losses before it"
 
 

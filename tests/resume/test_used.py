@@ -247,8 +247,8 @@ def test_a_run_leaves_what_it_says(digits: tuple[Path, str]) -> None:
     assert scores[30] == record.metrics
     there = checkpoints_of(run)
     best = max(scores, key=lambda step: scores[step]["top1"])
-    assert [one.about.step for one in there] == sorted({20, 30, best})
-    assert [one.about.metrics for one in there] == [scores[one.about.step] for one in there]
+    assert [one.metadata.step for one in there] == sorted({20, 30, best})
+    assert [one.metadata.metrics for one in there] == [scores[one.metadata.step] for one in there]
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
     assert f"{len(there)} checkpoints, the newest step-00000030" in said
     assert {path.name for path in run.iterdir() if path.is_file()} == {

@@ -4,7 +4,7 @@ Registered with torch where a World asks for them; every group made inside that 
 
     said.py       what a rank has said in the store, while a group is made
     async_buffers.py   buffers of asynchronous collectives, filled with NaN until somebody waits for them
-    lane.py       operations that come one after the other, and whom they wait for
+    queue.py       operations that come one after the other, and whom they wait for
     engine.py     operations that wait for other ranks, moved on by whoever waits
     recent.py     the newest calls, for whoever asks why a job hangs
     transport.py  what a backend has to give: a few operations on flat tensors
@@ -48,10 +48,12 @@ def register_backend(name: str) -> str:
     if name not in OWN_BACKENDS:
         return name
 
-    def make(asked: Any, _: Any) -> PythonGroup:
+    def make(options: Any, _: Any) -> PythonGroup:
         # of the default group torch gives no list
-        ranks = list(asked.global_ranks_in_group) or list(range(asked.group_size))
-        return OWN_BACKENDS[name](asked.store, asked.group_rank, asked.group_size, ranks, asked.timeout, asked.group_id)
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        return OWN_BACKENDS[name](
+            options.store, options.group_rank, options.group_size, ranks, options.timeout, options.group_id
+        )
 
     torch_name = _TORCH_NAMES.get(name, name)
     # From torch 2.15 on, each group gets a flight recorder hook, which looks for a C++ backend inside the group. Ours

@@ -72,10 +72,10 @@ class AsyncCalls:
     only: frozenset[str] | None = None
     pending: list[DelayedWork] = field(default_factory=list["DelayedWork"], repr=False)
 
-    def fills(self, place: str, operation: str) -> bool:
+    def fills(self, location: str, operation: str) -> bool:
         """Note a call; whether its buffers are to be filled with NaN."""
-        self.places.setdefault(place, operation)
-        return self.only is None or place in self.only
+        self.places.setdefault(location, operation)
+        return self.only is None or location in self.only
 
     @contextlib.contextmanager
     def limited_to(self, *places: str) -> Generator[None]:
@@ -164,7 +164,7 @@ class DelayedWork(Work):
         if isinstance(value, Tensor):
             return self.filled.get(value.data_ptr(), value)
         if isinstance(value, list | tuple):
-            return type(value)(self._of_the_user(one) for one in value)  # pyright: ignore[reportCallIssue]
+            return type(value)(self._of_the_user(item) for item in value)  # pyright: ignore[reportCallIssue]
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -275,8 +275,8 @@ def _collective(name: str, inner: Callable[..., Any], calls: AsyncCalls) -> Call
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
         is_async = name == "irecv" or kwargs.get("async_op") or (len(args) > 2 and any(a is True for a in args))
-        place = _caller() if is_async else None
-        if place is None:
+        location = _caller() if is_async else None
+        if location is None:
             return inner(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -284,7 +284,7 @@ def _collective(name: str, inner: Callable[..., Any], calls: AsyncCalls) -> Call
         filled = list(_tensors(given.get(_FILLED[name])))
         if not (name == "irecv" or given.get("async_op")) or not _can_delay(filled, given.get("group")):
             return inner(*args, **kwargs)
-        if not calls.fills(place, name):
+        if not calls.fills(location, name):
             return inner(*args, **kwargs)
         pairs = [(tensor, _private(tensor)) for tensor in filled]
         _put_in(bound.arguments, _FILLED[name], pairs)
@@ -302,7 +302,10 @@ def _delayed(work: Any, pairs: list[tuple[Tensor, Tensor]], calls: AsyncCalls, i
         for tensor, _ in pairs:
             tensor.data.fill_(float("nan"))
     if torch.cuda.is_available():
-        calls.pending = [*(one for one in calls.pending[-_KEPT:] if not one.is_delivered), delayed]
+        calls.pending = [
+            *(work_before for work_before in calls.pending[-_KEPT:] if not work_before.is_delivered),
+            delayed,
+        ]
     return delayed
 
 
@@ -310,32 +313,32 @@ def _batch(inner: Callable[..., Any], calls: AsyncCalls) -> Callable[..., Any]:
     """`batch_isend_irecv` whose receives fill private copies."""
 
     def delayed(p2p_op_list: Sequence[Any]) -> Any:
-        place = _caller()
-        receives = [one for one in p2p_op_list if getattr(one.op, "__name__", "") == "irecv"]
-        tensors = [one.tensor for one in receives]
-        if place is None or not _can_delay(tensors, None) or not calls.fills(place, "batch_isend_irecv"):
+        location = _caller()
+        receives = [op for op in p2p_op_list if getattr(op.op, "__name__", "") == "irecv"]
+        tensors = [op.tensor for op in receives]
+        if location is None or not _can_delay(tensors, None) or not calls.fills(location, "batch_isend_irecv"):
             return inner(p2p_op_list)
-        private = {id(one): (one.tensor, _private(one.tensor)) for one in receives}
+        private = {id(op): (op.tensor, _private(op.tensor)) for op in receives}
         ops = [
-            dist.P2POp(one.op, private[id(one)][1], group=one.group, tag=one.tag, group_peer=one.group_peer)
-            if id(one) in private
-            else one
-            for one in p2p_op_list
+            dist.P2POp(op.op, private[id(op)][1], group=op.group, tag=op.tag, group_peer=op.group_peer)
+            if id(op) in private
+            else op
+            for op in p2p_op_list
         ]
         works = inner(ops)
         if len(works) == len(ops):
-            of_each = [[private[id(one)]] if id(one) in private else [] for one in p2p_op_list]
+            of_each = [[private[id(op)]] if id(op) in private else [] for op in p2p_op_list]
         else:  # one for all of them
             of_each = [list(private.values())] + [[] for _ in works[1:]]
-        return [_delayed(work, own, calls) if own else work for work, own in zip(works, of_each, strict=True)]
+        return [_delayed(work, pairs, calls) if pairs else work for work, pairs in zip(works, of_each, strict=True)]
 
     return delayed
 
 
 def _tensors(value: Any) -> Iterator[Any]:
     if isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
     elif value is not None:
         yield value
 
@@ -368,7 +371,7 @@ def _put_in(arguments: dict[str, Any], name: str, pairs: Sequence[tuple[Tensor, 
 
     def swapped(value: Any, is_filled: bool) -> Any:
         if isinstance(value, list | tuple):
-            return [swapped(one, is_filled) for one in value]
+            return [swapped(item, is_filled) for item in value]
         if not isinstance(value, Tensor):
             return value
         if is_filled:

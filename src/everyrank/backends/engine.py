@@ -4,11 +4,11 @@ An operation is a generator: it does what it can, and yields the ranks that it w
 them on, and an operation of one group never keeps that of another from its end, in whatever order ranks start them:
 
     ENGINE.start(operation)   as far as it goes at once
-    ENGINE.attend(operation)  to its end; what was called with async_op=True is left after a moment
+    ENGINE.progress(operation)  to its end; what was called with async_op=True is left after a moment
     operation.wait()          this thread moves on all that is pending until this one is done
     a thread of the engine    moves on what was left, while nobody waits and this rank computes
 
-Operations of one lane come one after the other: collectives of a group, messages to one rank.
+Operations of one queue come one after the other: collectives of a group, messages to one rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Work
 from torch.profiler import record_function
 
-from everyrank.backends.lane import Lane, Steps, no_steps
+from everyrank.backends.operation_queue import OperationQueue, Steps, no_steps
 from everyrank.errors import RankFailedError, describe
 
 __all__ = ["DONE", "ENGINE", "Engine", "PendingWork", "recorded"]
@@ -36,7 +36,7 @@ _YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.001
 # An asynchronous operation waits so long for its peers before it is left to the thread: that takes Python's lock from
 # who computes, who then comes late to the next one, which is left to a thread of the others.
-_PATIENCE_SECONDS = 0.01
+_GRACE_SECONDS = 0.01
 _LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
 _THREAD_PAUSE = 0.0002  # of the thread, from one step of all that is pending to the next
 
@@ -59,9 +59,9 @@ class PendingWork(Work):
     since = 0.0  # when that wait began
     looked = 0.0  # when the missing were last looked after
 
-    def __init__(self, name: str, lane: Lane, steps: Steps, tensors: list[Any]) -> None:
+    def __init__(self, name: str, queue: OperationQueue, steps: Steps, tensors: list[Any]) -> None:
         super().__init__()
-        self.name, self.lane, self.steps, self.tensors = name, lane, steps, tensors
+        self.name, self.queue, self.steps, self.tensors = name, queue, steps, tensors
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Until it is done. Raises what it failed with: `RankFailedError` for ranks that are gone or do not come."""
@@ -126,85 +126,85 @@ class Engine:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.pending: dict[Lane, None] = {}
+        self.pending: dict[OperationQueue, None] = {}
         self.num_waiters = 0
         self.has_work = threading.Event()
         self.thread: threading.Thread | None = None
         # whether there are more ranks here than cores: who yields is given the core again before whom it waits for
-        self.is_crowded = False
+        self.is_oversubscribed = False
 
     def start(self, operation: PendingWork) -> None:
-        """Put it into its lane and move it on. Raises `RankFailedError` where one before it has failed."""
-        lane = operation.lane
+        """Put it into its queue and move it on. Raises `RankFailedError` where one before it has failed."""
+        queue = operation.queue
         with self.lock:
-            if lane.broken is not None:
-                raise RankFailedError(f"{operation.name}: one before it failed: {describe(lane.broken)}")
-            lane.waiting.append(operation)
-            self._move(lane)
+            if queue.broken is not None:
+                raise RankFailedError(f"{operation.name}: one before it failed: {describe(queue.broken)}")
+            queue.waiting.append(operation)
+            self._move(queue)
             if not operation.done:
-                self.pending[lane] = None
+                self.pending[queue] = None
 
-    def attend(self, operation: PendingWork, is_async: bool, patience: float = _PATIENCE_SECONDS) -> PendingWork:
+    def progress(self, operation: PendingWork, is_async: bool, grace: float = _GRACE_SECONDS) -> PendingWork:
         """Move on what has started: to its end or, asynchronous, for as long as its peers are there."""
         if operation.done:
             return operation
         # of messages, which nobody is patient with, a callback may start several that only end together
-        if not is_async or (patience > 0 and is_called_back()):
+        if not is_async or (grace > 0 and is_called_back()):
             self.finish(operation, None)
-        elif not (patience > 0 and self.finish(operation, None, patience)):
+        elif not (grace > 0 and self.finish(operation, None, grace)):
             self._leave_to_thread()
         return operation
 
-    def finish(self, work: PendingWork, timeout_seconds: float | None, patience: float | None = None) -> bool:
-        """Move on all that is pending until this one is done, or failed; with patience, for as long as its peers come.
+    def finish(self, work: PendingWork, timeout_seconds: float | None, grace: float | None = None) -> bool:
+        """Move on all that is pending until this one is done, or failed; with grace, for as long as its peers come.
 
         While a thread of the person waits here, that of the engine rests. Returns whether it is done.
         """
         with self.lock:
             self.num_waiters += 1
         try:
-            return self._spin(work) or self._drive(work, patience, timeout_seconds)
+            return self._spin(work) or self._drive(work, grace, timeout_seconds)
         finally:
             with self.lock:
                 self.num_waiters -= 1
 
-    def forget(self, lane: Lane) -> None:
-        """The group of this lane has ended: nobody waits for it any more."""
+    def forget(self, queue: OperationQueue) -> None:
+        """The group of this queue has ended: nobody waits for it any more."""
         with self.lock:
-            self.pending.pop(lane, None)
-            lane.broken = RankFailedError("its process group has ended")
-            while lane.waiting:
-                lane.waiting.popleft().end(lane.broken)
+            self.pending.pop(queue, None)
+            queue.broken = RankFailedError("its process group has ended")
+            while queue.waiting:
+                queue.waiting.popleft().end(queue.broken)
 
     def _spin(self, work: PendingWork) -> bool:
         begun = time.monotonic()
         for _ in range(_SPINS):
             with self.lock:
                 if not work.done:
-                    self._move(work.lane)
+                    self._move(work.queue)
             if work.done:
                 return True
             os.sched_yield()  # there may be more ranks than cores
-            if self.is_crowded or time.monotonic() > begun + _SPIN_SECONDS:
+            if self.is_oversubscribed or time.monotonic() > begun + _SPIN_SECONDS:
                 break
         return False
 
-    def _drive(self, work: PendingWork, patience: float | None, timeout_seconds: float | None) -> bool:
-        """Until it is done or, with patience, has waited that long for the same ranks. Whether it is done."""
+    def _drive(self, work: PendingWork, grace: float | None, timeout_seconds: float | None) -> bool:
+        """Until it is done or, with grace, has waited that long for the same ranks. Whether it is done."""
         begun = time.monotonic()
         while not work.done:
             with self.lock:
                 self.move_all()
                 if work.done:
                     break
-                now, head = time.monotonic(), work.lane.waiting[0]
+                now, head = time.monotonic(), work.queue.waiting[0]
                 waited = now - head.since
-                if patience is not None and waited >= patience:
+                if grace is not None and waited >= grace:
                     break
                 self._look_after_all()
                 if timeout_seconds and now > begun + timeout_seconds and not work.done:
-                    self._fail(work.lane, work.lane.late(head.name, head.missing or [], timeout_seconds))
-            if waited < _YIELD_SECONDS and not self.is_crowded:
+                    self._fail(work.queue, work.queue.late(head.name, head.missing or [], timeout_seconds))
+            if waited < _YIELD_SECONDS and not self.is_oversubscribed:
                 os.sched_yield()
             else:
                 time.sleep(min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited / 20)))
@@ -212,12 +212,12 @@ class Engine:
 
     def move_all(self) -> None:
         """One step of all that is pending. Under the lock."""
-        for lane in list(self.pending):
-            self._move(lane)
+        for queue in list(self.pending):
+            self._move(queue)
 
-    def _move(self, lane: Lane) -> None:
-        """As far as this lane goes. Under the lock."""
-        waiting = lane.waiting
+    def _move(self, queue: OperationQueue) -> None:
+        """As far as this queue goes. Under the lock."""
+        waiting = queue.waiting
         while waiting:
             operation = waiting[0]
             try:
@@ -227,7 +227,7 @@ class Engine:
                 waiting.popleft()
                 operation.end(None)
             except BaseException as error:
-                self._fail(lane, error)
+                self._fail(queue, error)
                 if not isinstance(error, Exception):
                     raise  # Ctrl-C
             else:
@@ -235,31 +235,31 @@ class Engine:
                     operation.missing, operation.since = missing, time.monotonic()
                     operation.looked = operation.since
                 return
-        self.pending.pop(lane, None)
+        self.pending.pop(queue, None)
 
     def _look_after_all(self) -> None:
         """Who is waited for and is gone, or has not come in time, ends the wait."""
         now = time.monotonic()
-        for lane in list(self.pending):
-            head = lane.waiting[0] if lane.waiting else None
+        for queue in list(self.pending):
+            head = queue.waiting[0] if queue.waiting else None
             if head is None or head.missing is None or now < head.looked + _LOOK_SECONDS:
                 continue
             head.looked, missing = now, head.missing
-            gone = lane.lost(missing) if lane.lost is not None else {}
+            gone = queue.lost(missing) if queue.lost is not None else {}
             if gone:
-                self._move(lane)  # what it said last may have come since
+                self._move(queue)  # what it said last may have come since
             if head.done or head.missing is not missing:
                 continue
             gone = {rank: words for rank, words in gone.items() if rank in missing}
-            if gone and (not lane.is_any_enough or len(gone) == len(missing)):
-                self._fail(lane, RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
-            elif now > head.since + lane.timeout_seconds and (head.is_awaited or not lane.is_message):
-                self._fail(lane, lane.late(head.name, missing, lane.timeout_seconds))
+            if gone and (not queue.is_any_enough or len(gone) == len(missing)):
+                self._fail(queue, RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
+            elif now > head.since + queue.timeout_seconds and (head.is_awaited or not queue.is_message):
+                self._fail(queue, queue.late(head.name, missing, queue.timeout_seconds))
 
-    def _fail(self, lane: Lane, error: BaseException) -> None:
-        """Nothing of this lane is pending any more, so that the thread may sleep. Under the lock."""
-        lane.fail(error)
-        self.pending.pop(lane, None)
+    def _fail(self, queue: OperationQueue, error: BaseException) -> None:
+        """Nothing of this queue is pending any more, so that the thread may sleep. Under the lock."""
+        queue.fail(error)
+        self.pending.pop(queue, None)
 
     def _leave_to_thread(self) -> None:
         if self.thread is None:
@@ -275,8 +275,8 @@ class Engine:
 
     def _work(self) -> None:
         while self.thread is not None:
-            lane = next(iter(list(self.pending)), None)
-            first = lane.waiting[0] if lane is not None and lane.waiting else None
+            queue = next(iter(list(self.pending)), None)
+            first = queue.waiting[0] if queue is not None and queue.waiting else None
             if first is not None:
                 with recorded(*first.name.split()):  # how long it was under way
                     self._work_on(first)
@@ -297,7 +297,7 @@ class Engine:
 
 
 ENGINE = Engine()
-DONE = PendingWork("", Lane((), 0.0), no_steps(), [])
+DONE = PendingWork("", OperationQueue((), 0.0), no_steps(), [])
 """Of any synchronous call that has ended at once: torch waits for it, and asks it nothing else."""
 DONE.done = True
 

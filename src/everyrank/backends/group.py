@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.backends.engine import DONE, ENGINE, PendingWork, recorded
-from everyrank.backends.lane import Lane, Steps
+from everyrank.backends.operation_queue import OperationQueue, Steps
 from everyrank.backends.recent import RECENT_CALLS, RecentCall
 from everyrank.backends.transport import Transport
 
@@ -107,14 +107,14 @@ class PythonGroup(_ProcessGroup):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """For operations from now on."""
         with ENGINE.lock:
-            for lane in self.transport.lanes():
-                lane.timeout_seconds = timeout.total_seconds()
+            for queue in self.transport.queues():
+                queue.timeout_seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Let go of the transport; whoever still waits is told so. Again and again is as good as once."""
         with ENGINE.lock:
-            for lane in self.transport.lanes():
-                ENGINE.forget(lane)
+            for queue in self.transport.queues():
+                ENGINE.forget(queue)
         _NAMES.discard(self.given_name)
         if not self.is_shut:
             self.is_shut = True
@@ -149,12 +149,12 @@ class PythonGroup(_ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.all_gather` calls: a list of tensors."""
-        back, own = Outputs(), [flattened(tensor) for tensor in inputs]
+        back, sent = Outputs(), [flattened(tensor) for tensor in inputs]
         steps = [
             self._all_gather([back.out(tensor) for tensor in parts], flat)
-            for parts, flat in zip(outputs, own, strict=True)
+            for parts, flat in zip(outputs, sent, strict=True)
         ]
-        return self._run("all_gather", _each(steps), own, outputs, opts, back)
+        return self._run("all_gather", _each(steps), sent, outputs, opts, back)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """Several tensors of each rank: `outputs[rank][tensor]`."""
@@ -162,32 +162,32 @@ class PythonGroup(_ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What functional collectives call, several at once: one tensor for all parts of each."""
-        back, own = Outputs(), [flattened(tensor) for tensor in inputs]
+        back, sent = Outputs(), [flattened(tensor) for tensor in inputs]
         steps = [
             self._all_gather(list(back.out(whole).chunk(self.num_ranks)), flat)
-            for whole, flat in zip(outputs, own, strict=True)
+            for whole, flat in zip(outputs, sent, strict=True)
         ]
-        return self._run("all_gather", _each(steps), own, outputs, opts, back)
+        return self._run("all_gather", _each(steps), sent, outputs, opts, back)
 
-    def all_gather_single(self, output: Any, own: Any, opts: Any = None) -> PendingWork:
+    def all_gather_single(self, output: Any, sent: Any, opts: Any = None) -> PendingWork:
         """What `dist.all_gather_into_tensor` calls: one tensor for all parts."""
-        return self.all_gather_single_coalesced([output], [own], opts)
+        return self.all_gather_single_coalesced([output], [sent], opts)
 
-    def _all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
-        check_alike("all_gather", parts, own, self.num_ranks)
-        return self.transport.collectives.all_gather(parts, own)
+    def _all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
+        check_alike("all_gather", parts, sent, self.num_ranks)
+        return self.transport.collectives.all_gather(parts, sent)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.gather` calls."""
-        back, own = Outputs(), flattened(inputs[0])
+        back, sent = Outputs(), flattened(inputs[0])
         parts = [back.out(tensor) for tensor in outputs[0]] if outputs else []
-        check_alike("gather", parts, own, len(parts) and self.num_ranks)
-        steps = self.transport.collectives.gather(parts, own, opts.rootRank)
-        return self._run("gather", steps, [own], outputs, opts, back)
+        check_alike("gather", parts, sent, len(parts) and self.num_ranks)
+        steps = self.transport.collectives.gather(parts, sent, opts.rootRank)
+        return self._run("gather", steps, [sent], outputs, opts, back)
 
-    def gather_single(self, output: Any, own: Any, opts: Any = None) -> PendingWork:
+    def gather_single(self, output: Any, sent: Any, opts: Any = None) -> PendingWork:
         """What `dist.gather_single` (since torch 2.14) calls: one tensor for all parts, empty where not the root."""
-        back, flat = Outputs(), flattened(own)
+        back, flat = Outputs(), flattened(sent)
         parts = list(back.out(output).chunk(self.num_ranks)) if opts.rootRank == self.rank() else []
         check_alike("gather", parts, flat, len(parts) and self.num_ranks)
         steps = self.transport.collectives.gather(parts, flat, opts.rootRank)
@@ -196,22 +196,24 @@ class PythonGroup(_ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.scatter` calls."""
         back = Outputs()
-        own = back.out(outputs[0])
+        received = back.out(outputs[0])
         parts = [flattened(tensor) for tensor in inputs[0]] if inputs else []
-        check_alike("scatter", parts, own, len(parts) and self.num_ranks)
-        steps = self.transport.collectives.scatter(own, parts, opts.rootRank)
+        check_alike("scatter", parts, received, len(parts) and self.num_ranks)
+        steps = self.transport.collectives.scatter(received, parts, opts.rootRank)
         return self._run("scatter", steps, parts, outputs, opts, back)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What `dist.reduce_scatter` calls: a list of tensors."""
         back, reduction = Outputs(), _reduction(opts)
-        parts = [[flattened(tensor) for tensor in own] for own in inputs]
+        parts = [[flattened(tensor) for tensor in rank_parts] for rank_parts in inputs]
         steps: list[Steps] = []
-        for tensor, own in zip(outputs, parts, strict=True):
+        for tensor, rank_parts in zip(outputs, parts, strict=True):
             flat = back.out(tensor)
-            check_alike("reduce_scatter", own, flat, self.num_ranks)
-            steps.append(self.transport.collectives.reduce_scatter(flat, own, reduction))
-        return self._run("reduce_scatter", _each(steps), [part for own in parts for part in own], outputs, opts, back)
+            check_alike("reduce_scatter", rank_parts, flat, self.num_ranks)
+            steps.append(self.transport.collectives.reduce_scatter(flat, rank_parts, reduction))
+        return self._run(
+            "reduce_scatter", _each(steps), [chunk for rank_parts in parts for chunk in rank_parts], outputs, opts, back
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """What functional collectives call, several at once: all parts of each in one tensor."""
@@ -258,43 +260,45 @@ class PythonGroup(_ProcessGroup):
     def send(self, tensors: Any, to: int, tag: int) -> PendingWork:
         """What `dist.send` and `isend` call."""
         flat = flattened(tensors[0])
-        lane, steps = self.transport.messages.send(flat, to, tag)
-        return self._message("send", lane, steps, [flat], tensors)
+        queue, steps = self.transport.messages.send(flat, to, tag)
+        return self._message("send", queue, steps, [flat], tensors)
 
     def recv(self, tensors: Any, source: int | None, tag: int) -> PendingWork:
         """What `dist.recv` and `irecv` call."""
         back = Outputs()
         flat = back.out(tensors[0])
         with ENGINE.lock:  # between looking for the message and asking for it no thread may take it
-            lane, steps = self.transport.messages.receive(flat, source, tag)
-        return self._message("recv", lane, back.after(steps), [flat], tensors)
+            queue, steps = self.transport.messages.receive(flat, source, tag)
+        return self._message("recv", queue, back.after(steps), [flat], tensors)
 
     def recv_anysource(self, tensors: Any, tag: int) -> PendingWork:
         """The same without a source."""
         return self.recv(tensors, None, tag)
 
-    def _message(self, name: str, lane: Lane, steps: Steps, handed_in: list[Tensor], tensors: Any) -> PendingWork:
-        operation = PendingWork(f"{self.transport.backend} {name}", lane, steps, list(tensors))
+    def _message(
+        self, name: str, queue: OperationQueue, steps: Steps, handed_in: list[Tensor], tensors: Any
+    ) -> PendingWork:
+        operation = PendingWork(f"{self.transport.backend} {name}", queue, steps, list(tensors))
         self._noted(name, handed_in).work = weakref.ref(operation)
         ENGINE.start(operation)
-        return ENGINE.attend(operation, is_async=True, patience=0.0)
+        return ENGINE.progress(operation, is_async=True, grace=0.0)
 
     def _run(
         self, name: str, steps: Steps, handed_in: Sequence[Tensor], tensors: Any, opts: Any, back: Outputs
     ) -> PendingWork:
-        lane, is_async = self.transport.lane, bool(getattr(opts, "asyncOp", False))
+        queue, is_async = self.transport.queue, bool(getattr(opts, "asyncOp", False))
         steps = back.after(steps)
         call = self._noted(name, handed_in)
         with recorded(self.transport.backend, name):
-            with ENGINE.lock:  # no thread may come between what has begun and its place in the lane
+            with ENGINE.lock:  # no thread may come between what has begun and its place in the queue
                 # c10d's own functions ask a synchronous work nothing
-                if opts is not None and not is_async and lane.ends_at_once(steps):
+                if opts is not None and not is_async and queue.ends_at_once(steps):
                     call.is_done = True
                     return DONE
-                work = PendingWork(f"{self.transport.backend} {name}", lane, steps, list(tensors))
+                work = PendingWork(f"{self.transport.backend} {name}", queue, steps, list(tensors))
                 call.work = weakref.ref(work)
                 ENGINE.start(work)
-            return ENGINE.attend(work, is_async)
+            return ENGINE.progress(work, is_async)
 
     def _noted(self, name: str, handed_in: Sequence[Tensor]) -> RecentCall:
         if _OBSERVERS:
@@ -318,8 +322,8 @@ def _each(steps: list[Steps]) -> Steps:
 
 
 def _one_after_the_other(steps: list[Steps]) -> Steps:
-    for one in steps:
-        yield from one
+    for step in steps:
+        yield from step
 
 
 # --- tensors as transports take them: in one dimension, contiguous; and back
@@ -369,13 +373,13 @@ def split_rows(flat: Tensor, tensor: Tensor, rows: Sequence[int], num_ranks: int
     return list(flat.split([count * row for count in rows]))
 
 
-def check_alike(operation: str, parts: Sequence[Tensor], own: Tensor, count: int) -> None:
+def check_alike(operation: str, parts: Sequence[Tensor], tensor: Tensor, count: int) -> None:
     """Raises `RuntimeError` for parts that are not `count` tensors of the length and dtype of `own`."""
     if len(parts) != count:
         raise RuntimeError(f"{operation}: {len(parts)} tensors for {count} ranks: give one for each")
-    for part in parts:
-        if part.nbytes != own.nbytes or part.dtype != own.dtype:
+    for other in parts:
+        if other.nbytes != tensor.nbytes or other.dtype != tensor.dtype:
             raise RuntimeError(
-                f"{operation}: a tensor of {len(part)} {part.dtype} beside one of {len(own)} {own.dtype}: "
+                f"{operation}: a tensor of {len(other)} {other.dtype} beside one of {len(tensor)} {tensor.dtype}: "
                 "all ranks' tensors are alike"
             )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.backends.group import PythonGroup
-from everyrank.backends.lane import Lane, Steps
+from everyrank.backends.operation_queue import OperationQueue, Steps
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError
 
@@ -35,8 +35,8 @@ def make_horovod_group(
     hvd: Any = importlib.import_module("horovod.torch")
     if (rank, size) != (hvd.rank(), hvd.size()):
         raise CannotRunError("backend horovod: its group is that of all ranks")
-    collectives, lane = HorovodCollectives(hvd, rank, size, name), Lane(ranks, timeout.total_seconds())
-    return PythonGroup(Transport("horovod", collectives, _NoMessages(), lane, lambda: None), rank, size, name)
+    collectives, queue = HorovodCollectives(hvd, rank, size, name), OperationQueue(ranks, timeout.total_seconds())
+    return PythonGroup(Transport("horovod", collectives, _NoMessages(), queue, lambda: None), rank, size, name)
 
 
 class HorovodCollectives:
@@ -73,28 +73,28 @@ class HorovodCollectives:
         """As `GroupCollectives` says."""
         return self._until_done(self._started(self.hvd.broadcast_async_, tensor, root))
 
-    def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
+    def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
         """Horovod gives one tensor of all parts."""
-        return self._hand_out(self._started(self.hvd.allgather_async, own), parts)
+        return self._hand_out(self._started(self.hvd.allgather_async, sent), parts)
 
-    def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
+    def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """Horovod takes one tensor of all parts."""
-        operation = self._reduction(reduction, own)
+        operation = self._reduction(reduction, received)
         if reduction not in ("sum", "avg"):
             raise RuntimeError(f"Horovod has no reduce_scatter by {reduction}")
-        return self._hand_out(self._started(self.hvd.reducescatter_async, torch.cat(parts), op=operation), [own])
+        return self._hand_out(self._started(self.hvd.reducescatter_async, torch.cat(parts), op=operation), [received])
 
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
         """Horovod takes one tensor of all parts, and how long each is."""
-        lengths = torch.tensor([len(part) for part in sent], dtype=torch.int32)
+        lengths = torch.tensor([len(chunk) for chunk in sent], dtype=torch.int32)
         return self._hand_out(self._started(self.hvd.alltoall_async, torch.cat(sent), lengths), received)
 
     def _hand_out(self, handle: int, parts: list[Tensor]) -> Steps:
         whole = yield from self._until_done(handle)
         if isinstance(whole, tuple):  # of all_to_all with the lengths that came
             whole = whole[0]
-        for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.copy_(piece)
+        for output, chunk in zip(parts, whole.split([len(output) for output in parts]), strict=True):
+            output.copy_(chunk)
 
     def barrier(self) -> Steps:
         """A sum of one element: `hvd.barrier` would hold up whatever else is pending."""
@@ -121,5 +121,5 @@ class _NoMessages:
 
     receive = send
 
-    def lanes(self) -> list[Lane]:
+    def queues(self) -> list[OperationQueue]:
         return []

@@ -56,9 +56,11 @@ class RecentCall:
             work = self.work()
             is_done = work is None or (work.done and work.error is None)
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        place = None if self.code is None else (self.code.co_filename, _line(self.code, self.offset), self.code.co_name)
-        what = [self.group, self.number, self.operation, self.num_elements, dtype]
-        return [*what, is_done, self.is_message, self.time_ns, place]
+        location = (
+            None if self.code is None else (self.code.co_filename, _line(self.code, self.offset), self.code.co_name)
+        )
+        call = [self.group, self.number, self.operation, self.num_elements, dtype]
+        return [*call, is_done, self.is_message, self.time_ns, location]
 
 
 class RecentCalls:

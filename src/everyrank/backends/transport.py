@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from everyrank.backends.lane import Lane, Steps
+from everyrank.backends.operation_queue import OperationQueue, Steps
 
 __all__ = ["GroupCollectives", "GroupMessages", "Transport"]
 
@@ -28,19 +28,19 @@ class GroupCollectives(Protocol):
         """What the root has, in `tensor` of each."""
         ...
 
-    def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
+    def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
         """`own` of each rank, in `parts` of all."""
         ...
 
-    def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
+    def gather(self, parts: list[Tensor], sent: Tensor, root: int) -> Steps:
         """`own` of each rank, in `parts` of the root, which are empty elsewhere."""
         ...
 
-    def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
+    def scatter(self, received: Tensor, parts: list[Tensor], root: int) -> Steps:
         """`parts` of the root, which are empty elsewhere, one in `own` of each rank."""
         ...
 
-    def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
+    def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """The reduction of all ranks' `parts`, one in `own` of each rank."""
         ...
 
@@ -56,15 +56,15 @@ class GroupCollectives(Protocol):
 class GroupMessages(Protocol):
     """The messages between two ranks of one group."""
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> tuple[Lane, Steps]:
-        """A message, and the lane in which it waits."""
+    def send(self, tensor: Tensor, to: int, tag: int) -> tuple[OperationQueue, Steps]:
+        """A message, and the queue in which it waits."""
         ...
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[Lane, Steps]:
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[OperationQueue, Steps]:
         """The next message from that rank, or from any; its sender is the value of the steps."""
         ...
 
-    def lanes(self) -> list[Lane]:
+    def queues(self) -> list[OperationQueue]:
         """Of all messages that may be pending."""
         ...
 
@@ -74,16 +74,16 @@ class Transport:
     """What moves the bytes of one group.
 
     backend      its name
-    collectives  in `lane`, one after the other
+    collectives  in `queue`, one after the other
     close        lets go of what the group held
     """
 
     backend: str
     collectives: GroupCollectives
     messages: GroupMessages
-    lane: Lane
+    queue: OperationQueue
     close: Callable[[], None]
 
-    def lanes(self) -> list[Lane]:
+    def queues(self) -> list[OperationQueue]:
         """Of everything that may be pending."""
-        return [self.lane, *self.messages.lanes()]
+        return [self.queue, *self.messages.queues()]

@@ -106,10 +106,10 @@ class CommCounter(TorchDispatchMode):
         if operator in _NO_TRAFFIC or any(isinstance(value, str) and is_observed(value) for value in args):
             return
         # an operator that is not in the table is counted under its own name rather than left out
-        operation, place = _OPERATORS.get(operator, (operator, 0))
+        operation, index = _OPERATORS.get(operator, (operator, 0))
         key = operation, self._group(args)
         self.counts[key] += 1
-        self.bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[place]))
+        self.bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[index]))
 
     def _group(self, args: Any) -> str:
         for value in args:

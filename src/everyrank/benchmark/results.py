@@ -22,13 +22,13 @@ from everyrank.strategies import Prepared
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["Arm", "Bench", "Results"]
+__all__ = ["Bench", "Candidate", "Results"]
 
 _STOPPED = "the bench was stopped before it was checked"
 
 
 @dataclass
-class Arm:
+class Candidate:
     """One layout ready to run. On ranks that it does not use, `prepared` stays None."""
 
     layout: Layout
@@ -58,7 +58,7 @@ class Bench:
     train_data: Any
     eval_data: Any
     run_updates: int
-    lead_updates: int  # of a trial, before the clock starts
+    warmup_updates: int  # of a trial, before the clock starts
     trial_updates: int
     split_updates: int
 
@@ -79,7 +79,7 @@ class Results:
     options: BenchOptions
     sampler: Sampler
     startup_seconds: float
-    arms: list[Arm] = field(default_factory=list[Arm])
+    candidates: list[Candidate] = field(default_factory=list[Candidate])
 
     def __post_init__(self) -> None:
         bench, options = self.bench, self.options
@@ -88,9 +88,9 @@ class Results:
             self.source |= provenance(bench.workload, bench.train_data, self.world, options.command)
 
     @property
-    def running(self) -> list[Arm]:
+    def running(self) -> list[Candidate]:
         """Those that were checked equal: they are timed."""
-        return [arm for arm in self.arms if arm.parity.status == "equal"]
+        return [candidate for candidate in self.candidates if candidate.parity.status == "equal"]
 
     def told(self, line: str) -> None:
         """Leave what is known by now, for the case that there is no more, and say a line of it."""
@@ -106,68 +106,81 @@ class Results:
         """A Record for each layout, also for one that was not come to."""
         load = {"before": self.options.load_before, "others_cores": self.sampler.others_cores}
         running = self.running
-        single = next((arm for arm in running if str(arm.layout) == "single" and arm.trial_seconds), None)
-        found: list[Record] = []
-        for arm in self.arms:
-            used = self.sampler.of(str(running.index(arm))) if arm in running else None
-            made = _record(arm, self.bench, self.info, self.startup_seconds, single)
-            found.append(replace(made, resources=used, provenance={**self.source, "load": load, **made.provenance}))
-        for layout in self.layouts[len(self.arms) :]:
-            arm = Arm(layout, Parity("not_verified", reason=_STOPPED), self.world)
-            made = _record(arm, self.bench, self.info, self.startup_seconds, None)
-            found.append(replace(made, provenance={**self.source, "load": load}))
-        return found
+        single = next(
+            (candidate for candidate in running if str(candidate.layout) == "single" and candidate.trial_seconds), None
+        )
+        records: list[Record] = []
+        for candidate in self.candidates:
+            used = self.sampler.of(str(running.index(candidate))) if candidate in running else None
+            made = _record(candidate, self.bench, self.info, self.startup_seconds, single)
+            records.append(replace(made, resources=used, provenance={**self.source, "load": load, **made.provenance}))
+        for layout in self.layouts[len(self.candidates) :]:
+            candidate = Candidate(layout, Parity("not_verified", reason=_STOPPED), self.world)
+            made = _record(candidate, self.bench, self.info, self.startup_seconds, None)
+            records.append(replace(made, provenance={**self.source, "load": load}))
+        return records
 
 
 def _method(bench: Bench, options: BenchOptions) -> str:
     return (
         f"{options.trials} interleaved trials of {bench.trial_updates} updates, each from the initial state, after one "
         f"untimed run of {bench.run_updates} updates"
-        + (f" and the first {bench.lead_updates} of each trial" if bench.lead_updates else "")
+        + (f" and the first {bench.warmup_updates} of each trial" if bench.warmup_updates else "")
         + "; medians with 95% bootstrap intervals; the slowest rank counts; "
         f"steps taken apart in {options.trials} runs of {bench.split_updates} updates of their own"
     )
 
 
-def _record(arm: Arm, bench: Bench, info: RankInfo, startup_seconds: float, single: Arm | None) -> Record:
-    world = arm.world
+def _record(
+    candidate: Candidate, bench: Bench, info: RankInfo, startup_seconds: float, single: Candidate | None
+) -> Record:
+    world = candidate.world
     epoch = bench.epoch
-    samples = epoch.samples_before(bench.lead_updates + bench.trial_updates) - epoch.samples_before(bench.lead_updates)
-    steps = [seconds / bench.trial_updates for seconds in arm.trial_seconds]
-    is_timed = bool(arm.trial_seconds)
-    throughput = interval([samples / seconds for seconds in arm.trial_seconds]) if is_timed else None
+    samples = epoch.samples_before(bench.warmup_updates + bench.trial_updates) - epoch.samples_before(
+        bench.warmup_updates
+    )
+    steps = [seconds / bench.trial_updates for seconds in candidate.trial_seconds]
+    is_timed = bool(candidate.trial_seconds)
+    throughput = interval([samples / seconds for seconds in candidate.trial_seconds]) if is_timed else None
     return Record(
         workload=bench.workload.name,
-        layout=str(arm.layout),
+        layout=str(candidate.layout),
         launcher=info.started_by,
-        backend=world.backend if not arm.is_alone else "none",
+        backend=world.backend if not candidate.is_alone else "none",
         device=world.device.type,
-        world_size=1 if arm.is_alone else world.size,
-        parity=arm.parity,
+        world_size=1 if candidate.is_alone else world.size,
+        parity=candidate.parity,
         throughput_samples_per_second=throughput,
-        ratio_to_single=_ratio(arm, single) if is_timed and single is not None else None,
+        ratio_to_single=_ratio(candidate, single) if is_timed and single is not None else None,
         step_seconds=interval(steps) if is_timed else None,
         epoch_seconds=epoch.samples / throughput.median if throughput else None,
-        breakdown_seconds=breakdown(arm.splits, [inside.exposed_shares for inside in arm.inside], steps),
-        bubble=_bubble(arm.inside) if world.device.type == "cpu" else None,
-        peak_memory_bytes=max((inside.peak_memory_bytes for inside in arm.inside), default=None),
-        collectives=arm.inside[0].collectives if arm.inside else [],
+        breakdown_seconds=breakdown(candidate.splits, [inside.exposed_shares for inside in candidate.inside], steps),
+        bubble=_bubble(candidate.inside) if world.device.type == "cpu" else None,
+        peak_memory_bytes=max((inside.peak_memory_bytes for inside in candidate.inside), default=None),
+        collectives=candidate.inside[0].collectives if candidate.inside else [],
         startup_seconds=startup_seconds if is_timed else None,
-        first_step_seconds=arm.first_step_seconds,
-        loss=arm.losses,
-        metrics=arm.metrics,
+        first_step_seconds=candidate.first_step_seconds,
+        loss=candidate.losses,
+        metrics=candidate.metrics,
         provenance={"threads_per_rank": world.threads, "updates": bench.run_updates},
     )
 
 
 def _bubble(inside: Sequence[Instrumented]) -> Bubble | None:
     """How long ranks stood idle beside how long they would by theory; None for a layout without a pipeline."""
-    longest = max((own.idle.seconds for own in inside), default=0.0)
+    longest = max((instrumented.idle.seconds for instrumented in inside), default=0.0)
     if not longest:
         return None
-    return Bubble(inside[0].idle.theory_share, fmean(own.idle.waiting_seconds for own in inside) / longest)
+    return Bubble(
+        inside[0].idle.theory_share, fmean(instrumented.idle.waiting_seconds for instrumented in inside) / longest
+    )
 
 
-def _ratio(arm: Arm, single: Arm) -> Interval:
+def _ratio(candidate: Candidate, single: Candidate) -> Interval:
     """How many times as fast, trial by trial: what slows the machine for a while slows both."""
-    return interval([one / own for one, own in zip(single.trial_seconds, arm.trial_seconds, strict=False)])
+    return interval(
+        [
+            single_seconds / arm_seconds
+            for single_seconds, arm_seconds in zip(single.trial_seconds, candidate.trial_seconds, strict=False)
+        ]
+    )

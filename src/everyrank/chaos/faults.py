@@ -22,7 +22,7 @@ class Fault:
     seen_by    who notices
     ends       whether the training ends by it; else it goes on by itself, and nobody has to do anything
     all_ranks  whether it strikes every rank, not one
-    spoils     what is done to the newest checkpoint after the training has ended: "", "cut" or "flip"
+    corrupts     what is done to the newest checkpoint after the training has ended: "", "cut" or "flip"
     needs      what this machine has to allow: "", `OWN_DISK` (mount namespaces, tmpfs), or `TWO_HOSTS` (of networks)
     """
 
@@ -31,7 +31,7 @@ class Fault:
     seen_by: str
     ends: bool = True
     all_ranks: bool = False
-    spoils: str = ""
+    corrupts: str = ""
     needs: str = ""
 
     def is_said_in(self, text: str, rank: int) -> bool:
@@ -58,14 +58,14 @@ FAULTS: dict[str, Fault] = {
         r"damaged: ",
         "--resume, which offers the one before",
         all_ranks=True,
-        spoils="cut",
+        corrupts="cut",
     ),
     "flipped-checkpoint": Fault(
         "SIGKILL of all ranks, and a bit of the newest checkpoint flips",
         r"damaged: ",
         "--resume, which offers the one before",
         all_ranks=True,
-        spoils="flip",
+        corrupts="flip",
     ),
     "nan-gradient": Fault("NaN in one rank's gradient", r"(?i)\bnan\b|infinite", "the check of the next loss"),
     "flipped-bit": Fault(

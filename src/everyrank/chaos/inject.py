@@ -58,8 +58,8 @@ class Injection:
             self._ballast.unlink(missing_ok=True)
         if number == self.update:
             with Path(self.journal).open("a") as journal:
-                own = {"fault": self.fault, "update": number, "rank": prepared.world.rank}
-                row = own | {"time": time.time(), "process": os.getpid()}
+                fields = {"fault": self.fault, "update": number, "rank": prepared.world.rank}
+                row = fields | {"time": time.time(), "process": os.getpid()}
                 journal.write(json.dumps(row) + "\n")
             _STRIKES[_STRIKE_AS.get(self.fault, self.fault)](self, prepared)
 
@@ -87,8 +87,8 @@ def _kill(_: Injection, __: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kill_launcher(own: Injection, _: Any) -> None:
-    os.kill(own.launcher, signal.SIGKILL)
+def _kill_launcher(injection: Injection, _: Any) -> None:
+    os.kill(injection.launcher, signal.SIGKILL)
 
 
 def _stop(_: Injection, __: Any) -> None:
@@ -99,10 +99,10 @@ def _slow(_: Injection, __: Any) -> None:
     time.sleep(_SLOW_SECONDS)
 
 
-def _fill_disk(own: Injection, _: Any) -> None:
-    place = own._ballast  # pyright: ignore[reportPrivateUsage]
-    free = os.statvfs(place.parent)
-    with place.open("wb") as file:
+def _fill_disk(injection: Injection, _: Any) -> None:
+    path = injection._ballast  # pyright: ignore[reportPrivateUsage]
+    free = os.statvfs(path.parent)
+    with path.open("wb") as file:
         file.write(bytes(max(0, free.f_bavail * free.f_frsize - _LEFT_BYTES)))
 
 
@@ -132,15 +132,19 @@ def _nan_gradient(_: Injection, prepared: Any) -> None:
     handle = first.register_forward_hook(spoil)
 
 
-def _flip_bit(own: Injection, prepared: Any) -> None:
+def _flip_bit(injection: Injection, prepared: Any) -> None:
     """A bit in the middle of the first element of one parameter; which one, the number of the update decides."""
     import torch
 
     from everyrank.parallel.mesh import local_tensor
 
-    parameters = [local_tensor(one).detach() for one in prepared.trainable.parameters]
-    parameters = [one for one in parameters if one.numel() and one.is_floating_point() and one.is_contiguous()]
-    chosen = parameters[own.update % len(parameters)].view(-1)
+    parameters = [local_tensor(parameter).detach() for parameter in prepared.trainable.parameters]
+    parameters = [
+        parameter
+        for parameter in parameters
+        if parameter.numel() and parameter.is_floating_point() and parameter.is_contiguous()
+    ]
+    chosen = parameters[injection.update % len(parameters)].view(-1)
     bits = chosen.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[chosen.element_size()])
     bits[0] ^= 1 << (6 * chosen.element_size())
 

@@ -42,8 +42,8 @@ def why_no_link() -> str:
         done = subprocess.run(in_own_network(_PROBE), capture_output=True, text=True, timeout=20)  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
         return f"no hosts with a link: unshare: {error}"
-    said = done.stderr.strip().splitlines() or ["unshare, ip or tc failed"]
-    return "" if done.returncode == 0 else f"no hosts with a link (it takes ip and tc of iproute2): {said[-1]}"
+    error_lines = done.stderr.strip().splitlines() or ["unshare, ip or tc failed"]
+    return "" if done.returncode == 0 else f"no hosts with a link (it takes ip and tc of iproute2): {error_lines[-1]}"
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
 def _start(node: int, call: Path) -> subprocess.Popen[bytes]:
     """A host that waits for its end of the link, and then trains."""
     address = RENDEZVOUS.partition(":")[0][:-1] + str(node + 1)
-    person = [*PYTHON, "-m", "everyrank.chaos.person", str(call), str(node)]
+    person = [*PYTHON, "-m", "everyrank.chaos.trainer_process", str(call), str(node)]
     script = _HOST.format(address=address, link=LINK, command=shlex.join(person))
     host = subprocess.Popen(in_own_network(script), stdin=subprocess.PIPE)  # noqa: S603
     deadline = time.monotonic() + _START_SECONDS

@@ -39,42 +39,42 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     They are the model's own: what is read into them is in the model.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     aliases = aliases_of(model)
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise WorkloadError(f"the model's state has {name}, which is no tensor; train it with --save-every 0")
         if name not in aliases:
-            found[f"model/{name}"] = value.detach()
-    return found
+            tensors[f"model/{name}"] = value.detach()
+    return tensors
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
     """Further name of a tied tensor -> the name under which it is kept."""
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in first:
-            found[name] = first[id(value)]
+            aliases[name] = first[id(value)]
         first.setdefault(id(value), name)
-    return found
+    return aliases
 
 
 def tensors_of(trainable: Trainable, world: World) -> dict[str, Tensor]:
     """All tensors of this rank, as they are now: they are not copies."""
-    found = model_tensors(trainable.model) | _averages(trainable)
+    tensors = model_tensors(trainable.model) | _averages(trainable)
     for name, parameter in _named(trainable.model, trainable.optimizer).items():
         for key, value in trainable.optimizer.state.get(parameter, {}).items():
-            kept = _as_tensor(value, name, key)
-            if kept is not None:
-                found[f"optimizer/{name}/{key}{kept[1]}"] = kept[0]
-    found[f"generators/{world.rank}"] = generators()
-    return found
+            entry = _as_tensor(value, name, key)
+            if entry is not None:
+                tensors[f"optimizer/{name}/{key}{entry[1]}"] = entry[0]
+    tensors[f"generators/{world.rank}"] = generators()
+    return tensors
 
 
 def _averages(trainable: Trainable) -> dict[str, Tensor]:
-    own = trainable.ema
-    return {f"average/{name}": tensor for name, tensor in zip(own.names, own.tensors, strict=True)} if own else {}
+    ema = trainable.ema
+    return {f"average/{name}": tensor for name, tensor in zip(ema.names, ema.tensors, strict=True)} if ema else {}
 
 
 def _as_tensor(value: Any, name: str, key: str) -> tuple[Tensor, str] | None:
@@ -94,13 +94,13 @@ def _as_tensor(value: Any, name: str, key: str) -> tuple[Tensor, str] | None:
 def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of this rank's optimizer by their names in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise WorkloadError("the optimizer has a parameter that the model has not; train with --save-every 0")
-            found[names[id(parameter)]] = parameter
-    return found
+            parameters[names[id(parameter)]] = parameter
+    return parameters
 
 
 def values_of(trainable: Trainable) -> dict[str, Any]:
@@ -123,49 +123,51 @@ def _kinds(trainable: Trainable) -> list[str]:
     return [type(trainable.optimizer).__name__, type(trainable.schedule).__name__]
 
 
-def targets_for(trainable: Trainable, world: World, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+def targets_for(trainable: Trainable, world: World, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """Tensors of this rank to read into: the model's own, and new ones for the optimizer.
 
     Raises `UsageError` where the model is not the one that was saved.
     """
-    found = model_tensors(trainable.model)
-    _check_same(found, {f"model/{name}" for name in held_elsewhere(trainable.model)}, kept)
-    found |= {name: tensor for name, tensor in _averages(trainable).items() if name in kept}
+    targets = model_tensors(trainable.model)
+    _check_same(targets, {f"model/{name}" for name in held_elsewhere(trainable.model)}, saved)
+    targets |= {name: tensor for name, tensor in _averages(trainable).items() if name in saved}
     parameters = _named(trainable.model, trainable.optimizer)
-    for full, about in kept.items():
-        kind, _, rest = full.partition("/")
-        name, _, _ = rest.rpartition("/")
+    for full_name, metadata in saved.items():
+        kind, _, full_name = full_name.partition("/")
+        name, _, _ = full_name.rpartition("/")
         if kind == "optimizer" and name in parameters:
-            found[full] = _empty(parameters[name], about)
-    own = f"generators/{world.rank}"
-    if own in kept:
-        found[own] = torch.empty(kept[own].size, dtype=torch.float64)
-    return found
+            targets[full_name] = _empty(parameters[name], metadata)
+    generators_name = f"generators/{world.rank}"
+    if generators_name in saved:
+        targets[generators_name] = torch.empty(saved[generators_name].size, dtype=torch.float64)
+    return targets
 
 
-def _check_same(model: Mapping[str, Tensor], elsewhere: set[str], kept: Mapping[str, TensorStorageMetadata]) -> None:
-    saved = {name for name in kept if name.startswith("model/")}
+def _check_same(
+    model: Mapping[str, Tensor], elsewhere: set[str], saved_tensors: Mapping[str, TensorStorageMetadata]
+) -> None:
+    saved = {name for name in saved_tensors if name.startswith("model/")}
     for name in sorted((model.keys() | elsewhere) ^ saved):
         where = "the model" if name in saved else "the checkpoint"
         raise UsageError(f"{name.removeprefix('model/')} is not in {where}: another model was saved")
     for name, tensor in model.items():
-        if tensor.shape != kept[name].size:
+        if tensor.shape != saved_tensors[name].size:
             raise UsageError(
-                f"{name.removeprefix('model/')} has shape {tuple(kept[name].size)} in the checkpoint and "
+                f"{name.removeprefix('model/')} has shape {tuple(saved_tensors[name].size)} in the checkpoint and "
                 f"{tuple(tensor.shape)} in the model: another model was saved"
             )
 
 
-def _empty(parameter: nn.Parameter, about: TensorStorageMetadata) -> Tensor:
+def _empty(parameter: nn.Parameter, metadata: TensorStorageMetadata) -> Tensor:
     """A tensor for the optimizer's state; one of the parameter's shape is cut as the parameter is."""
-    if about.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=about.properties.dtype).detach()
-    if isinstance(parameter, DTensor) and about.size.numel() > 1:
+    if metadata.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=metadata.properties.dtype).detach()
+    if isinstance(parameter, DTensor) and metadata.size.numel() > 1:
         raise UsageError(
-            f"the optimizer keeps a state of shape {tuple(about.size)} for a parameter of {tuple(parameter.shape)}, "
+            f"the optimizer keeps a state of shape {tuple(metadata.size)} for a parameter of {tuple(parameter.shape)}, "
             "which cannot be cut as the parameter is; go on under ddp or single"
         )
-    return torch.zeros(about.size, dtype=about.properties.dtype)
+    return torch.zeros(metadata.size, dtype=metadata.properties.dtype)
 
 
 @torch.no_grad()
@@ -196,10 +198,10 @@ def load_state(
     for group, saved in zip(state["param_groups"], values["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in _OF_THE_DEVICE})
     # torch numbers the parameters of all groups through; a parameter has the same place in a group here and there
-    own = {id(parameter): name for name, parameter in _named(trainable.model, optimizer).items()}
+    name_of = {id(parameter): name for name, parameter in _named(trainable.model, optimizer).items()}
     of_name = _by_parameter(tensors)
     pairs = [
-        (index, own[id(parameter)])
+        (index, name_of[id(parameter)])
         for numbered, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
         for index, parameter in zip(numbered["params"], group["params"], strict=True)
     ]
@@ -220,13 +222,13 @@ def load_state(
 
 
 def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for full, tensor in tensors.items():
-        kind, _, rest = full.partition("/")
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for full_name, tensor in tensors.items():
+        kind, _, full_name = full_name.partition("/")
         if kind != "optimizer":
             continue
-        name, _, key = rest.rpartition("/")
+        name, _, key = full_name.rpartition("/")
         plain, mark, kind = key.partition("#")
         value = _NUMBERS[mark + kind](tensor.item()) if mark else tensor
-        found.setdefault(name, {})[plain] = value
-    return found
+        by_parameter.setdefault(name, {})[plain] = value
+    return by_parameter

@@ -39,11 +39,11 @@ from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.parallel.mesh import local_tensor
 from everyrank.runs import (
     LENGTHS,
-    About,
     Checkpoint,
+    CheckpointMetadata,
     add_metrics,
     changed_lengths,
-    check_about,
+    check_metadata,
     checkpoints_of,
     clear_unfinished,
     commit,
@@ -53,7 +53,7 @@ from everyrank.runs import (
     new_folder,
     refuse_damaged,
     remove_old_checkpoints,
-    write_about,
+    write_metadata,
 )
 from everyrank.strategies import Prepared
 from everyrank.world import World, on_rank_0
@@ -63,18 +63,18 @@ __all__ = ["Saver", "copies_on_cpu", "load_model", "resume"]
 
 
 class Saver:
-    """Saves a training into the folder of its run. Every method is a collective, except `about`'s fields.
+    """Saves a training into the folder of its run. Every method is a collective, except the fields of `metadata`.
 
     run        the folder of the run
-    about      what all its checkpoints say of themselves; step, metrics and files are filled in
+    metadata   CheckpointMetadata of all its checkpoints; step, metrics and files are filled in
     keep       how many of the last checkpoints stay, beside the best
     in_background   copy the state, and write the copy while the training goes on; of these a world has one at a time
     """
 
     def __init__(
-        self, run: Path, prepared: Prepared, world: World, about: About, keep: int, in_background: bool
+        self, run: Path, prepared: Prepared, world: World, metadata: CheckpointMetadata, keep: int, in_background: bool
     ) -> None:
-        self.run, self.prepared, self.world, self.about, self.keep = run, prepared, world, about, keep
+        self.run, self.prepared, self.world, self.metadata, self.keep = run, prepared, world, metadata, keep
         self.group = group_for_saving(prepared, world, in_background)
         self.writers = Writers(self.group)
         self.thread = ThreadPoolExecutor(1, "everyrank-save") if in_background else None
@@ -84,7 +84,7 @@ class Saver:
         check_values(values_of(prepared.trainable))  # rather now than after an epoch
         tensors_of(prepared.trainable, world)
         try:
-            check_about(about)
+            check_metadata(metadata)
         except (TypeError, ValueError) as error:
             raise WorkloadError(
                 f"what a checkpoint would say of this training cannot be read again: {error}"
@@ -104,15 +104,15 @@ class Saver:
         except SaveError as error:
             earlier = error
         try:
-            about = dataclasses.replace(self.about, step=step, metrics=metrics)
+            metadata = dataclasses.replace(self.metadata, step=step, metrics=metrics)
             trainable = self.prepared.trainable
             self.prepared.settle()
             tensors, values = tensors_of(trainable, self.world), values_of(trainable)
             if self.thread is None:
-                self._write(tensors, values, about)
+                self._write(tensors, values, metadata)
             else:
                 copies = copies_on_cpu(self.writers.own_of(tensors))
-                self.waiting = self.thread.submit(self._write, copies, values, about)
+                self.waiting = self.thread.submit(self._write, copies, values, metadata)
             self.last_saved = step
         finally:
             self.stalls.append(time.perf_counter() - start)
@@ -132,8 +132,8 @@ class Saver:
             saving.result()  # it has ended: the thread does one after the other
         with contextlib.suppress(OSError, UsageError):  # the checkpoint is whole without
             add_metrics(self.run, step, metrics)
-            mark_best(self.run, self.about.best_by)
-            remove_old_checkpoints(self.run, self.keep, step, self.about.best_by)
+            mark_best(self.run, self.metadata.best_by)
+            remove_old_checkpoints(self.run, self.keep, step, self.metadata.best_by)
 
     def finish(self) -> None:
         """Wait for what is still being written. Raises `SaveError`, on every rank, where it failed."""
@@ -154,13 +154,13 @@ class Saver:
 
     def why_not_saved(self, error: SaveError) -> str:
         """The words of a failure, with the checkpoint that there is."""
-        there = checkpoints_of(self.run)
-        left = f"the last one is whole: {there[-1].path}" if there else "there is none from before"
+        checkpoints = checkpoints_of(self.run)
+        left = f"the last one is whole: {checkpoints[-1].path}" if checkpoints else "there is none from before"
         return f"a checkpoint could not be saved: {error}; {left}"
 
-    def _write(self, tensors: dict[str, Tensor], values: dict[str, Any], about: About) -> None:
+    def _write(self, tensors: dict[str, Tensor], values: dict[str, Any], metadata: CheckpointMetadata) -> None:
         """All of it, on all ranks, which learn alike how it ended."""
-        folder = new_folder(self.run, about.step)
+        folder = new_folder(self.run, metadata.step)
         failure = ""
         try:
             if self.world.rank == 0:
@@ -168,7 +168,7 @@ class Saver:
             text_of_rank_0("", self.group)  # no rank makes the folder while another takes away what was left of it
             files = write(tensors, folder, self.world.rank, self.group)
             if self.world.rank == 0:
-                failure = self._commit(folder, files, values, about)
+                failure = self._commit(folder, files, values, metadata)
         except SaveError:  # every rank has it
             self._discard(folder)
             raise
@@ -177,22 +177,24 @@ class Saver:
             self._discard(folder)
             raise SaveError(failure)
 
-    def _commit(self, folder: Path, files: dict[str, tuple[int, int]], values: dict[str, Any], about: About) -> str:
+    def _commit(
+        self, folder: Path, files: dict[str, tuple[int, int]], values: dict[str, Any], metadata: CheckpointMetadata
+    ) -> str:
         """What rank 0 does alone when all parts are written; what went wrong."""
         try:
             absent = [name for name in files if not (folder / name).exists()]
             if absent:
                 return f"{folder}: {absent[0]} is not there: all hosts have to share the folder of the run"
             files |= write_values(values, folder)
-            write_about(folder, dataclasses.replace(about, files=files))
+            write_metadata(folder, dataclasses.replace(metadata, files=files))
             commit(folder)
         except OSError as error:
             return f"{error.filename or folder}: {error.strerror}"
         except WorkloadError as error:  # a value that came later: the other ranks wait to hear how it ended
             return str(error)
         with contextlib.suppress(OSError):  # the checkpoint is whole; the next one tries again
-            mark_best(self.run, about.best_by)
-            remove_old_checkpoints(self.run, self.keep, about.step, about.best_by)
+            mark_best(self.run, metadata.best_by)
+            remove_old_checkpoints(self.run, self.keep, metadata.step, metadata.best_by)
         return ""
 
     def _discard(self, folder: Path) -> None:
@@ -201,7 +203,7 @@ class Saver:
             discard(folder)
 
 
-def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: About) -> int:
+def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: CheckpointMetadata) -> int:
     """Put a training where a checkpoint left it, under any layout; the number of updates done. A collective.
 
     `expected` is what a checkpoint of this training would say of itself.
@@ -211,8 +213,8 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
     """
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
     _check_whole(checkpoint, prepared)
-    kept = contents_of(checkpoint)
-    tensors = targets_for(prepared.trainable, world, kept)
+    saved = contents_of(checkpoint)
+    tensors = targets_for(prepared.trainable, world, saved)
     read(tensors, checkpoint, group_for_saving(prepared, world))
     try:
         load_state(
@@ -220,7 +222,7 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
             world,
             tensors,
             read_values(checkpoint),
-            schedule_step=checkpoint.about.step if changed_lengths(checkpoint.about, expected) else None,
+            schedule_step=checkpoint.metadata.step if changed_lengths(checkpoint.metadata, expected) else None,
         )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         if isinstance(error, UsageError):
@@ -228,22 +230,22 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: A
         raise UsageError(
             f"{checkpoint.path}: training.pt does not hold what this training needs ({type(error).__name__}: {error})"
         ) from error
-    return checkpoint.about.step
+    return checkpoint.metadata.step
 
 
 def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None:
     """Put the model alone where a checkpoint left it, whatever else changed since. Raises as `resume` does."""
     _check_whole(checkpoint, prepared)
     whole = contents_of(checkpoint).items()
-    kept = {name: about for name, about in whole if name.startswith(("model/", "average/"))}
-    tensors = targets_for(prepared.trainable, world, kept)
+    saved = {name: metadata for name, metadata in whole if name.startswith(("model/", "average/"))}
+    tensors = targets_for(prepared.trainable, world, saved)
     read(tensors, checkpoint, group_for_saving(prepared, world))
-    if prepared.trainable.ema is not None and not any(name.startswith("average/") for name in kept):
+    if prepared.trainable.ema is not None and not any(name.startswith("average/") for name in saved):
         prepared.trainable.ema.reset()  # it was trained without
 
 
-def _check_same_training(checkpoint: Checkpoint, expected: About) -> None:
-    saved = checkpoint.about
+def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -> None:
+    saved = checkpoint.metadata
     for name in ("workload", "seed", "global_batch", "clip_norm", "samples", "data_checksum"):
         was, now = getattr(saved, name), getattr(expected, name)
         if was != now:
@@ -277,13 +279,13 @@ def _setting(name: str, settings: dict[str, Any]) -> str:
 
 def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:
     """Read all files once, each by one rank, and compare their sums."""
-    own = prepared.world
-    names = sorted(checkpoint.about.files)[own.rank :: own.size]
-    found = damage(checkpoint, names) or ""
-    rows = all_gather(torch.tensor(list(found.encode()), dtype=torch.uint8), own)
-    found = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
-    if found:
-        refuse_damaged(checkpoint, found)
+    world = prepared.world
+    names = sorted(checkpoint.metadata.files)[world.rank :: world.size]
+    damage_text = damage(checkpoint, names) or ""
+    rows = all_gather(torch.tensor(list(damage_text.encode()), dtype=torch.uint8), world)
+    damage_text = next((text for row in rows if (text := bytes(row.tolist()).decode())), "")
+    if damage_text:
+        refuse_damaged(checkpoint, damage_text)
 
 
 # --- what is written in the background: copies on CPU, on each rank those of what it is to write
@@ -330,17 +332,17 @@ def _assign(rows: list[list[Any]]) -> list[set[str]]:
     holders: dict[tuple[Any, ...], list[int]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for rank, row in enumerate(rows):
-        for name, part, num_bytes in row:
-            key = (name, *part)
+        for name, shard, num_bytes in row:
+            key = (name, *shard)
             holders.setdefault(key, []).append(rank)
             sizes[key] = num_bytes
     written = [0] * len(rows)
-    own: list[set[str]] = [set() for _ in rows]
+    names_by_rank: list[set[str]] = [set() for _ in rows]
     for key, ranks in holders.items():
         writer = min(ranks, key=lambda rank: (written[rank], rank))
         written[writer] += sizes[key] or 1
-        own[writer].add(key[0])
-    return own
+        names_by_rank[writer].add(key[0])
+    return names_by_rank
 
 
 def copies_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -89,9 +89,9 @@ def write(
         raise SaveError(text_of_rank_0(_room(folder, needed) + _first_cause(error), group)) from error
     try:
         # DCP puts the rank into the names of its files; the table of contents is rank 0's
-        own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
-        own += [folder / ".metadata"] if rank == 0 else []
-        sums: Any = {path.name: (path.stat().st_size, crc_of(path)) for path in own}
+        local_files = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+        local_files += [folder / ".metadata"] if rank == 0 else []
+        sums: Any = {path.name: (path.stat().st_size, crc_of(path)) for path in local_files}
     except OSError as error:
         sums = f"{error.filename}: {error.strerror}"
     rows = all_gather_json(sums, group)
@@ -113,9 +113,9 @@ def check_values(values: Mapping[str, Any]) -> bytes:
     try:
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception as error:
-        what = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise WorkloadError(
-            f"the schedule or the optimizer's groups hold an object that cannot be saved safely ({what}); "
+            f"the schedule or the optimizer's groups hold an object that cannot be saved safely ({reason}); "
             "train with --save-every 0"
         ) from error
     return content.getvalue()
@@ -141,7 +141,7 @@ def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def contents_of(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
     """The tensors in a checkpoint: name -> size and dtype. Raises `UsageError` for a table that holds anything else."""
-    kept: dict[str, TensorStorageMetadata] = {}
+    entries: dict[str, TensorStorageMetadata] = {}
     needed = 0
     for name, entry in _Reader(checkpoint).read_metadata().state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -150,12 +150,12 @@ def contents_of(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
             needed += _bytes_of(name, entry)
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{checkpoint.path}: {name!r} cannot be read ({error})") from error
-        kept[name] = entry
+        entries[name] = entry
     if needed > checkpoint.num_bytes:
         raise UsageError(
             f"{checkpoint.path}: its table says {needed:,} bytes of tensors, its files have {checkpoint.num_bytes:,}"
         )
-    return kept
+    return entries
 
 
 def _bytes_of(name: Any, entry: TensorStorageMetadata) -> int:
@@ -167,10 +167,10 @@ def _bytes_of(name: Any, entry: TensorStorageMetadata) -> int:
         raise ValueError(f"its size is {size!r}")
     if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype in _WHOLE_NUMBERS):
         raise ValueError(f"its numbers are {dtype}")
-    there = sum(chunk.sizes.numel() for chunk in entry.chunks)
-    if there != size.numel():
-        raise ValueError(f"{there:,} of its {size.numel():,} numbers are there")
-    return there * dtype.itemsize
+    num_saved = sum(chunk.sizes.numel() for chunk in entry.chunks)
+    if num_saved != size.numel():
+        raise ValueError(f"{num_saved:,} of its {size.numel():,} numbers are there")
+    return num_saved * dtype.itemsize
 
 
 def read(tensors: dict[str, Tensor], checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> None:
@@ -215,13 +215,13 @@ def _line(error: BaseException) -> str:
 
 def _newer_torch(written_by: str) -> str:
     """Why this torch cannot read the table, and what to do, where a newer torch has written it."""
-    found = re.match(r"(\d+)\.(\d+)", written_by)
+    version = re.match(r"(\d+)\.(\d+)", written_by)
     this = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found is None or this is None or tuple(map(int, found.groups())) <= tuple(map(int, this.groups())):
+    if version is None or this is None or tuple(map(int, version.groups())) <= tuple(map(int, this.groups())):
         return ""
     return (
         f". torch {written_by} wrote it, and this is torch {torch.__version__}: an older torch cannot always read what "
-        f"a newer one wrote. Resume with torch {found[0]} or newer: pip install 'torch>={found[0]}'"
+        f"a newer one wrote. Resume with torch {version[0]} or newer: pip install 'torch>={version[0]}'"
     )
 
 
@@ -230,37 +230,37 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint.path)
-        self.written_by = checkpoint.about.versions.get("torch", "")
+        self.written_by = checkpoint.metadata.versions.get("torch", "")
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             with open_file(path) as file:
-                found: object = _Table(file).load()
+                metadata: object = _Table(file).load()
         except UsageError as error:
             raise UsageError(f"{path}: {error}{_newer_torch(self.written_by)}") from error
         except Exception as error:  # a broken pickle raises anything
             newer = _newer_torch(self.written_by)
             raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)}){newer}") from error
-        if not isinstance(found, Metadata):
-            raise UsageError(f"{path}: no table of contents of a checkpoint, but {type(found).__name__}")
+        if not isinstance(metadata, Metadata):
+            raise UsageError(f"{path}: no table of contents of a checkpoint, but {type(metadata).__name__}")
         try:
-            storage: Any = found.storage_data
+            storage: Any = metadata.storage_data
             outside = [
                 info.relative_path for info in storage.values() if Path(info.relative_path).name != info.relative_path
             ]
-            meta: Any = found.storage_meta
+            meta: Any = metadata.storage_meta
             if meta is not None:
                 meta.load_id = self.load_id
         except (AttributeError, TypeError) as error:
             raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)})") from error
         if outside:
             raise UsageError(f"{path}: it points outside its folder, at {outside[0]!r}")
-        if not isinstance(found.state_dict_metadata, dict):
+        if not isinstance(metadata.state_dict_metadata, dict):
             raise UsageError(
-                f"{path}: no table of contents of a checkpoint ({type(found.state_dict_metadata).__name__})"
+                f"{path}: no table of contents of a checkpoint ({type(metadata.state_dict_metadata).__name__})"
             )
-        return found
+        return metadata
 
 
 class _Table(pickle.Unpickler):

@@ -39,30 +39,33 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     """
     check_weights_suffix(path, "export")
     require_whole(checkpoint, deep=True)
-    there = contents_of(checkpoint)
-    kept = {name: about for name, about in there.items() if name.startswith("model/")}
-    for alias, name in checkpoint.about.aliases.items():
-        if f"model/{name}" not in kept:
+    entries = contents_of(checkpoint)
+    model_entries = {name: metadata for name, metadata in entries.items() if name.startswith("model/")}
+    for alias, name in checkpoint.metadata.aliases.items():
+        if f"model/{name}" not in model_entries:
             raise UsageError(f"{checkpoint.path}: {alias} is tied to {name}, which is not there")
-    averages = {name: name.replace("model/", "average/", 1) for name in kept}
-    places = {name: average if average in there else name for name, average in averages.items()}
-    tensors = {places[name]: torch.zeros(about.size, dtype=about.properties.dtype) for name, about in kept.items()}
+    averages = {name: name.replace("model/", "average/", 1) for name in model_entries}
+    places = {name: average if average in entries else name for name, average in averages.items()}
+    tensors = {
+        places[name]: torch.zeros(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in model_entries.items()
+    }
     read(tensors, checkpoint)
-    state = {name.removeprefix("model/"): tensors[place] for name, place in places.items()}
+    state = {name.removeprefix("model/"): tensors[saved_name] for name, saved_name in places.items()}
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
-            state |= {name: state[kept].clone() for name, kept in checkpoint.about.aliases.items()}
-            about = {"format": "pt", "workload": checkpoint.about.workload, "step": str(checkpoint.about.step)}
-            save_file(state, partial, metadata=about)
+            state |= {name: state[target].clone() for name, target in checkpoint.metadata.aliases.items()}
+            metadata = {"format": "pt", "workload": checkpoint.metadata.workload, "step": str(checkpoint.metadata.step)}
+            save_file(state, partial, metadata=metadata)
         else:
-            state |= {name: state[kept] for name, kept in checkpoint.about.aliases.items()}
+            state |= {name: state[target] for name, target in checkpoint.metadata.aliases.items()}
             torch.save(state, partial)
         partial.replace(path)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer and that of safetensors have their own
-        what = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
-        raise UsageError(f"{path}: cannot be written ({what}); give another place") from error
+        reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(f"{path}: cannot be written ({reason}); give another place") from error
     finally:
         partial.unlink(missing_ok=True)
     return state
@@ -103,26 +106,26 @@ class _Safetensors(Mapping[str, Tensor]):
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
         self.begin = 8 + length
-        self.about = {name: about for name, about in header.items() if name != "__metadata__"}
+        self.metadata = {name: metadata for name, metadata in header.items() if name != "__metadata__"}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.about)
+        return iter(self.metadata)
 
     def __len__(self) -> int:
-        return len(self.about)
+        return len(self.metadata)
 
     def shape(self, name: str) -> Tensor:
         """A tensor of its shape and dtype, on the meta device."""
-        kind = self.about[name]["dtype"]
+        kind = self.metadata[name]["dtype"]
         if kind not in _DTYPES:
             raise SafetensorError(f"{name} is {kind}, which torch has not")
-        return torch.empty(self.about[name]["shape"], dtype=_DTYPES[kind], device="meta")
+        return torch.empty(self.metadata[name]["shape"], dtype=_DTYPES[kind], device="meta")
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = torch.empty_like(self.shape(name), device="cpu")
         if tensor.numel():
             with self.path.open("rb") as file:
-                file.seek(self.begin + self.about[name]["data_offsets"][0])
+                file.seek(self.begin + self.metadata[name]["data_offsets"][0])
                 octets: Any = tensor.view(-1).view(torch.uint8).numpy()
                 if file.readinto(octets) != tensor.nbytes:
                     raise UsageError(f"--pretrained {self.path}: it ends within {name}; was it written to meanwhile?")
@@ -149,7 +152,7 @@ class _Renamed(Mapping[str, Tensor]):
         """Of each a tensor without numbers."""
         whole = self.weights
         if isinstance(whole, _Safetensors):
-            return {name: whole.shape(there) for name, there in self.names.items()}
+            return {name: whole.shape(file_name) for name, file_name in self.names.items()}
         return dict(self)
 
 
@@ -164,12 +167,12 @@ def read_weights(path: Path) -> _Renamed:
         raise UsageError(f"--pretrained {path}: there is no such file")
     try:
         if path.suffix == ".safetensors":
-            found: Any = _Safetensors(path)
-            _Renamed(found).shapes()
+            weights: Any = _Safetensors(path)
+            _Renamed(weights).shapes()
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a pickle that is not torch's: what follows says it
-                found = torch.load(path, map_location="cpu", weights_only=True)
+                weights = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"--pretrained {path}: it holds more than tensors, and opening that could run a program; "
@@ -181,13 +184,17 @@ def read_weights(path: Path) -> _Renamed:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(f"--pretrained {path}: no file of weights alone ({line})") from error
     for key in ("state_dict", "model", "model_state_dict"):
-        if not isinstance(found, _Safetensors) and isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if isinstance(found, _Safetensors):
-        return _Renamed(found)
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UsageError(f"--pretrained {path}: no state dict of tensors, but {type(found).__name__}")
-    return _Renamed(found)
+        if (
+            not isinstance(weights, _Safetensors)
+            and isinstance(weights, Mapping)
+            and isinstance(weights.get(key), Mapping)
+        ):
+            weights = weights[key]
+    if isinstance(weights, _Safetensors):
+        return _Renamed(weights)
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UsageError(f"--pretrained {path}: no state dict of tensors, but {type(weights).__name__}")
+    return _Renamed(weights)
 
 
 def with_pretrained(workload: Workload, path: Path) -> Workload:
@@ -200,25 +207,27 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
 
     def model(*devices: Any) -> nn.Module:
         built = workload.model(*devices)
-        own = built.state_dict()
-        missing = sorted(own.keys() - shapes.keys())
-        foreign = sorted(shapes.keys() - own.keys())
+        model_state = built.state_dict()
+        missing = sorted(model_state.keys() - shapes.keys())
+        foreign = sorted(shapes.keys() - model_state.keys())
         if missing or foreign:
-            what = f"the file lacks {missing[0]}" if missing else f"the model has no {foreign[0]}"
+            difference = f"the file lacks {missing[0]}" if missing else f"the model has no {foreign[0]}"
             raise UsageError(
-                f"--pretrained {path}: not this model's weights: {what} "
+                f"--pretrained {path}: not this model's weights: {difference} "
                 f"({len(missing)} missing, {len(foreign)} foreign)"
             )
         for name, tensor in shapes.items():
-            if tensor.shape != own[name].shape:
+            if tensor.shape != model_state[name].shape:
                 raise UsageError(
-                    f"--pretrained {path}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
+                    f"--pretrained {path}: {name} has shape {tuple(tensor.shape)}, the model's "
+                    f"{tuple(model_state[name].shape)}"
                 )
-            if _kind(tensor.dtype) != _kind(own[name].dtype):
+            if _kind(tensor.dtype) != _kind(model_state[name].dtype):
                 raise UsageError(
-                    f"--pretrained {path}: {name} is {tensor.dtype}, the model's {own[name].dtype}: other numbers"
+                    f"--pretrained {path}: {name} is {tensor.dtype}, the model's {model_state[name].dtype}: "
+                    "other numbers"
                 )
-        if not any(tensor.is_meta for tensor in own.values()):  # else another rank's model has the numbers
+        if not any(tensor.is_meta for tensor in model_state.values()):  # else another rank's model has the numbers
             _load(built, weights, path)
         return built
 
@@ -242,8 +251,8 @@ def _loads_by_itself(module: nn.Module) -> bool:
     """Whether a module does more than copy what it is given."""
     kind: Any = type(module)
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    own = [base for base in kind.mro()[:-1] if not base.__module__.startswith("torch.nn.")]
-    is_own = any("_load_from_state_dict" in vars(base) for base in own)
+    user_classes = [base for base in kind.mro()[:-1] if not base.__module__.startswith("torch.nn.")]
+    is_own = any("_load_from_state_dict" in vars(base) for base in user_classes)
     return is_own or kind.load_state_dict is not nn.Module.load_state_dict or any(hooks)
 
 

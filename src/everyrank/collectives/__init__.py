@@ -1,7 +1,7 @@
 """What the links between ranks give: every operation of torch.distributed timed and checked, and reductions to read.
 
 question.py     what is asked: operations, sizes, dtype, groups; without torch
-links.py        messages between two ranks, counted
+messages.py        messages between two ranks, counted
 algorithms/     an all-reduce in plain sends and receives: ring, halving, tree, server, hierarchical
 operations/     every point-to-point and collective operation, with the answer that each rank must have
 cost.py         latency and bandwidth, fitted from a sweep of sizes

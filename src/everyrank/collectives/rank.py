@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from everyrank.backends import register_backend
 from everyrank.collectives.operations import OPERATIONS
-from everyrank.collectives.question import CommOptions, size_text
-from everyrank.collectives.strides import check_strides
+from everyrank.collectives.options import CommOptions, size_text
+from everyrank.collectives.stride_check import check_strides
 from everyrank.collectives.sweep import copy_rate, sweep
 from everyrank.errors import CannotRunError
 from everyrank.launch import Launch, RankInfo
@@ -51,18 +51,18 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
     # open_world has seen whether ranks share devices: then it is gloo, unless that was asked for
     num_cuda = torch.cuda.device_count() if world.backend == "gloo" else world.local_size
-    found: dict[str, dist.ProcessGroup] = {}
-    for asked in options.backends or (world.backend,):
-        name, _ = choose_backend(asked, world.device.type, world.local_size, num_cuda)
+    groups: dict[str, dist.ProcessGroup] = {}
+    for requested in options.backends or (world.backend,):
+        name, _ = choose_backend(requested, world.device.type, world.local_size, num_cuda)
         if name == world.backend and size == world.size:
-            found[name] = world.group
+            groups[name] = world.group
         else:
             if name == "horovod":
                 start_horovod(world)
             timeout = datetime.timedelta(seconds=world.timeout_seconds)
-            own: Any = dist.new_subgroups_by_enumeration(members, timeout, register_backend(name))[0]
-            found[name] = own
-    return found
+            subgroup: Any = dist.new_subgroups_by_enumeration(members, timeout, register_backend(name))[0]
+            groups[name] = subgroup
+    return groups
 
 
 def _check_memory(world: World, options: CommOptions) -> None:

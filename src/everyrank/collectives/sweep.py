@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.operations import OPERATIONS, Call, Case, Operation
-from everyrank.collectives.question import DTYPE_BYTES, REDUCING, CommOptions, size_text
+from everyrank.collectives.options import DTYPE_BYTES, REDUCING, CommOptions, size_text
 from everyrank.progress import progress
 from everyrank.world import World
 from everyrank.world.collectives import all_gather, all_gather_json
@@ -63,7 +63,7 @@ class CommRow:
     refused: str | None = None
 
 
-class _Arm(NamedTuple):
+class _Candidate(NamedTuple):
     """One of those that take turns."""
 
     row: CommRow
@@ -82,24 +82,24 @@ def sweep(
     time each in the wake of the other's threads, which no training does.
     """
     size = dist.get_world_size(next(iter(groups.values())))
-    asked = [name for name in options.asked_operations if size >= OPERATIONS[name].least_ranks]
+    operations = [name for name in options.asked_operations if size >= OPERATIONS[name].least_ranks]
     cases = [
-        (name, num_bytes) for name in asked for num_bytes in (options.sizes if OPERATIONS[name].has_size else (0,))
+        (name, num_bytes) for name in operations for num_bytes in (options.sizes if OPERATIONS[name].has_size else (0,))
     ]
     rows: list[CommRow] = []
-    with progress(len(cases), show=show) as begin:
+    with progress(len(cases), show=show) as advance:
         for name, num_bytes in cases:
-            begin(f"{name} {size_text(num_bytes)}")
-            arms = [
-                _arm(world, options, name, num_bytes, backend, group, algorithm)
+            advance(f"{name} {size_text(num_bytes)}")
+            candidates = [
+                _candidate(world, options, name, num_bytes, backend, group, algorithm)
                 for backend, group in groups.items()
                 for algorithm in options.asked_algorithms
             ]
-            rows += _measured(world, arms, options.seconds)
+            rows += _measured(world, candidates, options.seconds)
     return rows
 
 
-def _arm(
+def _candidate(
     world: World,
     options: CommOptions,
     name: str,
@@ -107,7 +107,7 @@ def _arm(
     backend: str,
     group: dist.ProcessGroup,
     algorithm: str | None,
-) -> _Arm:
+) -> _Candidate:
     operation, rank, size = OPERATIONS[name], dist.get_rank(group), dist.get_world_size(group)
     step = operation.multiple(size)
     length = -(-max(1, num_bytes // DTYPE_BYTES[options.dtype]) // step) * step if operation.has_size else 0
@@ -121,25 +121,28 @@ def _arm(
     )
     if algorithm is not None:
         traffic = [ALGORITHMS[algorithm].traffic(each, size, length) for each in range(size)]
-        sent = max(one.num_elements for one in traffic) * DTYPE_BYTES[options.dtype]
-        row = dataclasses.replace(row, steps=max(one.num_steps for one in traffic), sent_bytes=sent)
-    return _Arm(row, case, operation.make(case))
+        sent = max(rank_traffic.num_elements for rank_traffic in traffic) * DTYPE_BYTES[options.dtype]
+        row = dataclasses.replace(row, steps=max(rank_traffic.num_steps for rank_traffic in traffic), sent_bytes=sent)
+    return _Candidate(row, case, operation.make(case))
 
 
-def _measured(world: World, arms: Sequence[_Arm], seconds: float) -> list[CommRow]:
+def _measured(world: World, candidates: Sequence[_Candidate], seconds: float) -> list[CommRow]:
     """The rows of these with their times, or why there are none."""
-    refused = [refusal(world, arm.call) for arm in arms]
-    here = [arm for arm, words in zip(arms, refused, strict=True) if words is None]
+    refused = [refusal(world, candidate.call) for candidate in candidates]
+    here = [candidate for candidate, words in zip(candidates, refused, strict=True) if words is None]
     if not here:
-        return [dataclasses.replace(arm.row, refused=words) for arm, words in zip(arms, refused, strict=True)]
-    wrong = torch.tensor([arm.call.wrong() for arm in here])
+        return [
+            dataclasses.replace(candidate.row, refused=words)
+            for candidate, words in zip(candidates, refused, strict=True)
+        ]
+    wrong = torch.tensor([candidate.call.wrong() for candidate in here])
     times = _times(world, here, seconds)
-    wrong += torch.tensor([arm.call.wrong() for arm in here])
+    wrong += torch.tensor([candidate.call.wrong() for candidate in here])
     num_wrong = torch.stack(all_gather(wrong, world)).sum(0).tolist()
-    found = iter([_filled(arm, row, count) for arm, row, count in zip(here, times, num_wrong, strict=True)])
+    rows = iter([_filled(candidate, row, count) for candidate, row, count in zip(here, times, num_wrong, strict=True)])
     rows = [
-        next(found) if words is None else dataclasses.replace(arm.row, refused=words)
-        for arm, words in zip(arms, refused, strict=True)
+        next(rows) if words is None else dataclasses.replace(candidate.row, refused=words)
+        for candidate, words in zip(candidates, refused, strict=True)
     ]
     return [rows[0], *(_beside(row, rows[0]) for row in rows[1:])]
 
@@ -155,27 +158,27 @@ def refusal(world: World, call: Call) -> str | None:
     return next(filter(None, all_gather_json(words, world.group)), None)
 
 
-def _times(world: World, arms: Sequence[_Arm], seconds: float) -> Tensor:
-    """Seconds of each call, shape (arms, calls): as many as fit into `seconds` for each, the same on all ranks."""
-    first = _seconds(world, _rounds(world, arms, 1))
+def _times(world: World, candidates: Sequence[_Candidate], seconds: float) -> Tensor:
+    """Time calls for `seconds` for each candidate; return seconds, shape (candidates, calls), equal on all ranks."""
+    first = _seconds(world, _rounds(world, candidates, 1))
     round_seconds = float(first.median(0).values.sum()) * _LEAST  # one call alone may have waited for a core
-    more = min(_MOST // _LEAST, int(seconds * len(arms) / round_seconds)) - 1
-    return torch.cat([first, _seconds(world, _rounds(world, arms, more))] if more > 0 else [first]).T
+    more = min(_MOST // _LEAST, int(seconds * len(candidates) / round_seconds)) - 1
+    return torch.cat([first, _seconds(world, _rounds(world, candidates, more))] if more > 0 else [first]).T
 
 
-def _rounds(world: World, arms: Sequence[_Arm], count: int) -> Tensor:
-    """When calls begin and end on this rank, shape (calls, arms, 2), `_LEAST` of each arm in a round.
+def _rounds(world: World, candidates: Sequence[_Candidate], count: int) -> Tensor:
+    """When calls begin and end on this rank, shape (calls, candidates, 2), `_LEAST` of each candidate in a round.
 
-    Another arm is the first one in each round; the first call after those of another is not counted.
+    Another candidate is the first one in each round; the first call after those of another is not counted.
     """
     rounds: list[Tensor] = []
     for number in range(count):
         spans: dict[int, list[tuple[float, float]]] = {}
-        for turn in range(len(arms)):
-            place = (number + turn) % len(arms)
-            _timed(world, arms[place])
-            spans[place] = [_timed(world, arms[place]) for _ in range(_LEAST)]
-        rounds.append(torch.tensor([spans[place] for place in range(len(arms))], dtype=torch.float64))
+        for turn in range(len(candidates)):
+            index = (number + turn) % len(candidates)
+            _timed(world, candidates[index])
+            spans[index] = [_timed(world, candidates[index]) for _ in range(_LEAST)]
+        rounds.append(torch.tensor([spans[index] for index in range(len(candidates))], dtype=torch.float64))
     return torch.cat(rounds, dim=1).transpose(0, 1).contiguous()
 
 
@@ -192,12 +195,12 @@ def _seconds(world: World, spans: Tensor) -> Tensor:
     return (ends - begins).amax(0)
 
 
-def _timed(world: World, arm: _Arm) -> tuple[float, float]:
+def _timed(world: World, candidate: _Candidate) -> tuple[float, float]:
     """When a call begins and ends on this rank."""
-    arm.call.reset()
-    dist.barrier(group=arm.case.group)
+    candidate.call.reset()
+    dist.barrier(group=candidate.case.group)
     begun = _now(world)
-    arm.call.run()
+    candidate.call.run()
     return begun, _now(world)
 
 
@@ -208,18 +211,18 @@ def _now(world: World) -> float:
     return time.perf_counter()
 
 
-def _filled(arm: _Arm, times: Tensor, num_wrong: int) -> CommRow:
-    operation: Operation = OPERATIONS[arm.row.operation]
+def _filled(candidate: _Candidate, times: Tensor, num_wrong: int) -> CommRow:
+    operation: Operation = OPERATIONS[candidate.row.operation]
     mean = float(times.mean())
-    rate = arm.row.num_bytes / mean if operation.has_size else None
+    rate = candidate.row.num_bytes / mean if operation.has_size else None
     return dataclasses.replace(
-        arm.row,
+        candidate.row,
         calls=len(times),
         mean_seconds=mean,
         p50_seconds=float(times.quantile(0.5)),
         p99_seconds=float(times.quantile(0.99)),
         algorithm_bandwidth=rate,
-        bus_bandwidth=None if rate is None else rate * operation.bus_factor(arm.case.size),
+        bus_bandwidth=None if rate is None else rate * operation.bus_factor(candidate.case.size),
         num_wrong=num_wrong,
     )
 
@@ -230,8 +233,8 @@ def _beside(row: CommRow, first: CommRow) -> CommRow:
     return dataclasses.replace(row, mean_speedup=mean, p50_speedup=p50)
 
 
-def _ratio(one: float | None, other: float | None) -> float | None:
-    return one / other if one and other else None
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator and denominator else None
 
 
 def copy_rate(world: World, num_bytes: int) -> float:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     What is known by then is shown, and written, also after Ctrl-C.
     """
-    from everyrank.chaos import disturb
+    from everyrank.chaos import run_campaign
     from everyrank.report.chaos import chaos_line, has_held, print_chaos
 
     layouts, launch = [parse_layout(text) for text in args.layout], launch_of(args)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         say(chaos_line(record))
 
     try:
-        disturb(source_of(args), layouts, launch, options, note)
+        run_campaign(source_of(args), layouts, launch, options, note)
     finally:
         if records:
             if args.json is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from everyrank.commands.shared import check_writable
 from everyrank.errors import CHECK_FAILED, printable
 from everyrank.record import write_text
-from everyrank.runs import About, Checkpoint, all_of, damage, fields_of, find_checkpoint
+from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, fields_of, find_checkpoint
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         found = find_checkpoint(args.place)
         check_writable(args.out)
         state = export(found, args.out)
-        what = f"{args.out}: {len(state)} tensors after update {found.about.step}, from {found.path}"
+        what = f"{args.out}: {len(state)} tensors after update {found.metadata.step}, from {found.path}"
         print(f"wrote {printable(what)}")
         return 0
     run = args.place.parent if args.place.name == "checkpoints" else args.place
@@ -61,24 +61,24 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
         if one is None:
             rows.append([name, "", "", "", "", "", "DAMAGED: about.json cannot be read"])
             continue
-        about, found = one.about, damage(one)
+        metadata, found = one.metadata, damage(one)
         rows.append(
             [
                 name,
-                str(about.step),
-                _epochs(about),
-                f"{about.layout} on {about.world_size}",
+                str(metadata.step),
+                _epochs(metadata),
+                f"{metadata.layout} on {metadata.world_size}",
                 f"{one.num_bytes / 2**20:.2f}",
-                ", ".join(f"{name} {value:.4f}" for name, value in about.metrics.items()),
-                f"DAMAGED: {found}" if found is not None else "whole" if about.schema > 1 else _OLDER,
+                ", ".join(f"{name} {value:.4f}" for name, value in metadata.metrics.items()),
+                f"DAMAGED: {found}" if found is not None else "whole" if metadata.schema > 1 else _OLDER,
             ]
         )
     whole = [one for _, one in there if one is not None]
     if json_file is not None:
         check_writable(json_file)
-        about_all = [{"path": str(one.path), **fields_of(one.about)} for one in whole]
-        write_text(json_file, json.dumps(about_all, indent=1))
-    last = whole[-1].about
+        metadata_all = [{"path": str(one.path), **fields_of(one.metadata)} for one in whole]
+        write_text(json_file, json.dumps(metadata_all, indent=1))
+    last = whole[-1].metadata
     title = f"{last.workload} · seed {last.seed} · global batch {last.global_batch} · {last.samples:,} samples"
     header = ["checkpoint", "update", "epoch", "layout", "MiB", "metrics", "state"]
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
@@ -86,9 +86,9 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
     return CHECK_FAILED if any(row[-1].startswith("DAMAGED") for row in rows) else 0
 
 
-def _epochs(about: About) -> str:
+def _epochs(metadata: CheckpointMetadata) -> str:
     """How many epochs are done; of streams of unknown length the whole ones, and updates of the next."""
-    if about.updates_per_epoch:
-        return f"{about.step / about.updates_per_epoch:.2f}"
-    epoch, index = about.place.get("epoch", 0), about.place.get("index", 0)
+    if metadata.updates_per_epoch:
+        return f"{metadata.step / metadata.updates_per_epoch:.2f}"
+    epoch, index = metadata.place.get("epoch", 0), metadata.place.get("index", 0)
     return f"{epoch} + {index} updates" if index else str(epoch)

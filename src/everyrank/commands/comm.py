@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from everyrank.collectives.question import ALGORITHM_NAMES, DTYPE_BYTES, REDUCTION_NAMES, CommOptions, parse_sizes
+from everyrank.collectives.options import ALGORITHM_NAMES, DTYPE_BYTES, REDUCTION_NAMES, CommOptions, parse_sizes
 from everyrank.commands.launching import add_launching, launch_of
 from everyrank.commands.shared import check_html, check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine, or with --launch one start, and print what was found; 1 where something is wrong."""
-    from everyrank.doctor import Examination, examine, examine_launch, paste
+    from everyrank.doctor import DoctorReport, check_launch, paste, run_checks
     from everyrank.progress import progress
     from everyrank.report import print_findings
 
@@ -43,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("doctor looks at a launcher with --launch: add it")
     launch = launch_of(args) if args.launch else None
     with progress(3 if launch else 5, show=True) as begin:
-        examination = Examination(examine_launch(launch, begin)) if launch else examine(args.timeout, begin)
+        report = DoctorReport(check_launch(launch, begin)) if launch else run_checks(args.timeout, begin)
     if args.json is not None:
-        write_text(args.json, json.dumps(examination.as_json(), indent=1) + "\n")
+        write_text(args.json, json.dumps(report.as_json(), indent=1) + "\n")
     try:
-        print_findings(examination.sections)
-        print("\nTo paste into an issue:\n" + paste(examination) + "\n", flush=True)
-        if not examination.problems:
+        print_findings(report.sections)
+        print("\nTo paste into an issue:\n" + paste(report) + "\n", flush=True)
+        if not report.problems:
             print("no problem found", flush=True)
     except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
         close_output()
-    for problem in examination.problems:
+    for problem in report.problems:
         print(f"everyrank: {printable(problem.line)}", file=sys.stderr)
-    return CHECK_FAILED if examination.problems else 0
+    return CHECK_FAILED if report.problems else 0

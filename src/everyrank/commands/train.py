@@ -129,7 +129,7 @@ def _requeue(error: EveryrankError) -> None:
 def _newest_step(out: Path | None) -> int:
     """Updates that the newest checkpoint holds; 0 without one."""
     there = checkpoints_of(out) if out is not None else []
-    return there[-1].about.step if there else 0
+    return there[-1].metadata.step if there else 0
 
 
 def _write(records: list[Record], args: argparse.Namespace, out: Path | None) -> None:

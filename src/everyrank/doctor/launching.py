@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem, warning
 from everyrank.doctor.network import check_network
+from everyrank.doctor.results import PROBLEM, CheckResult, absent, ok, problem, warning
 from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import Launch, run_ranks
 from everyrank.launch.hosts import (
@@ -24,30 +24,30 @@ from everyrank.launch.hosts import (
     usable_interfaces,
 )
 
-__all__ = ["check_rendezvous", "check_slurm", "check_start", "examine_launch"]
+__all__ = ["check_launch", "check_rendezvous", "check_slurm", "check_start"]
 
 _MOST_SKEW_SECONDS = 1.0
 
 
-def examine_launch(launch: Launch, begin: Callable[[str], None] = lambda _: None) -> dict[str, list[CheckResult]]:
+def check_launch(launch: Launch, advance: Callable[[str], None] = lambda _: None) -> dict[str, list[CheckResult]]:
     """By section. Starts the ranks of `launch` once, unless something is found that would keep them from starting."""
-    begin("environment")
+    advance("environment")
     environment = [*check_network(os.environ), *check_slurm(os.environ), check_program(launch)]
-    begin("meeting")
+    advance("meeting")
     meeting = check_rendezvous(launch)
-    begin("start")
+    advance("start")
     bad = [finding for finding in [*environment, *meeting] if finding.status == PROBLEM]
-    not_tried = [absent("start", f"not tried, because of the problem with {found.what}") for found in bad[:1]]
+    not_tried = [absent("start", f"not tried, because of the problem with {failed.what}") for failed in bad[:1]]
     return {"environment": environment, "meeting": meeting, "start": not_tried or check_start(launch)}
 
 
 def check_program(launch: Launch) -> CheckResult:
     """Whether the launcher is here."""
     try:
-        found = launch.row.find()
+        program = launch.row.find()
     except EveryrankError as error:
         return problem(launch.launcher, str(error), "or another --launcher")
-    return ok(launch.launcher, found, private=Path(found).is_absolute())
+    return ok(launch.launcher, program, private=Path(program).is_absolute())
 
 
 def check_slurm(environment: Mapping[str, str]) -> list[CheckResult]:
@@ -55,19 +55,21 @@ def check_slurm(environment: Mapping[str, str]) -> list[CheckResult]:
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         return []
-    found = [
+    results = [
         problem("Slurm", f"{name}={environment[name]} is no whole number", f"unset {name}")
         for name in ("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
         if not environment.get(name, "1").isdecimal()
     ]
-    if found:
-        return found
+    if results:
+        return results
     nodes, tasks = environment.get("SLURM_NNODES", "1"), environment.get("SLURM_NTASKS")
     if environment.get("SLURM_STEP_ID") is None:
-        found.append(ok("Slurm", f"job {job}: {tasks or 'no number of'} tasks on {nodes} nodes; use --launcher slurm"))
+        results.append(
+            ok("Slurm", f"job {job}: {tasks or 'no number of'} tasks on {nodes} nodes; use --launcher slurm")
+        )
     per_node = environment.get("SLURM_NTASKS_PER_NODE")
     if tasks and per_node and int(per_node) * int(nodes) != int(tasks):
-        found.append(
+        results.append(
             problem(
                 "Slurm",
                 f"SLURM_NTASKS={tasks}, but SLURM_NTASKS_PER_NODE={per_node} on {nodes} nodes",
@@ -76,15 +78,15 @@ def check_slurm(environment: Mapping[str, str]) -> list[CheckResult]:
         )
     size = environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("PMI_SIZE")
     if size and tasks and size != tasks:
-        found.append(
+        results.append(
             problem("Slurm", f"SLURM_NTASKS={tasks}, but mpirun started {size}", f"mpirun -n {tasks}, or srun alone")
         )
-    return found
+    return results
 
 
 def check_rendezvous(launch: Launch) -> list[CheckResult]:
     """The place where the ranks would meet, and the interface they would talk over."""
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     endpoint = launch.rendezvous
     if endpoint is None and isinstance(launch.init_method, str) and launch.init_method.startswith("tcp://"):
         endpoint = launch.init_method.removeprefix("tcp://")
@@ -94,17 +96,17 @@ def check_rendezvous(launch: Launch) -> list[CheckResult]:
         try:
             if launch.nodes > 1:
                 check_reachable(host, "--rendezvous")
-            found.append(_check_endpoint(host, port))
+            results.append(_check_endpoint(host, port))
         except UsageError as error:
-            found.append(problem("rendezvous", str(error), "see docs/launching.md", private=True))
+            results.append(problem("rendezvous", str(error), "see docs/launching.md", private=True))
     try:
-        own = local_address_towards(host) if host is not None and launch.nodes > 1 else None
+        local_address = local_address_towards(host) if host is not None and launch.nodes > 1 else None
         variable = os.environ.get("GLOO_SOCKET_IFNAME")
-        name, why = choose_interface(launch.interface, variable, launch.nodes == 1, own, usable_interfaces())
-        found.append(ok("interface", f"{name or 'the backend chooses'}: {why}", private=True))
+        name, why = choose_interface(launch.interface, variable, launch.nodes == 1, local_address, usable_interfaces())
+        results.append(ok("interface", f"{name or 'the backend chooses'}: {why}", private=True))
     except UsageError as error:
-        found.append(problem("interface", str(error), "leave it out, or name one of those"))
-    return found
+        results.append(problem("interface", str(error), "leave it out, or name one of those"))
+    return results
 
 
 def _check_endpoint(host: str, port: int) -> CheckResult:
@@ -144,7 +146,7 @@ def check_start(launch: Launch) -> list[CheckResult]:
     if not rows:
         return [ok("start", f"{len(answers)} ranks of this host started; rank 0's host has the rest")]
     first = rows[0]
-    found = [
+    results = [
         ok("start", f"{len(rows)} ranks by {launch.launcher}, started, met and gone in {seconds:.1f} s"),
         ok("backend", first["choices"]["backend"]),
         ok(
@@ -153,12 +155,12 @@ def check_start(launch: Launch) -> list[CheckResult]:
     ]
     for row in rows:
         text = f"on {row['host']}, process {row['pid']}, local rank {row['local_rank']} of {row['local_size']}"
-        found.append(
+        results.append(
             ok(f"rank {row['rank']}", f"{text}, {row['device']}, over {row['choices']['interface']}", private=True)
         )
     skew = max((abs(row["skew_seconds"]), row["host"]) for row in rows)
     if skew[0] > _MOST_SKEW_SECONDS:
-        found.append(
+        results.append(
             warning(
                 "clocks",
                 f"that of {skew[1]} differs by {skew[0]:.1f} s from rank 0's: logs of several hosts cannot be compared",
@@ -167,5 +169,5 @@ def check_start(launch: Launch) -> list[CheckResult]:
             )
         )
     else:
-        found.append(ok("clocks", f"within {max(skew[0], 0.001):.3f} s of each other"))
-    return found
+        results.append(ok("clocks", f"within {max(skew[0], 0.001):.3f} s of each other"))
+    return results

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from everyrank.doctor.findings import CheckResult, absent, ok, problem, warning
+from everyrank.doctor.results import CheckResult, absent, ok, problem, warning
 from everyrank.launch import cgroup_quota, num_cores, threads_asked
 
 __all__ = ["check_cores", "check_files", "check_machine", "check_shared_memory", "check_space", "check_threads"]
@@ -27,7 +27,7 @@ def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
     cores = num_cores()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory = psutil.virtual_memory()
-    found = [
+    results = [
         check_cores(cores, os.cpu_count() or 1, cgroup_quota(Path("/sys/fs/cgroup"))),
         check_threads(environment, cores),
         ok("memory", f"{_size(memory.total)}, {_size(memory.available)} of it free"),
@@ -35,16 +35,18 @@ def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         usage = shutil.disk_usage(shared)
-        found.append(check_shared_memory(usage.total, usage.free, os.access(shared, os.W_OK)))
+        results.append(check_shared_memory(usage.total, usage.free, os.access(shared, os.W_OK)))
     elif sys.platform == "linux":
-        found.append(absent("shared memory", "/dev/shm is not there, which loader workers (--workers) need"))
-    found.append(check_files(soft, hard))
+        results.append(absent("shared memory", "/dev/shm is not there, which loader workers (--workers) need"))
+    results.append(check_files(soft, hard))
     try:
         folder = Path(tempfile.gettempdir())  # it has tried to write there
-        found.append(check_space(folder, shutil.disk_usage(folder).free))
+        results.append(check_space(folder, shutil.disk_usage(folder).free))
     except OSError as error:
-        found.append(problem("temporary files", str(error), "set TMPDIR to a folder that can be written", private=True))
-    return found
+        results.append(
+            problem("temporary files", str(error), "set TMPDIR to a folder that can be written", private=True)
+        )
+    return results
 
 
 def check_cores(usable: int, present: int, quota: float | None) -> CheckResult:
@@ -76,9 +78,9 @@ def check_threads(environment: Mapping[str, str], cores: int) -> CheckResult:
                 f"unset {name}, or {name}={max(1, cores // 2)} for two ranks here; "
                 "unset, each rank gets its cores // ranks",
             )
-    asked = threads_asked(environment)
-    if asked is not None:
-        return ok("threads", f"each rank gets {asked}, as the environment says")
+    requested = threads_asked(environment)
+    if requested is not None:
+        return ok("threads", f"each rank gets {requested}, as the environment says")
     return ok("threads", f"each rank gets {cores} cores // ranks on this host")
 
 

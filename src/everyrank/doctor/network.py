@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from everyrank.doctor.findings import CheckResult, ok, problem, warning
+from everyrank.doctor.results import CheckResult, ok, problem, warning
 from everyrank.errors import UsageError
 from everyrank.launch import rank_info_from_environment
 from everyrank.launch.hosts import addresses_of, usable_interfaces
@@ -22,16 +22,16 @@ def check_network(environment: Mapping[str, str]) -> list[CheckResult]:
     """All checks of this file, on this machine."""
     interfaces = usable_interfaces()
     name = socket.gethostname()
-    found = [check_host_name(name, addresses_of(name), interfaces)]
+    results = [check_host_name(name, addresses_of(name), interfaces)]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         finding = check_interface(variable, environment.get(variable), list(interfaces))
-        found += [finding] if finding is not None else []
+        results += [finding] if finding is not None else []
     names = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
-    found.append(ok("interfaces", names, True) if names else problem("interfaces", "none is up", "ip link set lo up"))
-    found.append(check_rendezvous_port("127.0.0.1", 0))
-    found.append(check_rendezvous_port("127.0.0.1", _DEFAULT_PORT))
-    found.append(check_launcher(environment))
-    return found
+    results.append(ok("interfaces", names, True) if names else problem("interfaces", "none is up", "ip link set lo up"))
+    results.append(check_rendezvous_port("127.0.0.1", 0))
+    results.append(check_rendezvous_port("127.0.0.1", _DEFAULT_PORT))
+    results.append(check_launcher(environment))
+    return results
 
 
 def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> CheckResult:
@@ -60,7 +60,7 @@ def check_interface(variable: str, value: str | None, interfaces: Sequence[str])
     """Whether `variable` names an interface of this machine; None where it is not set."""
     if not value:
         return None
-    there = ", ".join(interfaces)
+    existing = ", ".join(interfaces)
     if variable == "NCCL_SOCKET_IFNAME":
         # how names begin; ^ leaves those out, = asks for the whole name, ^= leaves out the whole name
         names = [name for name in value.lstrip("^=").split(",") if name]
@@ -70,7 +70,7 @@ def check_interface(variable: str, value: str | None, interfaces: Sequence[str])
         if left:
             return ok(variable, value)
         return problem(
-            variable, f"{value}: that leaves no interface; there are {there}", f"unset {variable}", private=True
+            variable, f"{value}: that leaves no interface; there are {existing}", f"unset {variable}", private=True
         )
     if value.startswith(("^", "=")):
         return problem(
@@ -82,7 +82,7 @@ def check_interface(variable: str, value: str | None, interfaces: Sequence[str])
     if missing:
         return problem(
             variable,
-            f"{value}: there is no interface {missing[0]}; there are {there}",
+            f"{value}: there is no interface {missing[0]}; there are {existing}",
             f"unset {variable} on one host, or {variable}={_first_outside(interfaces)}",
             private=True,
         )
@@ -95,7 +95,7 @@ def _first_outside(interfaces: Sequence[str]) -> str:
 
 def check_rendezvous_port(address: str, port: int) -> CheckResult:
     """Whether a rendezvous can be opened; port 0 is any free one."""
-    what = "ports" if port == 0 else f"port {port}"
+    subject = "ports" if port == 0 else f"port {port}"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -103,13 +103,13 @@ def check_rendezvous_port(address: str, port: int) -> CheckResult:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             if port == 0:
-                return problem(what, f"none can be opened on {address}: {reason}", "allow loopback in the sandbox")
+                return problem(subject, f"none can be opened on {address}: {reason}", "allow loopback in the sandbox")
             return warning(
-                what,
+                subject,
                 f"taken on {address} ({reason}): torchrun without --standalone would fail",
                 "torchrun --standalone, or --master-port 0",
             )
-        return ok(what, f"free on {address}" + (" (torchrun's default)" if port else ""))
+        return ok(subject, f"free on {address}" + (" (torchrun's default)" if port else ""))
 
 
 def check_launcher(environment: Mapping[str, str]) -> CheckResult:

@@ -32,7 +32,7 @@ def selftest_rank(info: RankInfo, launch: Launch) -> dict[str, Any]:
 def introduce_rank(info: RankInfo, launch: Launch) -> list[dict[str, Any]]:
     """Who and where each rank is, by rank; on rank 0, [] elsewhere. `skew_seconds` is that of its clock to rank 0's."""
     with open_world(info, launch) as world:
-        own: dict[str, Any] = {
+        introduction: dict[str, Any] = {
             "rank": world.rank,
             "host": host_name(),
             "pid": os.getpid(),
@@ -45,7 +45,7 @@ def introduce_rank(info: RankInfo, launch: Launch) -> list[dict[str, Any]]:
             "everyrank": __version__,
             "skew_seconds": _clock_skew(world),
         }
-        world.store.set(f"introduced/{world.rank}", json.dumps(own))
+        world.store.set(f"introduced/{world.rank}", json.dumps(introduction))
         store_barrier(world, "looked at")
         if world.rank != 0:
             return []
@@ -54,22 +54,22 @@ def introduce_rank(info: RankInfo, launch: Launch) -> list[dict[str, Any]]:
 
 def _clock_skew(world: World) -> float:
     """Half the way to rank 0 and back, as NTP does it: a broadcast of its clock, the quickest of a few."""
-    found: list[tuple[float, float]] = []
+    exchanges: list[tuple[float, float]] = []
     for _ in range(5):
         dist.barrier(group=world.group)
         sent = time.time()
         clock = torch.tensor([time.time()], dtype=torch.float64, device=world.device)
         dist.broadcast(clock, src=0, group=world.group)
         received = time.time()
-        found.append((received - sent, received - float(clock[0])))
-    quickest, skew = min(found)
+        exchanges.append((received - sent, received - float(clock[0])))
+    quickest, skew = min(exchanges)
     return 0.0 if world.rank == 0 else skew - quickest / 2
 
 
 def _wrong_answers(world: World, length: int) -> list[str]:
     """Each rank r hands in (r + 1) * [0, 1, 2, ...]; all numbers are small whole ones, so the answers are exact."""
     ramp = torch.arange(length, device=world.device, dtype=torch.float32) % 1024
-    own = ramp * (world.rank + 1)
+    local = ramp * (world.rank + 1)
     total = world.size * (world.size + 1) / 2
     wrong: list[str] = []
     for name, operation, factor in (
@@ -78,7 +78,7 @@ def _wrong_answers(world: World, length: int) -> list[str]:
         ("average", dist.ReduceOp.AVG, total / world.size),
         ("maximum", dist.ReduceOp.MAX, world.size),
     ):
-        result = own.clone()
+        result = local.clone()
         dist.all_reduce(result, op=operation, group=world.group)
         if not torch.equal(result, ramp * factor):
             at = int((result != ramp * factor).nonzero()[0])
@@ -86,11 +86,11 @@ def _wrong_answers(world: World, length: int) -> list[str]:
                 f"all-reduce {name} of {length} numbers: element {at} is {float(result[at]):g}, "
                 f"not {float(ramp[at] * factor):g}"
             )
-    rows = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(rows, own, group=world.group)
+    rows = [torch.empty_like(local) for _ in range(world.size)]
+    dist.all_gather(rows, local, group=world.group)
     if not all(torch.equal(row, ramp * (rank + 1)) for rank, row in enumerate(rows)):
         wrong.append(f"all-gather of {length} numbers")
-    sent = own.clone()
+    sent = local.clone()
     dist.broadcast(sent, src=0, group=world.group)
     if not torch.equal(sent, ramp):
         wrong.append(f"broadcast of {length} numbers")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from everyrank._version import __version__
-from everyrank.doctor.findings import CheckResult, absent, ok, problem, warning
+from everyrank.doctor.results import CheckResult, absent, ok, problem, warning
 from everyrank.launch import launchers
 
 __all__ = [
@@ -62,20 +62,20 @@ _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
 
 def installed_versions() -> dict[str, str]:
     """Package -> version, of those that matter here."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _PACKAGES.split():
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def check_software(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
     """All checks of this file."""
-    found = [ok("everyrank", f"{__version__} on Python {platform.python_version()} ({platform.platform()})")]
-    found += check_combinations(versions, has_driver)
-    return found
+    results = [ok("everyrank", f"{__version__} on Python {platform.python_version()} ({platform.platform()})")]
+    results += check_combinations(versions, has_driver)
+    return results
 
 
 def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
@@ -85,13 +85,13 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
         return [problem("torch", "not installed", "pip install torch")]
     torch = _numbers(text)
     is_cpu_build = "+cpu" in text
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     oldest = ".".join(map(str, OLDEST_TORCH))
     if torch < OLDEST_TORCH:
-        found.append(problem("torch", f"{text}: everyrank needs {oldest} or newer", f"pip install 'torch>={oldest}'"))
+        results.append(problem("torch", f"{text}: everyrank needs {oldest} or newer", f"pip install 'torch>={oldest}'"))
     elif torch > NEWEST_TESTED_TORCH:
         newest = ".".join(map(str, NEWEST_TESTED_TORCH))
-        found.append(
+        results.append(
             warning(
                 "torch",
                 f"{text} is newer than what everyrank was tested with ({oldest} to {newest})",
@@ -99,9 +99,9 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
             )
         )
     else:
-        found.append(ok("torch", text))
+        results.append(ok("torch", text))
     if has_driver and is_cpu_build:
-        found.append(
+        results.append(
             problem(
                 "torch",
                 f"{text} is the build for CPU, but this machine has an NVIDIA driver",
@@ -109,7 +109,7 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
             )
         )
     if is_cpu_build and "torchvision" in versions and "+cpu" not in versions["torchvision"]:
-        found.append(
+        results.append(
             problem(
                 "torchvision",
                 f"{versions['torchvision']} beside {text}: it fails on import (operator torchvision::nms does not "
@@ -118,29 +118,29 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
             )
         )
     if "numpy" not in versions:
-        found.append(problem("numpy", "not installed; torch does not ask for it", "pip install numpy"))
-    return found
+        results.append(problem("numpy", "not installed; torch does not ask for it", "pip install numpy"))
+    return results
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     match = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(int(part) for part in match.groups()) if match else (0, 0)
+    return tuple(int(number) for number in match.groups()) if match else (0, 0)
 
 
 def check_optional(
     versions: Mapping[str, str], find_program: Callable[[str], str | None] = shutil.which
 ) -> list[CheckResult]:
     """Optional packages and programs: the version, or what it would be for and how to get it."""
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     for name, (purpose, how) in _OPTIONAL_PACKAGES.items():
         if name in versions:
-            found.append(ok(name, f"{versions[name]}, for {purpose}"))
+            results.append(ok(name, f"{versions[name]}, for {purpose}"))
         else:
-            found.append(absent(name, f"not installed; it is for {purpose}", how))
+            results.append(absent(name, f"not installed; it is for {purpose}", how))
     for name, (purpose, how) in _OPTIONAL_PROGRAMS.items():
         path = find_program(name)
         if path is not None:
-            found.append(ok(name, f"{Path(path)}, for {purpose}"))
+            results.append(ok(name, f"{Path(path)}, for {purpose}"))
         else:
-            found.append(absent(name, f"not found; it is for {purpose}", how))
-    return found
+            results.append(absent(name, f"not found; it is for {purpose}", how))
+    return results

@@ -42,5 +42,5 @@ def mean_metrics(workload: Workload, metrics: dict[str, tuple[float, float]]) ->
     means = {name: total / count for name, (total, count) in metrics.items() if count}
     named = {("eval_loss" if name == "loss" else name): value for name, value in means.items()}
     with wrap_user_errors():
-        found = named | {name: float(derive(named)) for name, derive in workload.derived.items()}
-    return {name: value for name, value in found.items() if not name.startswith("_")}
+        metrics_by_name = named | {name: float(derive(named)) for name, derive in workload.derived.items()}
+    return {name: value for name, value in metrics_by_name.items() if not name.startswith("_")}

@@ -56,10 +56,10 @@ def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch], step: int) ->
     return next(iter(bad_outputs), _THE_LOSS if has_nonfinite(losses) else _NONE_AGAIN)
 
 
-def first_of_all_ranks(found: str, prepared: Prepared) -> str:
+def first_of_all_ranks(local_reason: str, prepared: Prepared) -> str:
     """What the first rank has found that found something; all ranks say the same. A collective."""
     return min(
-        _of_all_ranks(found, prepared), key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS)
+        _of_all_ranks(local_reason, prepared), key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS)
     )  # the first that says most
 
 
@@ -68,12 +68,15 @@ def check_finite(prepared: Prepared, done: int) -> None:
 
     What the last update has spoilt, no loss shows any more.
     """
-    found = next(filter(None, _of_all_ranks(_bad_parameter(prepared), prepared)), "")
-    if found:
+    parameter_name = next(filter(None, _of_all_ranks(_bad_parameter(prepared), prepared)), "")
+    if parameter_name:
         before = (
-            f"update {done - 1}: it made parameter {found} infinite or NaN; lower the learning rate or set clip_norm"
+            f"update {done - 1}: it made parameter {parameter_name} infinite or NaN; "
+            "lower the learning rate or set clip_norm"
         )
-        raise NotFiniteError(before if done else f"parameter {found} is infinite or NaN; model() itself made it so")
+        raise NotFiniteError(
+            before if done else f"parameter {parameter_name} is infinite or NaN; model() itself made it so"
+        )
 
 
 def _bad_parameter(prepared: Prepared) -> str:

@@ -84,10 +84,10 @@ def _uneven(workload: Workload, dataset: Any, streams: Sequence[Any], world: Wor
     data.check_readers(Slice(0, 1), workload.global_batch)
     if not is_counted:
         return data
-    own = cut(len(streams), Slice(world.rank, world.size))
+    local_range = cut(len(streams), Slice(world.rank, world.size))
     with wrap_user_errors():
         takes = data.takes(workload.global_batch)
-        rows = count_streams(streams, own, takes, workload.steps, world.timeout_seconds)
+        rows = count_streams(streams, local_range, takes, workload.steps, world.timeout_seconds)
     # ranks count parts that follow each other; some may have none
     gathered = torch.cat(all_gather(torch.tensor(rows, dtype=torch.int64).flatten(), world)).view(-1, 2).tolist()
     data.lengths, data.is_whole = [length for length, _ in gathered], all(is_whole for _, is_whole in gathered)
@@ -105,8 +105,8 @@ def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: Wor
             "weights: train_data is a stream, which comes in its own order; give a dataset with a length"
         )
     with wrap_user_errors():
-        found = weights_of(weights, len(data))
-    if not all_equal([found], world):
+        sample_weights = weights_of(weights, len(data))
+    if not all_equal([sample_weights], world):
         raise WorkloadError("weights: not the same on all ranks; make them of the data alone")
 
 
@@ -124,12 +124,12 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
         kind = type(data).__name__
         raise WorkloadError(f"{name}: {kind} is no dataset; give one with __len__ and __getitem__, or with __iter__")
     try:
-        own = len(data)
+        local_length = len(data)
     except (TypeError, ValueError, OverflowError) as error:  # below zero, or more than fits
         raise WorkloadError(f"{name}: {type(data).__name__} has no length: {error}") from error
-    if own == 0:
+    if local_length == 0:
         raise WorkloadError(f"{name}: the dataset is empty")
-    lengths = [int(length) for length in all_gather(torch.tensor([own]), world)]
+    lengths = [int(length) for length in all_gather(torch.tensor([local_length]), world)]
     for rank, length in enumerate(lengths):
         if length != lengths[0]:
             raise WorkloadError(

@@ -63,7 +63,7 @@ def run_updates(
         )
         for reads in prepared.data_slices
     ]
-    batches = (list(itertools.chain.from_iterable(own)) for own in zip(*of_ranks, strict=True))
+    batches = (list(itertools.chain.from_iterable(micro_batch)) for micro_batch in zip(*of_ranks, strict=True))
     lone = ""
     if isinstance(updates, Sequence) and not isinstance(dataset, UnevenStreams):
         lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
@@ -78,8 +78,8 @@ def _run(
     fetched: Callable[[float], None] | None,
 ) -> Iterator[Tensor]:
     following = iter(updates)
-    for place in itertools.count():
-        with wrap_user_errors() if place == 0 else contextlib.nullcontext():
+    for index in itertools.count():
+        with wrap_user_errors() if index == 0 else contextlib.nullcontext():
             begun = time.perf_counter()
             micro_batches = next(batches, None)
             if micro_batches is None:
@@ -89,7 +89,7 @@ def _run(
             update = next(following)
             _seed_update(prepared, update)
             try:
-                with refuse_lone_samples(prepared.model, lone) if lone and place == 0 else contextlib.nullcontext():
+                with refuse_lone_samples(prepared.model, lone) if lone and index == 0 else contextlib.nullcontext():
                     share = prepared.step(micro_batches)
                 if prepared.trainable.ema is not None:
                     prepared.trainable.ema.update()
@@ -100,7 +100,7 @@ def _run(
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
-        if place == 0:  # whoever counts the updates has seen the first one end
+        if index == 0:  # whoever counts the updates has seen the first one end
             end_of_start(prepared.world)
 
 

@@ -26,16 +26,16 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
 
     To count parameters, gradients, optimizer state and activations alike, build the model inside the block.
     """
-    found = PeakMemory()
+    peak = PeakMemory()
     gc.collect()  # what is garbage already must not be freed inside the block
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield found
-        found.bytes = torch.cuda.max_memory_allocated(device) - before
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
     with profiler(device, memory=True) as finished:
-        yield found
+        yield peak
     changes = [e for e in events_of(finished) if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
     alive: dict[int, int] = {}  # address -> bytes, of what was allocated inside the block
     total = 0
@@ -44,7 +44,7 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
         if change > 0:
             alive[address] = change
             total += change
-            found.bytes = max(found.bytes, total)
+            peak.bytes = max(peak.bytes, total)
         else:
             total -= alive.pop(address, 0)
 
@@ -57,14 +57,14 @@ _CGROUPS = (  # versions 2 and 1: the limit, what is used, and where it says wha
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """Of this host, or of this container where it may have less; None where the system does not say."""
-    found: list[int] = []
+    limits: list[int] = []
     with contextlib.suppress(OSError, ValueError):
-        found.append(_number(root / "proc/meminfo", "MemAvailable:") * 1024)
+        limits.append(_number(root / "proc/meminfo", "MemAvailable:") * 1024)
     for limit, used, stat, cached in _CGROUPS:
         folder = root / "sys/fs/cgroup"
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-            found.append(_number(folder / limit) - _number(folder / used) + _number(folder / stat, cached))
-    return min(found, default=None)
+            limits.append(_number(folder / limit) - _number(folder / used) + _number(folder / stat, cached))
+    return min(limits, default=None)
 
 
 def _number(path: Path, name: str = "") -> int:

@@ -57,8 +57,8 @@ class Sampler:
     def _owner(self, sampled: float) -> str | None:
         """Whose turn it was in all of the half second before, of which a sample tells; None where two share it."""
         begun = bisect_right(self.turns, sampled, key=lambda turn: turn[0])
-        begin, name = self.turns[begun - 1] if begun else (float("inf"), None)
-        return name if begin + INTERVAL_SECONDS <= sampled else None
+        start, name = self.turns[begun - 1] if begun else (float("inf"), None)
+        return name if start + INTERVAL_SECONDS <= sampled else None
 
     def of(self, name: str) -> Resources | None:
         """The samples that belong to `name`; None without one."""

@@ -79,8 +79,8 @@ def _stream_event() -> torch.cuda.Event:
 
 def _durations(row: list[tuple[str, Any]]) -> dict[str, float]:
     seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    for (phase, begin), (_, end) in itertools.pairwise(row):
-        seconds[phase] += begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.cuda.Event) else end - begin
+    for (phase, start), (_, end) in itertools.pairwise(row):
+        seconds[phase] += start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
     return seconds
 
 
@@ -109,7 +109,7 @@ def _shares_in(events: list[dict[str, Any]], device_type: str) -> dict[str, floa
     for mark in marks:
         phase, span = mark["name"].removeprefix(_MARK), _span(mark)
         total[phase] += span[1] - span[0]
-        bare[phase] += sum(max(0.0, min(end, span[1]) - max(begin, span[0])) for begin, end in exposed)
+        bare[phase] += sum(max(0.0, min(end, span[1]) - max(start, span[0])) for start, end in exposed)
     return {phase: bare[phase] / total[phase] if total[phase] else 0.0 for phase in PHASES}
 
 
@@ -161,17 +161,17 @@ def _on_cuda(events: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> tup
 
 def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
     """When a collective was under way, and when this rank's own thread was at work on something else."""
-    own = {mark["tid"] for mark in marks}
+    thread_ids = {mark["tid"] for mark in marks}
     calls = [_span(event) for event in events if event["name"].startswith(_OWN_CALLS)]
     under_way = [*calls, *(_span(event) for event in events if event["name"].startswith("gloo:"))]
     others = (_MARK, "c10d::", *_OWN_CALLS)
-    operators = [_span(e) for e in events if e["tid"] in own and not e["name"].startswith(others)]
+    operators = [_span(e) for e in events if e["tid"] in thread_ids and not e["name"].startswith(others)]
     computing: list[_Span] = []
-    for begin, end in _leaves(operators):
-        if computing and begin - computing[-1][1] < _PAUSE_US:
+    for start, end in _leaves(operators):
+        if computing and start - computing[-1][1] < _PAUSE_US:
             computing[-1] = (computing[-1][0], max(end, computing[-1][1]))
         else:
-            computing.append((begin, end))
+            computing.append((start, end))
     return under_way, _minus(_union(computing), _union(calls))
 
 
@@ -187,11 +187,11 @@ def _leaves(spans: list[_Span]) -> list[_Span]:
 
 def _union(spans: list[_Span]) -> list[_Span]:
     joined: list[_Span] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
-            joined.append((begin, end))
+            joined.append((start, end))
     return joined
 
 
@@ -199,17 +199,17 @@ def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
     """The parts of `spans` that lie in none of `taken`; both sorted and without overlap."""
     left: list[_Span] = []
     index = 0
-    for begin, end in spans:
-        while index < len(taken) and taken[index][1] <= begin:
+    for start, end in spans:
+        while index < len(taken) and taken[index][1] <= start:
             index += 1
-        place, at = begin, index
+        position, at = start, index
         while at < len(taken) and taken[at][0] < end:
-            if taken[at][0] > place:
-                left.append((place, taken[at][0]))
-            place = max(place, taken[at][1])
+            if taken[at][0] > position:
+                left.append((position, taken[at][0]))
+            position = max(position, taken[at][1])
             at += 1
-        if place < end:
-            left.append((place, end))
+        if position < end:
+            left.append((position, end))
     return left
 
 
@@ -222,17 +222,17 @@ def breakdown(
     phase, `timed` for each trial the seconds of a step without instruments. None without trials, or where a rank has
     no shares: what was communication would pass for work.
     """
-    if not splits or any(math.isnan(share) for own in shares for share in own):
+    if not splits or any(math.isnan(share) for exposed_shares in shares for share in exposed_shares):
         return None
     totals = [max(sum(row) for row in split) for split in splits]
     bound = interval([total - step for total, step in zip(totals, timed, strict=True)])
     middle = sorted(range(len(totals)), key=totals.__getitem__)[(len(totals) - 1) // 2]
     ranks = [
-        _without_exposed(dict(zip(PHASES, row, strict=True)), dict(zip(PHASES, own, strict=True)))
-        for row, own in zip(splits[middle], shares, strict=True)
+        _without_exposed(dict(zip(PHASES, row, strict=True)), dict(zip(PHASES, exposed_shares, strict=True)))
+        for row, exposed_shares in zip(splits[middle], shares, strict=True)
     ]
     chosen = min(ranks, key=lambda rank: rank.exposed_communication)
-    gap = abs(sum(getattr(chosen, part.name) or 0.0 for part in fields(chosen)) - median(timed))
+    gap = abs(sum(getattr(chosen, field.name) or 0.0 for field in fields(chosen)) - median(timed))
     return replace(chosen, error=max(-bound.low, bound.high, gap))
 
 

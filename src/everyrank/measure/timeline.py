@@ -36,12 +36,12 @@ def with_one_profiled(items: Iterator[T], index: int, trainable: Trainable, worl
         yield next(items)
     with profiler(world.device) as finished, marked_phases(trainable, world.device):
         item = next(items)
-    own = {"host": platform.node(), "trace": trace_of(finished)}
-    packed = gzip.compress(json.dumps(own).encode(), compresslevel=1)
+    local_trace = {"host": platform.node(), "trace": trace_of(finished)}
+    packed = gzip.compress(json.dumps(local_trace).encode(), compresslevel=1)
     rows = all_gather(torch.frombuffer(bytearray(packed), dtype=torch.uint8), world)
     if world.rank == 0:
         parts = [json.loads(gzip.decompress(bytes(row.numpy()))) for row in rows]
-        _write(merge([part["trace"] for part in parts], [part["host"] for part in parts]), path)
+        _write(merge([trace["trace"] for trace in parts], [trace["host"] for trace in parts]), path)
     yield item
     yield from items
 

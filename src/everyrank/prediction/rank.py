@@ -28,11 +28,11 @@ __all__ = ["predict_rank"]
 
 
 def predict_rank(
-    info: RankInfo, what: Source | Workload, layout: Layout, launch: Launch, options: PredictOptions
+    info: RankInfo, workload_or_source: Source | Workload, layout: Layout, launch: Launch, options: PredictOptions
 ) -> int | None:
     """Predict in this rank; how many samples there were on rank 0, None elsewhere. Rank 0 alone writes."""
     with open_world(info, launch) as world:
-        workload = load(what)
+        workload = load(workload_or_source)
         if options.pretrained is not None:
             workload = with_pretrained(workload, options.pretrained)
         train_data, eval_data = open_data(workload, world)
@@ -45,13 +45,13 @@ def predict_rank(
             load_model(prepared, world, checkpoint_named(options.resume))
         with contextlib.ExitStack() as stack:
             write = stack.enter_context(open_predictions(options.out, len(data))) if world.rank == 0 else _nothing
-            begin = stack.enter_context(
+            advance = stack.enter_context(
                 progress(
                     -(-len(data) // (workload.eval_batch or workload.global_batch)), options.show and world.rank == 0
                 )
             )
             name = f"predict {workload.name} · {layout}"
-            _predict(prepared, data, write, lambda: begin(name))
+            _predict(prepared, data, write, lambda: advance(name))
         del prepared
         return len(data) if world.rank == 0 else None
 
@@ -66,47 +66,51 @@ def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], t
             tick()
             with wrap_user_errors():
                 output = prepared.predict(batch)
-                own = _own(workload, output, batch) if prepared.has_output else None
+                local_rows = _own(workload, output, batch) if prepared.has_output else None
             # parts of a batch are contiguous and in the order of the ranks
-            own = _agreed(own, prepared.world)
-            rows = all_gather(own, prepared.world)
-            own = torch.cat([row.reshape(-1, *own.shape[1:]) for row in rows])
+            local_rows = _agreed(local_rows, prepared.world)
+            rows = all_gather(local_rows, prepared.world)
+            local_rows = torch.cat([row.reshape(-1, *local_rows.shape[1:]) for row in rows])
             if world.rank == 0:
-                write(first, own.cpu().numpy())
+                write(first, local_rows.cpu().numpy())
             first += batch.total
 
 
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
-def _agreed(own: Tensor | None, world: World) -> Tensor:
+def _agreed(local_rows: Tensor | None, world: World) -> Tensor:
     """The rank's rows, or none of the shape and kind that others have. A collective.
 
     Raises `WorkloadError` where the rows of one rank have another shape than those of another.
     """
-    about = [] if own is None else [_DTYPES.index(own.dtype), *own.shape[1:]]
-    rows = [tuple(row.tolist()) for row in all_gather(torch.tensor(about, dtype=torch.int64), world)]
+    header = [] if local_rows is None else [_DTYPES.index(local_rows.dtype), *local_rows.shape[1:]]
+    rows = [tuple(row.tolist()) for row in all_gather(torch.tensor(header, dtype=torch.int64), world)]
     kinds = sorted({row for row in rows if row})
     if len(kinds) > 1:
         raise WorkloadError(
             f"predict: rows of shape {kinds[0][1:]} on one rank and {kinds[1][1:]} on another; "
             "pad all batches alike, or give Workload.predict = (output) -> rows of one shape"
         )
-    return own if own is not None else torch.zeros(0, *kinds[0][1:], dtype=_DTYPES[kinds[0][0]])
+    return local_rows if local_rows is not None else torch.zeros(0, *kinds[0][1:], dtype=_DTYPES[kinds[0][0]])
 
 
 def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
     """The predictions for the real samples of a batch."""
-    found: object = workload.predict(output) if workload.predict is not None else output
-    if not isinstance(found, Tensor) or found.dim() == 0:
-        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    prediction: object = workload.predict(output) if workload.predict is not None else output
+    if not isinstance(prediction, Tensor) or prediction.dim() == 0:
+        kind = (
+            f"a tensor of shape {tuple(prediction.shape)}"
+            if isinstance(prediction, Tensor)
+            else type(prediction).__name__
+        )
         raise WorkloadError(
             f"predict: it made {kind}; give Workload.predict = (output) -> Tensor with a row for each sample"
         )
-    if batch.size and len(found) != batch.size:
-        raise WorkloadError(f"predict: {len(found)} rows for {batch.size} samples; there must be one for each")
-    found = found[: batch.size]
-    return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+    if batch.size and len(prediction) != batch.size:
+        raise WorkloadError(f"predict: {len(prediction)} rows for {batch.size} samples; there must be one for each")
+    prediction = prediction[: batch.size]
+    return prediction.float() if prediction.dtype in (torch.bfloat16, torch.float16) else prediction
 
 
 def _nothing(_: int, __: Any) -> None:

@@ -22,14 +22,14 @@ _AROUND = 4  # lines of the script before and after one that is named
 def summary(audit: Audit) -> str:
     """The answer in a line."""
     counts = {level: sum(finding.level == level for finding in audit.findings) for level in LEVELS}
-    found = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
+    counts_text = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
     ranks = f"{audit.world_size} rank{'s' if audit.world_size > 1 else ''}"
     seen = f"{audit.updates} updates on {ranks} in {audit.seconds:.0f} s"
     if audit.doubt and not counts["FAIL"]:
-        return f"{audit.doubt}: {found or 'no finding'} so far; {seen}"
+        return f"{audit.doubt}: {counts_text or 'no finding'} so far; {seen}"
     if counts["FAIL"] or counts["WARN"]:
-        return f"{found}; {seen}"
-    return f"nothing wrong found{f' ({found})' if found else ''}; {seen}"
+        return f"{counts_text}; {seen}"
+    return f"nothing wrong found{f' ({counts_text})' if counts_text else ''}; {seen}"
 
 
 def print_audit(audit: Audit) -> None:
@@ -50,7 +50,7 @@ def print_audit(audit: Audit) -> None:
         if finding.fix:
             console.print(Padding(Text(f"write: {printable(finding.fix)}", style="green"), (0, 0, 0, 6), expand=False))
         if finding.also:
-            also = ", ".join(short_place(place) for place in finding.also)
+            also = ", ".join(short_place(location) for location in finding.also)
             console.print(Padding(Text(f"see also {printable(also)}", style="dim"), (0, 0, 0, 6), expand=False))
     for kind, lines in (("replay", audit.replayed), ("altered", audit.altered), ("not checked", audit.unchecked)):
         for line in lines:
@@ -67,7 +67,9 @@ def audit_page(audit: Audit) -> str:
     files: dict[str, list[Finding]] = {}
     for finding in audit.findings:
         files.setdefault(finding.place.rpartition(":")[0], []).append(finding)
-    shown = [{"name": name or "the run as a whole", "parts": _parts(name, found)} for name, found in files.items()]
+    shown = [
+        {"name": name or "the run as a whole", "parts": _parts(name, findings)} for name, findings in files.items()
+    ]
     words = " ".join(audit.words)
     return environment().from_string(template).render(audit=audit, files=shown, words=words, summary=summary(audit))
 
@@ -82,8 +84,8 @@ def _parts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
     for finding in findings:
         by_line.setdefault(int(finding.place.rpartition(":")[2] or 0), []).append(finding)
     parts: list[dict[str, Any]] = []
-    for number, found in sorted(by_line.items()):
+    for number, at_line in sorted(by_line.items()):
         first, last = max(1, number - _AROUND), min(len(lines), number + _AROUND)
         around = [{"number": at, "text": lines[at - 1], "is_named": at == number} for at in range(first, last + 1)]
-        parts.append({"lines": around, "findings": found})
+        parts.append({"lines": around, "findings": at_line})
     return parts

@@ -19,17 +19,17 @@ _SOURCES = ("commit", "everyrank", "torch", "python", "processor", "cores", "acc
 
 def matching(sets: Sets) -> list[tuple[str, list[Record | None]]]:
     """(what it is, its Record in each set) for everything with a checked throughput in at least two sets."""
-    found: dict[tuple[object, ...], list[Record | None]] = {}
-    for place, records in enumerate(sets.values()):
+    rows: dict[tuple[object, ...], list[Record | None]] = {}
+    for index, records in enumerate(sets.values()):
         for record in records:
             if is_checked(record) and record.throughput_samples_per_second is not None:
                 made = str(record.provenance.get("global_batch")), str(record.provenance.get("settings"))
                 key = (record.workload, record.layout, record.world_size, record.device, made)
-                row = found.setdefault(key, [None] * len(sets))
-                row[place] = row[place] or record
+                row = rows.setdefault(key, [None] * len(sets))
+                row[index] = row[index] or record
     return [
         (f"{workload} · {text} · {size} rank{'s' * (size != 1)}", row)
-        for (workload, text, size, _, _), row in found.items()
+        for (workload, text, size, _, _), row in rows.items()
         if sum(record is not None for record in row) > 1
     ]
 
@@ -40,26 +40,26 @@ def beside_table(sets: Sets) -> Table | None:
     if not pairs:
         return None
     rows: list[list[str]] = []
-    for what, row in pairs:
-        there = [record for record in row if record is not None]
-        first, last = there[0], there[-1]
+    for name, row in pairs:
+        present = [record for record in row if record is not None]
+        first, last = present[0], present[-1]
         ratio, verdict = _ratio(first, last)
         cells = [_text(record.throughput_samples_per_second) if record is not None else "" for record in row]
-        rows.append([what, *cells, ratio, verdict, _loss_gap(first, last)])
+        rows.append([name, *cells, ratio, verdict, _loss_gap(first, last)])
     speeds = [f"{name}: samples/s" for name in sets]
     return Table(["workload · layout · ranks", *speeds, "ratio", "95% intervals", "losses apart"], rows)
 
 
 def _ratio(first: Record, last: Record) -> tuple[str, str]:
-    one, other = first.throughput_samples_per_second, last.throughput_samples_per_second
-    assert one is not None
-    assert other is not None
-    if not one.median or any(math.isnan(value) for value in (one.low, one.high, other.low, other.high)):
+    before, after = first.throughput_samples_per_second, last.throughput_samples_per_second
+    assert before is not None
+    assert after is not None
+    if not before.median or any(math.isnan(value) for value in (before.low, before.high, after.low, after.high)):
         return "", "?"
-    ratio = f"{other.median / one.median:.3f}"
-    if other.low > one.high:
+    ratio = f"{after.median / before.median:.3f}"
+    if after.low > before.high:
         return ratio, "apart: faster"
-    if other.high < one.low:
+    if after.high < before.low:
         return ratio, "apart: slower"
     return ratio, "overlap"
 
@@ -79,9 +79,9 @@ def _loss_gap(first: Record, last: Record) -> str:
 
 def beside_notes(sets: Sets) -> list[str]:
     """In what the sets differ besides their numbers."""
-    found: list[str] = []
+    notes: list[str] = []
     for key in _SOURCES:
         values = {name: str(records[0].provenance.get(key)) for name, records in sets.items() if records}
         if len(set(values.values())) > 1:
-            found.append(f"{key}: " + "; ".join(f"{name} has {value}" for name, value in values.items()))
-    return found
+            notes.append(f"{key}: " + "; ".join(f"{name} has {value}" for name, value in values.items()))
+    return notes

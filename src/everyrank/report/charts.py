@@ -26,11 +26,11 @@ def throughput(records: Sequence[Record]) -> str:
     shown = [record for record in records if is_checked(record) and record.throughput_samples_per_second]
     colours = colours_of(records)
 
-    def paint(axes: Any, place: int, record: Record) -> None:
+    def paint(axes: Any, row: int, record: Record) -> None:
         value = record.throughput_samples_per_second
         assert value is not None
-        axes.barh(place, value.median, color=colours[record.layout], alpha=0.85)
-        axes.errorbar(value.median, place, xerr=spread(value), color=TEXT, capsize=3, linewidth=1)
+        axes.barh(row, value.median, color=colours[record.layout], alpha=0.85)
+        axes.errorbar(value.median, row, xerr=spread(value), color=TEXT, capsize=3, linewidth=1)
 
     return bars(shown, "samples/s, median and 95% interval", paint)
 
@@ -39,17 +39,17 @@ def split(records: Sequence[Record]) -> str:
     """The parts of a step on each other; the line is the timed step."""
     shown = [record for record in records if is_checked(record) and record.breakdown_seconds]
 
-    def paint(axes: Any, place: int, record: Record) -> None:
+    def paint(axes: Any, row: int, record: Record) -> None:
         left = 0.0
-        for part, colour in _PARTS.items():
-            value = getattr(record.breakdown_seconds, part) * 1e3
-            axes.barh(place, value, left=left, color=colour, label=part.replace("_", " "))
+        for phase, colour in _PARTS.items():
+            value = getattr(record.breakdown_seconds, phase) * 1e3
+            axes.barh(row, value, left=left, color=colour, label=phase.replace("_", " "))
             left += value
         if record.step_seconds is not None:
             step = record.step_seconds.median * 1e3
-            axes.plot([step, step], [place - 0.4, place + 0.4], color=TEXT, linewidth=1.5)
+            axes.plot([step, step], [row - 0.4, row + 0.4], color=TEXT, linewidth=1.5)
 
-    return bars(shown, "ms of a step; the line is the timed step", paint, [part.replace("_", " ") for part in PARTS])
+    return bars(shown, "ms of a step; the line is the timed step", paint, [phase.replace("_", " ") for phase in PARTS])
 
 
 def memory(records: Sequence[Record]) -> str:
@@ -57,8 +57,8 @@ def memory(records: Sequence[Record]) -> str:
     shown = [record for record in records if is_checked(record) and record.peak_memory_bytes is not None]
     colours = colours_of(records)
 
-    def paint(axes: Any, place: int, record: Record) -> None:
-        axes.barh(place, (record.peak_memory_bytes or 0) / 2**20, color=colours[record.layout], alpha=0.85)
+    def paint(axes: Any, row: int, record: Record) -> None:
+        axes.barh(row, (record.peak_memory_bytes or 0) / 2**20, color=colours[record.layout], alpha=0.85)
 
     return bars(shown, "MiB of tensors alive at once, the fullest rank", paint)
 
@@ -68,12 +68,12 @@ def traffic(records: Sequence[Record]) -> str:
     shown = [record for record in records if is_checked(record) and record.collectives]
     operations = list(dict.fromkeys(collective.op for record in shown for collective in record.collectives))
 
-    def paint(axes: Any, place: int, record: Record) -> None:
+    def paint(axes: Any, row: int, record: Record) -> None:
         left = 0.0
         for index, operation in enumerate(operations):
             value = sum(c.bytes_per_update for c in record.collectives if c.op == operation) / 2**10
             colour = COLOURS[index % len(COLOURS)]
-            axes.barh(place, value, left=left, color=colour, label=operation.replace("_", "-"))
+            axes.barh(row, value, left=left, color=colour, label=operation.replace("_", "-"))
             left += value
 
     return bars(shown, "KiB handed to collectives by a rank in an update", paint, operations)
@@ -113,8 +113,8 @@ def curves(records: Sequence[Record]) -> str:
     return draw(4.4 if has_distances else 3.2, paint)
 
 
-def _same_batch(one: Record, other: Record) -> bool:
-    return one.provenance.get("global_batch") == other.provenance.get("global_batch")
+def _same_batch(record: Record, other: Record) -> bool:
+    return record.provenance.get("global_batch") == other.provenance.get("global_batch")
 
 
 def scaling(records: Sequence[Record]) -> str:
@@ -199,15 +199,15 @@ def beside(sets: Sets) -> str:
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
-        for place, (_, row) in enumerate(pairs):
+        for row_index, (_, row) in enumerate(pairs):
             for index, (name, record) in enumerate(zip(sets, row, strict=True)):
                 value = record.throughput_samples_per_second if record is not None else None
                 if value is not None:
-                    at = place + (index - (len(sets) - 1) / 2) * height
+                    at = row_index + (index - (len(sets) - 1) / 2) * height
                     colour = COLOURS[index % len(COLOURS)]
                     axes.barh(at, value.median, height * 0.9, color=colour, label=short(name))
                     axes.errorbar(value.median, at, xerr=spread(value), color=TEXT, capsize=2, linewidth=1)
-        axes.set_yticks(range(len(pairs)), [short(what) for what, _ in pairs])
+        axes.set_yticks(range(len(pairs)), [short(name) for name, _ in pairs])
         axes.invert_yaxis()
         axes.set_xlabel("samples/s, median and 95% interval")
         legend_above(axes, names)

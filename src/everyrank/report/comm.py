@@ -9,13 +9,13 @@ from typing import Any
 
 from everyrank._version import __version__
 from everyrank.collectives.cost import Cost, fit_cost
-from everyrank.collectives.question import size_text
+from everyrank.collectives.options import size_text
 from everyrank.report.table import Table
 from everyrank.report.terminal import print_table
 
 __all__ = [
-    "arm_name",
     "by_line",
+    "candidate_name",
     "comm_cost_table",
     "comm_json",
     "comm_notes",
@@ -31,13 +31,13 @@ _LINE = ("backend", "operation", "algorithm", "reduction", "dtype", "is_async", 
 _Row = Mapping[str, Any]
 
 
-def comm_json(found: _Row, words: Sequence[str]) -> dict[str, Any]:
+def comm_json(results: _Row, words: Sequence[str]) -> dict[str, Any]:
     """What planning reads: `costs`, and the `rows` that they are fitted to; docs/collectives.md has the schema.
 
     `found` is what a rank has measured (`collectives.rank.comm_rank`).
     """
     costs: list[dict[str, Any]] = []
-    for rows in by_line(found["rows"]):
+    for rows in by_line(results["rows"]):
         cost = _cost(rows)
         if cost is not None:
             fitted = {key: None if value == float("inf") else value for key, value in dataclasses.asdict(cost).items()}
@@ -49,12 +49,12 @@ def comm_json(found: _Row, words: Sequence[str]) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["everyrank", *words],
         "everyrank": __version__,
-        "world": found["world"],
-        "machine": found["machine"],
-        "rows": found["rows"],
+        "world": results["world"],
+        "machine": results["machine"],
+        "rows": results["rows"],
         "costs": costs,
-        "copy": found["copy"],
-        "strides": found["strides"],
+        "copy": results["copy"],
+        "strides": results["strides"],
     }
 
 
@@ -82,13 +82,16 @@ def comm_table(measured: _Row, repeats: bool = False) -> Table:
     A name that the row above has, too, is left out unless it `repeats`.
     """
     rows = measured["rows"]
-    arms = list(dict.fromkeys(map(arm_name, rows)))
+    candidates = list(dict.fromkeys(map(candidate_name, rows)))
     header = list(_HEADER)
-    if len(arms) < 2:
+    if len(candidates) < 2:
         shown, named = [[_name(row), _size(row), *_cells(row)] for row in rows], 1
     else:
-        shown = [[_name(row, with_arm=False), _size(row), arm_name(row), *_cells(row), *_speedups(row)] for row in rows]
-        header, named = [*_HEADER[:2], "by", *_HEADER[2:], f"x {arms[0]}: mean", "p50"], 2
+        shown = [
+            [_name(row, with_candidate=False), _size(row), candidate_name(row), *_cells(row), *_speedups(row)]
+            for row in rows
+        ]
+        header, named = [*_HEADER[:2], "by", *_HEADER[2:], f"x {candidates[0]}: mean", "p50"], 2
     if not repeats:
         shown = [_without_repeats(row, last, named) for row, last in _with_last(shown)]
     return Table(header, shown, [])
@@ -101,7 +104,7 @@ def _with_last(rows: Sequence[list[str]]) -> Iterator[tuple[list[str], list[str]
 
 def _without_repeats(row: list[str], last: list[str], count: int) -> list[str]:
     """The row; of the first cells those stay empty that say the same as the row above."""
-    same = next((place for place in range(count) if row[: place + 1] != last[: place + 1]), count)
+    same = next((index for index in range(count) if row[: index + 1] != last[: index + 1]), count)
     return [""] * same + row[same:]
 
 
@@ -122,23 +125,23 @@ def _cells(row: _Row) -> list[str]:
     return [*times, *rates, str(row["calls"]), str(row["num_wrong"])]
 
 
-def arm_name(row: _Row) -> str:
+def candidate_name(row: _Row) -> str:
     """`gloo`, or `gloo ring` for an algorithm over it: what takes turns with others."""
     return " ".join(row[key] for key in _ARM if row[key])
 
 
-def _name(row: _Row, with_arm: bool = True) -> str:
+def _name(row: _Row, with_candidate: bool = True) -> str:
     parts = [row["operation"], row["reduction"] if row["reduction"] not in (None, "sum") else ""]
-    parts += [row["algorithm"] or "" if with_arm else "", "async" if row["is_async"] else ""]
+    parts += [row["algorithm"] or "" if with_candidate else "", "async" if row["is_async"] else ""]
     return " ".join(filter(None, parts))
 
 
 def by_line(rows: Sequence[_Row]) -> list[list[_Row]]:
     """The sizes of each operation on each backend, by each algorithm: what a line is fitted to, and drawn through."""
-    found: dict[tuple[Any, ...], list[_Row]] = {}
+    lines: dict[tuple[Any, ...], list[_Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[key] for key in _LINE), []).append(row)
-    return list(found.values())
+        lines.setdefault(tuple(row[key] for key in _LINE), []).append(row)
+    return list(lines.values())
 
 
 def _cost(rows: Sequence[_Row]) -> Cost | None:
@@ -153,8 +156,8 @@ def comm_cost_table(measured: _Row) -> Table:
     """A row for each line that was fitted."""
     rows = [
         [
-            _name(cost, with_arm=False),
-            arm_name(cost),
+            _name(cost, with_candidate=False),
+            candidate_name(cost),
             f"{cost['latency_seconds'] * 1e6:,.1f}",
             "-" if cost["bytes_per_second"] is None else f"{cost['bytes_per_second'] / 1e9:.3g}",
             f"{cost['median_error']:.0%}",
@@ -196,17 +199,17 @@ def _line_name(row: _Row, measured: _Row) -> str:
 
 def _cost_text(cost: _Row) -> str:
     latency, rate = f"{cost['latency_seconds'] * 1e6:,.1f} us", cost["bytes_per_second"]
-    rest = f" + bytes / {rate / 1e9:.3g} GB/s" if rate is not None else ""
-    return f"{latency}{rest} (median error {cost['median_error']:.0%}, largest {cost['largest_error']:.0%})"
+    rate_text = f" + bytes / {rate / 1e9:.3g} GB/s" if rate is not None else ""
+    return f"{latency}{rate_text} (median error {cost['median_error']:.0%}, largest {cost['largest_error']:.0%})"
 
 
 def _strides_notes(rows: Sequence[_Row]) -> list[str]:
     """One line for each backend and way of lying in memory: which operations are right, wrong, refused."""
-    found: dict[str, list[_Row]] = {}
+    groups: dict[str, list[_Row]] = {}
     for row in rows:
-        found.setdefault(f"{row['backend']}, {row['memory']} tensors", []).append(row)
+        groups.setdefault(f"{row['backend']}, {row['memory']} tensors", []).append(row)
     notes: list[str] = []
-    for heading, group in found.items():
+    for heading, group in groups.items():
         kinds: dict[str, list[str]] = {}
         for row in group:
             kinds.setdefault(_strides_text(row), []).append(row["operation"])

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everyrank.collectives.question import size_text
-from everyrank.report.comm import arm_name, by_line, comm_cost_table, comm_notes, comm_table, comm_title
+from everyrank.collectives.options import size_text
+from everyrank.report.comm import by_line, candidate_name, comm_cost_table, comm_notes, comm_table, comm_title
 from everyrank.report.drawing import COLOURS, draw, legend_above, legend_height
 from everyrank.report.page import rendered
 
@@ -39,19 +39,19 @@ def comm_page(measured: Mapping[str, Any]) -> str:
 
 def _charts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """(name, heading, drawing) of each operation: a line for each backend and algorithm, in the same colour in all."""
-    arms = list(dict.fromkeys(map(arm_name, rows)))
-    colours = {arm: COLOURS[place % len(COLOURS)] for place, arm in enumerate(arms)}
-    found: dict[str, list[list[Mapping[str, Any]]]] = {}
+    candidates = list(dict.fromkeys(map(candidate_name, rows)))
+    colours = {candidate: COLOURS[index % len(COLOURS)] for index, candidate in enumerate(candidates)}
+    charts: dict[str, list[list[Mapping[str, Any]]]] = {}
     for line in by_line(rows):
         known = [row for row in line if row["p50_seconds"] is not None and row["num_bytes"]]
         if len(known) > 1:
-            found.setdefault(known[0]["operation"], []).append(known)
-    return [(name, name, _time_over_bytes(lines, colours)) for name, lines in found.items()]
+            charts.setdefault(known[0]["operation"], []).append(known)
+    return [(name, name, _time_over_bytes(lines, colours)) for name, lines in charts.items()]
 
 
 def _time_over_bytes(lines: Sequence[Sequence[Mapping[str, Any]]], colours: Mapping[str, str]) -> str:
     """Medians, with bars up to the 99th percentile; both axes logarithmic."""
-    names = [arm_name(line[0]) for line in lines]
+    names = [candidate_name(line[0]) for line in lines]
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()

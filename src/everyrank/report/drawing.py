@@ -99,8 +99,8 @@ def bars(
 
     def all_bars(figure: Any) -> None:
         axes = figure.subplots()
-        for place, record in enumerate(records):
-            paint(axes, place, record)
+        for row, record in enumerate(records):
+            paint(axes, row, record)
         axes.set_yticks(range(len(records)), [short(label(record)) for record in records])
         axes.invert_yaxis()
         axes.set_xlabel(heading)

@@ -44,71 +44,72 @@ def _fastest(timed: Sequence[Record]) -> str:
 
 def notes(records: Sequence[Record]) -> list[str]:
     """What a reader must know to read the numbers."""
-    found = _of_the_machine(records)
+    texts = _of_the_machine(records)
     timed = [record for record in records if record.throughput_samples_per_second is not None]
     if timed:
-        found.append(str(timed[0].provenance.get("method", "")))
+        texts.append(str(timed[0].provenance.get("method", "")))
         cores = timed[0].provenance.get("cores")
         if timed[0].device == "cpu" and any(record.world_size > 1 for record in timed):
-            found.append(
+            texts.append(
                 f"All ranks share the {cores} cores of one machine: this checks layouts, it does not rank them."
             )
     if any(record.scaling is not None and is_checked(record) for record in records):
-        found.append(
+        texts.append(
             "Efficiency is throughput / ranks / throughput of the same layout on one rank. Each number of ranks was a "
             "launch of its own; the interval is the widest that both intervals allow."
         )
     for record in records:
         if record.bubble is not None and is_checked(record):
-            found.append(
+            texts.append(
                 f"{record.layout}: of the time that micro-batches take, a rank waits {record.bubble.measured:.0%}; "
                 f"{record.bubble.theory:.0%} by the schedule alone."
             )
         if record.device == "cpu" and "devices=" in record.layout:
-            found.append(
+            texts.append(
                 f"{record.layout}: all parts of the model were on the CPU; not verified here: needs CUDA devices."
             )
         if record.parity.status == "different":
-            found.append(f"{record.layout} differs from single. First: {record.parity.first_divergence}.")
+            texts.append(f"{record.layout} differs from single. First: {record.parity.first_divergence}.")
             if record.parity.cause:
-                found.append(f"{record.layout}: likely cause: {record.parity.cause}.")
-    return [note for note in found if note]
+                texts.append(f"{record.layout}: likely cause: {record.parity.cause}.")
+    return [note for note in texts if note]
 
 
 def _of_the_machine(records: Sequence[Record]) -> list[str]:
     """Whether the bench came to its end, and who else used the machine meanwhile."""
-    found: list[str] = []
+    texts: list[str] = []
     short: list[str] = []
     for record in records:
-        asked: object = record.provenance.get("trials_asked")
+        requested: object = record.provenance.get("trials_asked")
         done = record.throughput_samples_per_second.trials if record.throughput_samples_per_second is not None else 0
-        if is_checked(record) and isinstance(asked, int) and done < asked:
-            short.append(f"{label(record)} has {done} of {asked} trials")
+        if is_checked(record) and isinstance(requested, int) and done < requested:
+            short.append(f"{label(record)} has {done} of {requested} trials")
     if short:
-        found.append(f"Stopped before the end: {', '.join(short)}.")
+        texts.append(f"Stopped before the end: {', '.join(short)}.")
     busy = [record for record in records if is_checked(record) and _is_busy(record)]
     if busy:
         most = max(busy, key=_others)
         load: object = most.provenance.get("load")
         before: object = load.get("before") if isinstance(load, dict) else None
-        found.append(
+        texts.append(
             f"Other programs used {_others(most):.1f} of {most.provenance.get('cores')} cores while {most.layout} ran"
             + (f" (load average before: {before:.1f})" if isinstance(before, int | float) else "")
             + ": rows with more threads or ranks lose more by that; repeat it on a quiet machine."
         )
-    return found
+    return texts
 
 
-def why_slower(one: Record) -> str:
+def why_slower(record: Record) -> str:
     """The likely reason why one process, which others are held against, was slower than it should be."""
-    threads = one.provenance.get("threads_per_rank")
-    name = "single" if one.layout == "single" else "the one rank"
+    threads = record.provenance.get("threads_per_rank")
+    name = "single" if record.layout == "single" else "the one rank"
     why = "its work does not fit into a cache into which a rank's part fits"
-    if _is_busy(one):
+    if _is_busy(record):
         why = (
-            f"other programs used {_others(one):.1f} of {one.provenance.get('cores')} cores; repeat it when they do not"
+            f"other programs used {_others(record):.1f} of {record.provenance.get('cores')} cores; "
+            "repeat it when they do not"
         )
-    elif one.device == "cpu" and isinstance(threads, int) and threads > 1:
+    elif record.device == "cpu" and isinstance(threads, int) and threads > 1:
         why = (
             f"its {threads} threads wait for each other or for memory in steps as small as these; "
             "OMP_NUM_THREADS=1 gives every process one"
@@ -122,8 +123,8 @@ def _others(record: Record) -> float:
     if used:
         return sum(used) / len(used) / 100
     load: object = record.provenance.get("load")
-    found: object = load.get("others_cores") if isinstance(load, dict) else None
-    return float(found) if isinstance(found, int | float) else 0.0
+    cores: object = load.get("others_cores") if isinstance(load, dict) else None
+    return float(cores) if isinstance(cores, int | float) else 0.0
 
 
 def _is_busy(record: Record) -> bool:

@@ -11,16 +11,16 @@ __all__ = ["groups", "is_checked", "label", "title"]
 
 def groups(records: Sequence[Record]) -> list[list[Record]]:
     """Records of one call on one machine belong into one table; ratios across machines would mean nothing."""
-    found: dict[tuple[object, ...], list[Record]] = {}
+    by_key: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         source = record.provenance
         batch = None if record.scaling is not None else source.get("global_batch")
-        place = str(source.get("command")), str(source.get("processor")), str(source.get("torch"))
-        key = (record.workload, record.device, *place, str(batch))
+        machine = str(source.get("command")), str(source.get("processor")), str(source.get("torch"))
+        key = (record.workload, record.device, *machine, str(batch))
         if record.scaling is not None:  # weak scaling changes the batch: it belongs to the one it is measured against
-            key = next((other for other in found if other[:-1] == key[:-1]), key)
-        found.setdefault(key, []).append(record)
-    return list(found.values())
+            key = next((other for other in by_key if other[:-1] == key[:-1]), key)
+        by_key.setdefault(key, []).append(record)
+    return list(by_key.values())
 
 
 def is_checked(record: Record) -> bool:

@@ -116,7 +116,7 @@ def split_table(records: Sequence[Record]) -> Table | None:
     shown = [record for record in records if is_checked(record) and record.breakdown_seconds]
     if not shown:
         return None
-    header = ["layout", *(f"{part.replace('_', ' ')} ms" for part in PARTS), "sum ms", "± ms", "exposed"]
+    header = ["layout", *(f"{phase.replace('_', ' ')} ms" for phase in PARTS), "sum ms", "± ms", "exposed"]
     return Table(header, [[label(record), *_parts(record.breakdown_seconds)] for record in shown])
 
 
@@ -148,36 +148,36 @@ def cost_table(records: Sequence[Record]) -> Table | None:
 def _parts(breakdown: Breakdown | None) -> list[str]:
     if breakdown is None:
         return [""] * (len(PARTS) + 3)
-    parts = [getattr(breakdown, part) for part in PARTS]
+    parts = [getattr(breakdown, seconds) for seconds in PARTS]
     error = f"{breakdown.error * 1e3:.2f}" if breakdown.error is not None else ""
     share = f"{breakdown.exposed_communication / sum(parts):.0%}" if sum(parts) else ""
-    return [*(f"{part * 1e3:.2f}" for part in parts), f"{sum(parts) * 1e3:.2f}", error, share]
+    return [*(f"{seconds * 1e3:.2f}" for seconds in parts), f"{sum(parts) * 1e3:.2f}", error, share]
 
 
 def scaling_table(records: Sequence[Record]) -> Table | None:
     """Efficiency beside one rank: a row for each layout and number of ranks; None where nothing was scaled."""
-    found: dict[tuple[str, int], dict[str, Record]] = {}
+    by_layout: dict[tuple[str, int], dict[str, Record]] = {}
     for record in records:
         if record.scaling is not None and is_checked(record):
-            found.setdefault((record.layout, record.world_size), {})[record.scaling.kind] = record
-    if not found:
+            by_layout.setdefault((record.layout, record.world_size), {})[record.scaling.kind] = record
+    if not by_layout:
         return None
     table = Table(["layout", "ranks", "strong: same global batch", "weak: same batch a rank"], [])
-    for (layout, size), kinds in found.items():
-        one = next((record for record in records if record.layout == layout and record.scaling is None), None)
-        cells = [_efficiency(kinds.get(kind), one, table) for kind in ("strong", "weak")]
+    for (layout, size), kinds in by_layout.items():
+        baseline = next((record for record in records if record.layout == layout and record.scaling is None), None)
+        cells = [_efficiency(kinds.get(kind), baseline, table) for kind in ("strong", "weak")]
         table.rows.append([layout, str(size), *cells])
     return table
 
 
 def _times(record: Record, single: Record | None, table: Table) -> str:
     """How many times as fast as single: over paired trials, or of the medians where there are none."""
-    own = record.throughput_samples_per_second
-    one = single.throughput_samples_per_second if single is not None else None
-    if single is None or own is None or one is None or not one.median or record.scaling is not None:
+    rate = record.throughput_samples_per_second
+    single_rate = single.throughput_samples_per_second if single is not None else None
+    if single is None or rate is None or single_rate is None or not single_rate.median or record.scaling is not None:
         return ""  # beside another launch, and perhaps another batch, it would mean nothing
     paired = record.ratio_to_single
-    ratio = low = own.median / one.median
+    ratio = low = rate.median / single_rate.median
     text = f"{ratio:.2f}"
     if paired is not None and paired.trials > 1:
         low, text = paired.low, f"{paired.median:.2f} ({paired.low:.2f} to {paired.high:.2f})"
@@ -188,29 +188,29 @@ def _times(record: Record, single: Record | None, table: Table) -> str:
     return table.noted(text, f"more than {record.world_size} ranks allow: {why_slower(single)}")
 
 
-def _efficiency(record: Record | None, one: Record | None, table: Table) -> str:
+def _efficiency(record: Record | None, baseline: Record | None, table: Table) -> str:
     if record is None or record.scaling is None:
         return ""
     value = record.scaling.efficiency
     text = f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
-    if not value.low > 1 or one is None:
+    if not value.low > 1 or baseline is None:
         return text
-    return table.noted(text, f"more than {record.world_size} ranks allow: {why_slower(one)}")
+    return table.noted(text, f"more than {record.world_size} ranks allow: {why_slower(baseline)}")
 
 
 def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
     """(heading, table) of a group of Records: first the one to read, under no heading of its own."""
     if not any(record.throughput_samples_per_second for record in records):
         return [("", verify_table(records))]
-    found = [("", bench_table(records))]
+    result = [("", bench_table(records))]
     for heading, table in (
         ("Scaling: efficiency beside one rank", scaling_table(records)),
         ("Where a step goes, on the rank that waits least", split_table(records)),
         ("What it holds and sends: tensors of the fullest rank, what a rank hands to collectives", cost_table(records)),
     ):
         if table is not None:
-            found.append((heading, table))
-    return found
+            result.append((heading, table))
+    return result
 
 
 def _spread(value: Interval) -> str:

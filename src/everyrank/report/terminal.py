@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from everyrank.doctor.findings import CheckResult
+from everyrank.doctor.results import CheckResult
 from everyrank.errors import printable
 from everyrank.report.table import Table
 

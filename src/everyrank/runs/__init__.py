@@ -12,23 +12,11 @@
             step-00000092.damaged/  set aside, because the training went on from before it
             best -> step-00000046
 
-about.py    what a checkpoint says of itself, and whether its files are what was saved
+metadata.py  CheckpointMetadata: what about.json holds, and the checks that a checkpoint is not damaged
 folder.py   which there are, and the names that only whole ones have
 lock.py     one run at a time
 """
 
-from everyrank.runs.about import (
-    LENGTHS,
-    About,
-    Checkpoint,
-    changed_lengths,
-    check_about,
-    crc_of,
-    damage,
-    fields_of,
-    open_file,
-    write_about,
-)
 from everyrank.runs.folder import (
     add_metrics,
     all_of,
@@ -50,16 +38,28 @@ from everyrank.runs.folder import (
     set_aside_newer,
 )
 from everyrank.runs.lock import hold
+from everyrank.runs.metadata import (
+    LENGTHS,
+    Checkpoint,
+    CheckpointMetadata,
+    changed_lengths,
+    check_metadata,
+    crc_of,
+    damage,
+    fields_of,
+    open_file,
+    write_metadata,
+)
 
 __all__ = [
     "LENGTHS",
-    "About",
     "Checkpoint",
+    "CheckpointMetadata",
     "add_metrics",
     "all_of",
     "best_of",
     "changed_lengths",
-    "check_about",
+    "check_metadata",
     "checkpoint_named",
     "checkpoints_of",
     "clear_unfinished",
@@ -80,5 +80,5 @@ __all__ = [
     "require_whole",
     "score_of",
     "set_aside_newer",
-    "write_about",
+    "write_metadata",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from everyrank.errors import UsageError
-from everyrank.runs.about import ABOUT, NAME, Checkpoint, damage, read_about, write_about
+from everyrank.runs.metadata import METADATA_FILE, NAME, Checkpoint, damage, read_metadata, write_metadata
 
 __all__ = [
     "add_metrics",
@@ -85,9 +85,9 @@ def commit(folder: Path) -> Path:
 def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
     """Say in a whole checkpoint how good it is. Raises `OSError`, and `UsageError` where there is none of this step."""
     path = run / _FOLDER / _name(step)
-    beside = path / f"{ABOUT}{_UNFINISHED}"
-    write_about(path, dataclasses.replace(read_about(path).about, metrics=metrics), beside.name)
-    beside.replace(path / ABOUT)
+    beside = path / f"{METADATA_FILE}{_UNFINISHED}"
+    write_metadata(path, dataclasses.replace(read_metadata(path).metadata, metrics=metrics), beside.name)
+    beside.replace(path / METADATA_FILE)
     _sync(path)
 
 
@@ -111,10 +111,10 @@ def _remove(folder: Path) -> None:
 
 def remove_old_checkpoints(run: Path, keep: int, step: int, best_by: str) -> None:
     """Remove all but the last `keep` checkpoints up to this step, and the best one; newer ones are not touched."""
-    there = checkpoints_of(run)
-    best = best_of(there, best_by)
-    there = [one for one in there if one.about.step <= step]
-    for old in there[:-keep]:
+    checkpoints = checkpoints_of(run)
+    best = best_of(checkpoints, best_by)
+    checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.metadata.step <= step]
+    for old in checkpoints[:-keep]:
         if best is None or old.path != best.path:
             _remove(old.path)
 
@@ -130,18 +130,18 @@ def mark_best(run: Path, best_by: str) -> None:
             link.replace(run / _FOLDER / _BEST)
 
 
-def best_of(there: list[Checkpoint], best_by: str) -> Checkpoint | None:
+def best_of(checkpoints: list[Checkpoint], best_by: str) -> Checkpoint | None:
     """The best of these by one metric; None where it was not evaluated."""
     best: Checkpoint | None = None
-    for one in there:
-        if is_better(score_of(one, best_by), score_of(best, best_by) if best else None, best_by):
-            best = one
+    for checkpoint in checkpoints:
+        if is_better(score_of(checkpoint, best_by), score_of(best, best_by) if best else None, best_by):
+            best = checkpoint
     return best
 
 
 def score_of(checkpoint: Checkpoint, best_by: str) -> float | None:
     """The metric called `NAME` or `NAME:min` or `NAME:max`; None where it was not evaluated."""
-    return checkpoint.about.metrics.get(best_by.partition(":")[0])
+    return checkpoint.metadata.metrics.get(best_by.partition(":")[0])
 
 
 def is_better(score: float | None, than: float | None, best_by: str) -> bool:
@@ -158,61 +158,65 @@ _ERRORS = ("loss", "perplexity", "error", "err", "mae", "mse", "rmse", "wer", "c
 
 def checkpoints_of(run: Path) -> list[Checkpoint]:
     """All checkpoints under their final names, oldest first; what cannot be read as one is left out."""
-    found: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     for path in _named_steps(run):
         with contextlib.suppress(UsageError):
-            found.append(read_about(path))
-    return found
+            checkpoints.append(read_metadata(path))
+    return checkpoints
 
 
 def _named_steps(run: Path) -> list[Path]:
     """Folders with the name of a whole checkpoint, oldest first, whatever is in them."""
-    there = {path: match for path in (run / _FOLDER).glob("step-*") if (match := NAME.fullmatch(path.name))}
-    finals = {match[1] for match in there.values() if not match[2]}
-    kept = [path for path, match in there.items() if path.is_dir() and not (match[2] and match[1] in finals)]
-    return sorted(kept, key=lambda path: int(there[path][1]))
+    names = {path: match for path in (run / _FOLDER).glob("step-*") if (match := NAME.fullmatch(path.name))}
+    finals = {match[1] for match in names.values() if not match[2]}
+    folders = [path for path, match in names.items() if path.is_dir() and not (match[2] and match[1] in finals)]
+    return sorted(folders, key=lambda path: int(names[path][1]))
 
 
-def find_checkpoint(place: Path) -> Checkpoint:
+def find_checkpoint(path: Path) -> Checkpoint:
     """The newest checkpoint of a run's folder, or the checkpoint that `place` is.
 
     Raises `UsageError` without one, and for one that cannot be read, with the last good one.
     """
-    if (place / ABOUT).exists():
-        return checkpoint_named(_by_its_name(place))
-    run = place.parent if place.name == _FOLDER else place
-    there = _named_steps(run)
-    if there:
-        return checkpoint_named(_by_its_name(there[-1]))
-    if place.is_file():
-        raise UsageError(f"{place}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
-    if not place.exists():
-        raise UsageError(f"{place}: nothing is there; give the folder of a run, or one of its checkpoints")
-    if NAME.fullmatch(place.name) and place.parent.name == _FOLDER:
-        return checkpoint_named(_by_its_name(place))
-    if (place / ".metadata").is_file():
-        raise UsageError(f"{place}: a checkpoint of another program (no {ABOUT}); only everyrank's own can go on")
-    raise UsageError(f"{place}: no whole checkpoint there (step-*/{ABOUT}); the run has saved none")
+    if (path / METADATA_FILE).exists():
+        return checkpoint_named(_by_its_name(path))
+    run = path.parent if path.name == _FOLDER else path
+    folders = _named_steps(run)
+    if folders:
+        return checkpoint_named(_by_its_name(folders[-1]))
+    if path.is_file():
+        raise UsageError(f"{path}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
+    if not path.exists():
+        raise UsageError(f"{path}: nothing is there; give the folder of a run, or one of its checkpoints")
+    if NAME.fullmatch(path.name) and path.parent.name == _FOLDER:
+        return checkpoint_named(_by_its_name(path))
+    if (path / ".metadata").is_file():
+        raise UsageError(
+            f"{path}: a checkpoint of another program (no {METADATA_FILE}); only everyrank's own can go on"
+        )
+    raise UsageError(f"{path}: no whole checkpoint there (step-*/{METADATA_FILE}); the run has saved none")
 
 
 def newest_whole(run: Path) -> Checkpoint | None:
     """The newest checkpoint whose files have their sizes, for a run that goes on by itself; None without one."""
-    return next((one for one in reversed(checkpoints_of(run)) if damage(one, deep=False) is None), None)
+    return next(
+        (checkpoint for checkpoint in reversed(checkpoints_of(run)) if damage(checkpoint, deep=False) is None), None
+    )
 
 
-def _by_its_name(place: Path) -> Path:
+def _by_its_name(path: Path) -> Path:
     """What `best` stands for. The folder of a run's checkpoints may itself be a link, to a disk with more room."""
-    if place.name in ("", "..") or place.absolute().parent.name == "..":
-        return place.resolve()
-    target = place.resolve()
-    parent = place.absolute().parent
+    if path.name in ("", "..") or path.absolute().parent.name == "..":
+        return path.resolve()
+    target = path.resolve()
+    parent = path.absolute().parent
     return parent / target.name if target.parent == parent.resolve() else target
 
 
 def checkpoint_named(path: Path) -> Checkpoint:
     """The checkpoint in this very folder. Raises `UsageError` where about.json is missing, cut off or foreign."""
     try:
-        return read_about(path)
+        return read_metadata(path)
     except UsageError as error:
         raise UsageError(f"{error}{_offer(path)}") from None
 
@@ -225,10 +229,10 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
     run = checkpoint.path.parent.parent
     for path in _named_steps(run):
         match = NAME.fullmatch(path.name)
-        if match is None or int(match[1]) <= checkpoint.about.step:
+        if match is None or int(match[1]) <= checkpoint.metadata.step:
             continue
         try:
-            is_whole = damage(read_about(path)) is None
+            is_whole = damage(read_metadata(path)) is None
         except UsageError:
             is_whole = False
         if is_whole:
@@ -242,13 +246,13 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
 
 def all_of(run: Path) -> list[tuple[Path, Checkpoint | None]]:
     """Every folder with the name of a checkpoint, oldest first; None where it cannot be read as one."""
-    found: list[tuple[Path, Checkpoint | None]] = []
+    folders: list[tuple[Path, Checkpoint | None]] = []
     for path in _named_steps(run):
         try:
-            found.append((path, read_about(path)))
+            folders.append((path, read_metadata(path)))
         except UsageError:
-            found.append((path, None))
-    return found
+            folders.append((path, None))
+    return folders
 
 
 def last_good(damaged: Path) -> Checkpoint | None:
@@ -268,11 +272,11 @@ def _offer(damaged: Path) -> str:
 
 def require_whole(checkpoint: Checkpoint, deep: bool = False) -> None:
     """Raise `UsageError` for a damaged checkpoint, offering the last good one."""
-    found = damage(checkpoint, deep=deep)
-    if found is not None:
-        refuse_damaged(checkpoint, found)
+    reason = damage(checkpoint, deep=deep)
+    if reason is not None:
+        refuse_damaged(checkpoint, reason)
 
 
-def refuse_damaged(checkpoint: Checkpoint, found: str) -> NoReturn:
+def refuse_damaged(checkpoint: Checkpoint, reason: str) -> NoReturn:
     """Raise `UsageError` for a checkpoint in which `found` is wrong, offering the last good one."""
-    raise UsageError(f"{checkpoint.path}: damaged: {found}{_offer(checkpoint.path)}")
+    raise UsageError(f"{checkpoint.path}: damaged: {reason}{_offer(checkpoint.path)}")

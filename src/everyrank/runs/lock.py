@@ -100,8 +100,8 @@ def _take(path: Path, job: str) -> int:
             if holder is None or is_same_job or holder in silent or holder.space == pid_namespace():
                 if _is_here(file, path):  # else its holder has just ended, and taken it away
                     _write(file, _myself(job))
-                    kept, file = file, -1
-                    return kept
+                    locked_file, file = file, -1
+                    return locked_file
                 continue
         finally:
             if file >= 0:
@@ -178,12 +178,14 @@ def _read(file: int) -> _Holder | None:
     """Who stands in the file; None where nobody does, or it cannot be read: then the kernel's lock alone counts."""
     try:
         content: Any = json.loads(os.pread(file, 1 << 16, 0))
-        found = _Holder(**content)
-        is_one = isinstance(found.pid, int) and found.pid > 0 and isinstance(found.started, int | float)
-        is_one = is_one and all(isinstance(text, str) for text in (found.host, found.space, found.since, found.job))
+        holder = _Holder(**content)
+        is_valid = isinstance(holder.pid, int) and holder.pid > 0 and isinstance(holder.started, int | float)
+        is_valid = is_valid and all(
+            isinstance(text, str) for text in (holder.host, holder.space, holder.since, holder.job)
+        )
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return found if is_one else None
+    return holder if is_valid else None
 
 
 def _held_by(path: Path, holder: _Holder | None) -> str:

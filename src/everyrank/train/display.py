@@ -1,6 +1,6 @@
-"""What a person sees of a training: a progress bar where there is a terminal, and a line for every evaluation.
+"""Prints the progress of a training: a progress bar on a terminal, and a line for every evaluation.
 
-Where it cannot be shown (a reader that has gone, a full disk behind `> file`), the training goes on unseen.
+If standard output cannot be written, for example a closed pipe or a full disk, the training continues without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Display", "announce", "format_metrics", "how_it_ended"]
 
 
 class Display:
-    """The screen of rank 0; the other ranks have one that shows nothing."""
+    """Prints on rank 0; does nothing on the other ranks."""
 
     def __init__(self, show: bool) -> None:
         self.console = Console(quiet=not show)
@@ -42,7 +42,7 @@ class Display:
         self.task: TaskID | None = None
 
     def begin(self, name: str, total: int | None, done: int) -> None:
-        """A bar of `total` updates (None: nobody knows how many), of which some are done."""
+        """Show a progress bar of `total` updates (None: unknown), of which `done` are done."""
         with self._shown():
             self.task = self.progress.add_task(name, total=total, completed=done, loss="", speed="")
             self.progress.start()
@@ -55,12 +55,12 @@ class Display:
                 self.progress.update(self.task, completed=done, loss=f"loss {loss:.4f}", speed=speed)
 
     def line(self, text: str) -> None:
-        """A line that stays, above the bar."""
+        """Print a line above the bar."""
         with self._shown():
             self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         with self._shown():
             self.progress.stop()
 
@@ -68,17 +68,17 @@ class Display:
     def _shown(self) -> Generator[None]:
         try:
             yield
-        except (OSError, SystemExit) as error:  # rich ends the program where its reader has gone
+        except (OSError, SystemExit) as error:  # rich raises SystemExit if the pipe is closed
             self.console.quiet = True
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # whatever is still to come goes nowhere
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # discard all further output
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            what = error.strerror if isinstance(error, OSError) else "its reader has gone"
+            reason = error.strerror if isinstance(error, OSError) else "its reader has gone"
             with contextlib.suppress(OSError):
-                print(f"standard output cannot be written ({what}); the training goes on", file=sys.stderr)
+                print(f"standard output cannot be written ({reason}); the training continues", file=sys.stderr)
 
 
 def format_metrics(values: Mapping[str, float]) -> str:
-    """`eval_loss 0.0312, top1 0.9916`."""
+    """Return metrics as text, for example `eval_loss 0.0312, top1 0.9916`."""
     return ", ".join(f"{name} {value:.4f}" for name, value in values.items())
 
 
@@ -86,11 +86,11 @@ def format_metrics(values: Mapping[str, float]) -> str:
 
 
 def announce(
-    prepared: Prepared, options: TrainOptions, begin: int, end: int | None, display: Display, changes_size: bool
+    prepared: Prepared, options: TrainOptions, start_step: int, end: int | None, display: Display, changes_size: bool
 ) -> None:
-    """Say what a reader has to know before the first update, and show the bar.
+    """Print notes about the run before the first update, and show the progress bar.
 
-    `changes_size`: whether ranks may be lost, and others come, while it trains.
+    `changes_size`: whether ranks may leave and join during the training.
     """
     workload, world = prepared.workload, prepared.world
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
@@ -100,11 +100,11 @@ def announce(
     if len(hosts) > 1:
         display.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
     elif has_driver() and not world.choices["device"].endswith("asked for"):
-        display.line(world.choices["device"])  # a job that was to have a GPU, and has none, says so before its hours
-    if begin:
+        display.line(world.choices["device"])  # so that a job without its GPU is noticed early
+    if start_step:
         of_all = f" of {end}" if end is not None else ""
-        display.line(f"going on after update {begin}{of_all}, from {options.resume}")
-        if options.resume is not None and checkpoint_named(options.resume).about.schema == 1:
+        display.line(f"resuming after update {start_step}{of_all}, from {options.resume}")
+        if options.resume is not None and checkpoint_named(options.resume).metadata.schema == 1:
             display.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
     parts = prepared.mesh.data_slice.count
     if changes_size and parts and workload.global_batch % parts:
@@ -112,15 +112,15 @@ def announce(
             f"{workload.global_batch} samples of an update over {parts} ranks: some read one more than others; each "
             "sample counts the same"
         )
-    display.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, begin)
+    display.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, start_step)
 
 
-def how_it_ended(record: Record, begin: int) -> str:
-    """The last line: how many updates, the loss, the speed, the metrics, and on what."""
+def how_it_ended(record: Record, start_step: int) -> str:
+    """Return the summary line: updates, loss, speed, metrics and device."""
     speed = record.throughput_samples_per_second
     parts: list[str] = []
     if record.loss:
-        done = f"{len(record.loss)} updates" if not begin else f"updates from {begin}"
+        done = f"{len(record.loss)} updates" if not start_step else f"updates from {start_step}"
         parts = [done, f"loss {record.loss[-1]:.6f}"]
     parts += [f"{speed.median:,.0f} samples/s"] if speed else []
     parts += [format_metrics(record.metrics)] if record.metrics else []

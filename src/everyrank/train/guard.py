@@ -1,13 +1,13 @@
-"""A guard against silent divergence: a checksum of what several ranks hold alike, every so many updates.
+"""Detects silent divergence of replicas by checksums (`--guard`), every N updates and before each checkpoint.
 
-Replicas start equal and do the same arithmetic on the same gradients, so they stay equal to the last bit. Where they
-do not (a bit that memory has flipped, a kernel that computes another thing on one card, code that draws random numbers
-of its own), nothing fails: the losses go on falling, of another training on each rank. So every rank adds up the bits
-of what it holds, one all-reduce of a small table brings the sums together, and those of replicas are compared.
+Replicas start equal and apply the same arithmetic to the same gradients, so they stay bitwise equal. A flipped bit in
+memory, a faulty GPU or rank-dependent random numbers break this without an error: the losses still fall, but each rank
+trains a different model. So every rank computes checksums of its tensors, one all-reduce collects them in a small
+table, and the checksums of replicas are compared.
 
-Which ranks are replicas of what, the layout says: a tensor on a mesh is held alike by ranks that differ only in axes
-on which it is not split; plain parameters, buffers and their optimizer state by all ranks that have them. What nobody
-else holds (a shard under FSDP, the state that a rank owns under zero1) cannot be compared with anything.
+The layout determines which ranks are replicas. Ranks hold the same part of a DTensor if they differ only along mesh
+axes on which it is not sharded. Plain parameters, buffers and their optimizer state are equal on all ranks that have
+them. A tensor on one rank only (a shard under FSDP, optimizer state under zero1) is not compared.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["Guard", "bits_checksum"]
 
 _COLUMNS = 1024
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number: multiplying by it loses no bit
-_SMALL = 1 << 16  # elements; smaller tensors are laid side by side and read in one go
-_MOST_KINDS = 32  # rows of the table: ways in which a rank's tensors are held
+_SMALL = 1 << 16  # elements; smaller tensors are concatenated and read at once
+_MOST_KINDS = 32  # rows of the table: one for each set of tensors with the same replicas
 _SHOWN = 3  # tensors in a message
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -42,26 +42,26 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 class Guard:
     """Compares replicas every `every` updates, and before a checkpoint is saved. All methods are collectives.
 
-    how         "stop": a difference ends the training (`DivergedError`); "warn": it is said
-    compares    whether any rank here holds what another one holds too
+    how         "stop": a difference raises `DivergedError`; "warn": it is printed
+    compares    whether any tensor is on more than one rank
     """
 
-    def __init__(self, prepared: Prepared, how: str, every: int, begin: int) -> None:
+    def __init__(self, prepared: Prepared, how: str, every: int, start_step: int) -> None:
         self.prepared, self.how, self.every = prepared, how, every
-        self.equal_after, self.compared_at = begin, -1
+        self.equal_after, self.compared_at = start_step, -1
         self.said = ""
         self.plain = _replicated_names(prepared)
         keys: list[int] = self._table(dict(self._kinds()))[:, :, 0].flatten().tolist()
         self.compares = any(count > 1 for key, count in collections.Counter(keys).items() if key)
 
     def is_due(self, done: int) -> bool:
-        """Whether replicas are compared after so many updates, wherever nothing is saved."""
+        """Return whether to compare replicas after `done` updates, apart from checkpoints."""
         return done % self.every == 0
 
     def check(self, done: int) -> str:
-        """Compare; under "warn" the line to show, once for each set of tensors that differ, else "".
+        """Compare replicas. Returns under "warn" a line to print, once for each set of tensors that differ, else "".
 
-        Raises `DivergedError` under "stop", on every rank alike.
+        Raises `DivergedError` on every rank under "stop".
         """
         if not self.compares or not self.prepared.are_replicas_equal or self.compared_at == done:
             return ""
@@ -71,36 +71,36 @@ class Guard:
         if not _differ(table):
             self.equal_after = done
             return ""
-        found = self._found(kinds)
+        difference = self._difference(kinds)
         line = (
-            f"after update {done}: {found}; all replicas were equal after update {self.equal_after}: what changed them "
-            f"happened in the updates {self.equal_after + 1} to {done}"
+            f"after update {done}: {difference}; all replicas were equal after update {self.equal_after}: "
+            f"what changed them happened in the updates {self.equal_after + 1} to {done}"
         )
         if self.how == "stop":
             raise DivergedError(f"{line}; nothing of it was saved: go on from the last checkpoint with --resume")
-        is_new, self.said = found != self.said, found
+        is_new, self.said = difference != self.said, difference
         return f"{line}; the training goes on (--guard warn)" if is_new else ""
 
     def _kinds(self) -> Iterator[tuple[tuple[object, ...], dict[str, Tensor]]]:
-        """How a rank holds its tensors -> those it holds so, by name: equal on all ranks that give the same key."""
+        """Yield (key, tensors by name). Ranks with the same key have to hold equal tensors."""
         kinds: dict[tuple[object, ...], dict[str, Tensor]] = collections.defaultdict(dict)
-        own = tensors_of(self.prepared.trainable, self.prepared.world)
+        tensors = tensors_of(self.prepared.trainable, self.prepared.world)
         buffers = {name for name, _ in self.prepared.model.named_buffers()}
-        for full, tensor in own.items():
-            held = self._held(full, tensor, buffers)
+        for full, tensor in tensors.items():
+            held = self._replica_key(full, tensor, buffers)
             if held is not None:
                 kinds[held][full] = local_tensor(tensor)
         for held, tensors in kinds.items():
-            names = zlib.crc32("\n".join(f"{name} {tuple(part.shape)}" for name, part in tensors.items()).encode())
+            names = zlib.crc32("\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()).encode())
             yield (*held, names), tensors
 
-    def _held(self, full: str, tensor: Tensor, buffers: set[str]) -> tuple[object, ...] | None:
-        """The coordinates on which a tensor depends, after its kind; None where nothing says who else holds it."""
-        kind, _, rest = full.partition("/")
+    def _replica_key(self, full: str, tensor: Tensor, buffers: set[str]) -> tuple[object, ...] | None:
+        """Return a tensor's kind and the mesh coordinates that select its part; None if its replicas are not known."""
+        kind, _, full_name = full.partition("/")
         if kind == "generators" or self.prepared.mesh.servers:
             return None
         if kind == "optimizer" and self.prepared.averaging is not None:
-            return None  # each rank's own, whatever its weights
+            return None  # batch statistics of this rank, which differ between replicas
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 return None
@@ -110,11 +110,11 @@ class Guard:
                 tensor.placements,
                 strict=True,
             )
-            return kind, *((name, place) for name, place, placement in axes if not placement.is_replicate())
-        name = rest if kind != "optimizer" else rest.rpartition("/")[0]
+            return kind, *((name, coordinate) for name, coordinate, placement in axes if not placement.is_replicate())
+        name = full_name if kind != "optimizer" else full_name.rpartition("/")[0]
         if name in self.plain:
             return kind, "plain"
-        # blocks of a pipeline: ranks that have this one hold it alike; buffers may be a rank's own
+        # a block of a pipeline is equal on all ranks that have it; a buffer may differ
         is_block = self.prepared.mesh.size("pipeline") > 1 and name not in buffers
         return (kind, "block") if is_block else None
 
@@ -130,48 +130,50 @@ class Guard:
             dist.all_reduce(table, group=world.group)
         return table.cpu()
 
-    def _found(self, kinds: Mapping[tuple[object, ...], Mapping[str, Tensor]]) -> str:
-        """Which ranks hold another tensor than most do, and which tensor."""
-        own = [
+    def _difference(self, kinds: Mapping[tuple[object, ...], Mapping[str, Tensor]]) -> str:
+        """Return which ranks hold a different tensor than the majority, and which tensor."""
+        local_sums = [
             [repr(key), name, int(bits_checksum([tensor]))]
             for key, tensors in kinds.items()
             for name, tensor in tensors.items()
         ]
-        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(json.dumps(local_sums).encode()), dtype=torch.uint8)
         by_tensor: dict[tuple[str, str], dict[int, list[int]]] = {}
         for rank, row in enumerate(all_gather(text, self.prepared.world)):
             for key, name, value in json.loads(bytes(row.tolist())):
                 by_tensor.setdefault((key, name), {}).setdefault(value, []).append(rank)
         differing = {name: sums for (_, name), sums in by_tensor.items() if len(sums) > 1}
-        texts = [_who(name, list(sums.values())) for name, sums in differing.items()]
+        texts = [_ranks_that_differ(name, list(sums.values())) for name, sums in differing.items()]
         more = f"; and {len(texts) - _SHOWN} more tensors" if len(texts) > _SHOWN else ""
         return "; ".join(texts[:_SHOWN]) + more
 
 
 def _replicated_names(prepared: Prepared) -> set[str]:
-    """Names of the plain tensors of the model that every rank holds in full."""
+    """Return the names of the plain tensors of the model that every rank holds in full."""
     model = prepared.model
     replicated = {id(tensor) for tensor in prepared.replicated_tensors}
-    found = {name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) in replicated}
+    names = {name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) in replicated}
     options = prepared.layout.row.options
     if BatchNormOptions in options and prepared.layout.read(BatchNormOptions).batch_norm == "sync":
         for name, module in model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and prepared.mesh.size("pipeline") == 1:  # pyright: ignore[reportPrivateUsage]
-                found |= {f"{name}.{buffer}" if name else buffer for buffer, _ in module.named_buffers()}
-    return found
+                names |= {f"{name}.{buffer}" if name else buffer for buffer, _ in module.named_buffers()}
+    return names
 
 
 def _differ(table: Tensor) -> bool:
-    """Whether two ranks with the same key have different sums."""
+    """Return whether two ranks with the same key have different checksums."""
     sums: dict[int, int] = {}
     rows = table.reshape(-1, 2).tolist()
     return any(key and sums.setdefault(key, value) != value for key, value in rows)
 
 
-def _who(full: str, groups: list[list[int]]) -> str:
-    """`rank 2 holds another 0.weight than ranks 0, 1, 3`; of two halves nobody knows which is right."""
-    kind, _, rest = full.partition("/")
-    tensor = {"model": rest, "average": f"average of {rest}", "optimizer": f"optimizer state {rest}"}[kind]
+def _ranks_that_differ(full: str, groups: list[list[int]]) -> str:
+    """Return text like `rank 2 holds another 0.weight than ranks 0, 1, 3`. Of two equal halves either may be right."""
+    kind, _, full_name = full.partition("/")
+    tensor = {"model": full_name, "average": f"average of {full_name}", "optimizer": f"optimizer state {full_name}"}[
+        kind
+    ]
     groups.sort(key=len)
     *few, most = groups
     if len(few[-1]) == len(most):
@@ -186,10 +188,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @torch.no_grad()
 def bits_checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A number that changes with any single bit of any tensor, and where elements change places: int64, shape ().
+    """Return a checksum (int64, shape ()) that changes with any single bit and where elements are swapped.
 
-    A sum of the elements' bits, read as integers, each times a number that depends on its place and is odd: modulo
-    2^64 no odd factor loses a bit. Reads each tensor about twice, and makes no copy of a large one.
+    The elements are read as integers, multiplied by odd numbers that depend on their index, and summed modulo 2^64;
+    an odd factor loses no bit. Reads each tensor about twice and does not copy large ones.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -206,7 +208,7 @@ def bits_checksum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _weighted(bits: Tensor) -> Tensor:
-    """The sum over rows and columns of 1024, each column times an odd number and each row plus an even one."""
+    """Return the sum over rows of 1024 elements; a weight is odd for each column, plus an even number for each row."""
     rows = len(bits) // _COLUMNS
     body, tail = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
     by_column = torch.arange(_COLUMNS, device=bits.device) * 2 + 1

@@ -1,4 +1,4 @@
-"""What is trained, on what data, how good it is, and what a checkpoint says of it."""
+"""TrainingJob: the prepared model and its data. Evaluates it, and makes the metadata of its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from everyrank.data.parts import weights_of
 from everyrank.errors import UsageError
 from everyrank.loop import evaluate, mean_metrics
 from everyrank.options import TrainOptions
-from everyrank.runs import About
+from everyrank.runs import CheckpointMetadata
 from everyrank.strategies import Prepared
 
-__all__ = ["TrainingJob", "about_of", "evaluate_job"]
+__all__ = ["TrainingJob", "evaluate_job", "make_metadata"]
 
 
 class TrainingJob(NamedTuple):
-    """What is trained, and on what."""
+    """A prepared model and its data."""
 
     prepared: Prepared
     train_data: Any
@@ -31,20 +31,20 @@ class TrainingJob(NamedTuple):
 
 
 def evaluate_job(job: TrainingJob) -> dict[str, float]:
-    """The metrics of the evaluation data, over all ranks; {} without such data. A collective.
+    """Return the metrics of the evaluation data over all ranks, {} without such data. A collective.
 
-    What a person's code draws meanwhile is given back: a training is the same however often it is evaluated.
+    Restores the random generators, so that the training does not depend on how often it is evaluated.
     """
     if job.eval_data is None:
         return {}
     drawn = generators()
-    found = mean_metrics(job.prepared.workload, evaluate(job.prepared, job.eval_data))
+    metrics = mean_metrics(job.prepared.workload, evaluate(job.prepared, job.eval_data))
     set_generators(drawn)
-    return found
+    return metrics
 
 
-def about_of(job: TrainingJob, options: TrainOptions) -> About:
-    """What a checkpoint of this training says of itself."""
+def make_metadata(job: TrainingJob, options: TrainOptions) -> CheckpointMetadata:
+    """Return the metadata of this training's checkpoints. Raises `UsageError` for an unknown `--best` metric."""
     prepared, data = job.prepared, job.train_data
     workload, layout, world = prepared.workload, prepared.layout, prepared.world
     names = [name for name in (*workload.metrics, "eval_loss", *workload.derived) if not name.startswith("_")]
@@ -65,7 +65,7 @@ def about_of(job: TrainingJob, options: TrainOptions) -> About:
         settings["Workload.train_data.streams"] = len(data.streams)
     if workload.weights is not None:
         settings["Workload.weights"] = zlib.crc32(weights_of(workload.weights, len(data)).numpy().tobytes())
-    return About(
+    return CheckpointMetadata(
         step=0,
         workload=workload.name,
         settings=settings,
@@ -73,7 +73,7 @@ def about_of(job: TrainingJob, options: TrainOptions) -> About:
         global_batch=workload.global_batch,
         clip_norm=workload.clip_norm,
         samples=0 if is_uncounted(data) or (isinstance(data, Streamed) and not data.is_whole) else len(data),
-        # rank 0 alone compares it and writes it: making it may read all the data
+        # only rank 0 uses it, and computing it may read all the data
         data_checksum=getattr(data, "checksum", None) if world.rank == 0 else None,
         layout=str(layout),
         world_size=world.size,

@@ -1,8 +1,7 @@
-"""The log of a run: a row for every update in log.jsonl and log.csv, for every epoch in epochs.csv, and for every
-evaluation, epoch and checkpoint in events.jsonl; in trackers too where asked.
+"""Writes the log of a run: a row for every update in log.jsonl and log.csv, for every epoch in epochs.csv, and for
+every evaluation, epoch and checkpoint in events.jsonl. `--track` sends the values to trackers, too.
 
-A run that goes on from a checkpoint first takes out what an earlier attempt logged after it: the log is one
-trajectory.
+A resumed run first removes the rows after its checkpoint, so that the log holds one trajectory.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _UPDATE = ("step", "epoch", "loss", "lr", "terms", "time")
 
 
 def _kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of both .jsonl in a run's folder that a training begun at update `before` does not write again.
+    """Return the rows of both .jsonl files from before update `before`, and the names of damaged files.
 
-    And the names of those in which more than the last line, which a killed run may have cut off, cannot be read.
+    A file is damaged if more than its last line, which a killed run may have cut off, cannot be read.
     """
-    kept: list[dict[str, Any]] = []
+    earlier_rows: list[dict[str, Any]] = []
     damaged: list[str] = []
     for name in ("log.jsonl", "events.jsonl"):
         lines: list[str] = []
@@ -43,12 +42,12 @@ def _kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]
         rows = [_row(line) for line in lines]
         if None in rows[:-1]:
             damaged.append(name)
-        kept += [row for row in rows if row and _belongs(row, before)]
-    return kept, damaged
+        earlier_rows += [row for row in rows if row and _belongs(row, before)]
+    return earlier_rows, damaged
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """What a line says: {} where that is not of an update or of what follows one; None where it cannot be read."""
+    """Return the row in a line: {} for a row that is neither an update nor an event, None if it cannot be read."""
     try:
         row: Any = json.loads(line)
         if not isinstance(row, dict):
@@ -65,16 +64,16 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def _belongs(row: Mapping[str, Any], before: int) -> bool:
-    """An update is numbered from 0; an evaluation or a checkpoint by the updates done."""
+    """Return whether a row is from before update `before`. Updates count from 0, events by the updates done."""
     return row["step"] < before if "loss" in row else row["step"] <= before
 
 
 class Log:
-    """Files of one run; rank 0 alone has one.
+    """The log files of one run, on rank 0 only.
 
-    memberships   who takes part, and what the starts of this training have cost
-    trouble   why they cannot be written: no reason to stop training
-    gone      at the end: what was taken away from the folder while the training ran
+    memberships   the starts of this training
+    trouble       why a file cannot be written; the training continues
+    gone          at the end: files that were removed from the folder during the training
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Log:
         self.run = run
         self.trouble = ""
         self.gone: list[str] = []
-        self.files = [_beside(run / name) for name in _FILES]
+        self.files = [_open_replacement(run / name) for name in _FILES]
         self.lines, self.events, self.updates, self.epochs = self.files
         self.update_table = csv.writer(self.updates, lineterminator="\n")
         self.epoch_table = csv.DictWriter(
@@ -114,7 +113,7 @@ class Log:
         self._track(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
 
     def event(self, row: Mapping[str, Any]) -> None:
-        """An evaluation, the end of an epoch, a checkpoint: anything with the number of updates done as `step`."""
+        """Write an evaluation, the end of an epoch or a checkpoint; `step` is the number of updates done."""
         with self._noted():
             self._write(row)
         values = {
@@ -125,7 +124,7 @@ class Log:
             self._track(row["step"], values)
 
     def final(self, metrics: Mapping[str, float]) -> None:
-        """The last row of the updates."""
+        """Write the final metrics."""
         with self._noted():
             self.lines.write(json.dumps({"final": dict(metrics)}) + "\n")
 
@@ -139,7 +138,7 @@ class Log:
             self.epoch_table.writerow({**values, "loss": row.get("mean_loss"), **row.get("evaluation", {})})
 
     def flush(self) -> None:
-        """What is written can be read by others."""
+        """Flush all files, so that other programs can read the rows."""
         for file in self.files:
             with self._noted():
                 file.flush()
@@ -154,11 +153,11 @@ class Log:
         for tracker in self.trackers:
             try:
                 tracker.close()
-            except Exception as error:  # what the training came to must not be lost for it
+            except Exception as error:  # a tracker's failure must not lose the result of the training
                 self.trouble = f"{type(tracker).__name__.strip('_')}: {error}"
 
     def _track(self, step: int, values: Mapping[str, float]) -> None:
-        """A tracker that fails is let go; it has many ways to, and none is a reason to stop training."""
+        """Send values to the trackers. A tracker that fails is dropped and the training continues."""
         for tracker in list(self.trackers):
             try:
                 tracker.log(step, values)
@@ -174,10 +173,10 @@ class Log:
             self.trouble = error.strerror or str(error)
 
 
-def _beside(path: Path) -> IO[str]:
-    """A new file, which takes the place of the old one once that one's rows are in it.
+def _open_replacement(path: Path) -> IO[str]:
+    """Open a new file next to `path`, which replaces it when the old rows have been copied.
 
-    What stands there is removed first: in a folder from elsewhere it may be a link to a file of the person's own.
+    An existing file of this name is removed first, because in a foreign folder it may be a link to another file.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -185,30 +184,30 @@ def _beside(path: Path) -> IO[str]:
 
 
 def _is_here(file: IO[str], path: Path) -> bool:
-    """Whether the open file is still the one of this name."""
+    """Return whether `path` still names the open file."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
 def open_log(
-    prepared: Prepared, options: TrainOptions, begin: int, display: Display
+    prepared: Prepared, options: TrainOptions, start_step: int, display: Display
 ) -> tuple[list[dict[str, Any]], Log | None]:
-    """The rows logged before update `begin`, where a run goes on, and the log of this one; rank 0 alone has one."""
+    """Return the rows of a resumed run from before `start_step`, and the log, which is None except on rank 0."""
     if prepared.world.rank != 0 or options.out is None:
         return [], None
     workload = prepared.workload
     earlier: list[dict[str, Any]] = []
     if options.resume is not None:
         before = options.resume.parent.parent
-        earlier, damaged = _kept_rows(before, begin)
+        earlier, damaged = _kept_rows(before, start_step)
         for name in damaged:
             line = f"{before / name}: not all of its lines can be read; the others go on"
             if before.resolve() == options.out.resolve():
                 (before / name).replace(before / f"{name}.damaged")
                 line += f", and it is kept as {name}.damaged"
             display.line(line)
-    about = {
+    settings = {
         "workload": workload.name,
         "layout": str(prepared.layout),
         "world_size": prepared.world.size,
@@ -216,7 +215,9 @@ def open_log(
         "seed": workload.seed,
         **(workload.source.settings if workload.source else {}),
     }
-    trackers = [open_tracker(name, options.out, about, begin) for name in options.trackers]
+    trackers = [open_tracker(name, options.out, settings, start_step) for name in options.trackers]
     shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
-    starts = Memberships(options.out, prepared.world, begin, display.line)  # before the log of earlier ones is cut
+    starts = Memberships(
+        options.out, prepared.world, start_step, display.line
+    )  # reads the log of earlier starts before it is truncated
     return earlier, Log(options.out, earlier, shown, trackers, starts)

@@ -1,6 +1,6 @@
-"""Who took part in each start of a training, and what every change has cost: memberships.jsonl in its folder.
+"""Restart history: the ranks and hosts of each start of a training and the time lost, in memberships.jsonl.
 
-A training is started again by a launcher (a rank or a host was lost, a new one came), by Slurm's queue, or by a person.
+A launcher restarts a training when a rank or host is lost or a new host joins; Slurm's queue or the user may, too.
 Rank 0 writes a row at each start, and completes it after the first update.
 """
 
@@ -23,16 +23,16 @@ from everyrank.world import World
 __all__ = ["MEMBERSHIPS", "Memberships"]
 
 MEMBERSHIPS = "memberships.jsonl"
-_MOST_HOSTS = 8  # that are named in a line
-_MOST_LINES = 10_000  # of a file that are looked at
+_MOST_HOSTS = 8  # hosts named in a line
+_MOST_LINES = 10_000  # lines of a file that are read
 
 
 @dataclass(frozen=True)
 class _Start:
     """A row of the file.
 
-    since   when the start before this one did its last update, in seconds since 1970; None: nothing was lost, because
-            there is none before, or it came to its end
+    since   time of the last update of the previous start, in seconds since 1970; None if there is no previous start
+            or it finished, so that no time was lost
     """
 
     membership: Membership
@@ -40,13 +40,10 @@ class _Start:
 
 
 class Memberships:
-    """The starts of one training, of which this is the last one; rank 0 alone has them.
+    """All starts of one training up to this one, on rank 0 only."""
 
-    rows   the same as in the Record
-    """
-
-    def __init__(self, run: Path, world: World, begin: int, say: Callable[[str], None]) -> None:
-        # `begin` updates are done where this start goes on; the log is still as the start before has left it
+    def __init__(self, run: Path, world: World, start_step: int, say: Callable[[str], None]) -> None:
+        # this start resumes after `start_step` updates; the log still has the rows of the previous start
         self.path, self.say = run / MEMBERSHIPS, say
         self.starts = _read(self.path)
         is_over, logged, last = _logged(run / "log.jsonl")
@@ -54,44 +51,46 @@ class Memberships:
         if before is not None:
             last = max(filter(None, (last, _went_on_at(before))), default=before.membership.started)
         hosts = list(dict.fromkeys(world.hosts))
-        repeated = max(0, logged - begin) if not is_over else 0
-        own = Membership(time.time(), world.size, hosts, begin, repeated)
-        self.starts.append(_Start(own, last if before is not None else None))
+        repeated = max(0, logged - start_step) if not is_over else 0
+        membership = Membership(time.time(), world.size, hosts, start_step, repeated)
+        self.starts.append(_Start(membership, last if before is not None else None))
         self.had = before.membership if before is not None else None
         self.is_waiting = True  # for the first update
         self._write()
 
     @property
     def rows(self) -> list[Membership]:
-        """One for each start, oldest first."""
+        """Return a row for each start, oldest first, as in the Record."""
         return [start.membership for start in self.starts]
 
     def first_update(self, now: float) -> None:
-        """The first update of this start is done: what the change has cost is known, and said."""
+        """Record and print the time lost by the restart. Called after the first update."""
         if not self.is_waiting:
             return
         self.is_waiting = False
-        own = self.starts[-1]
-        if own.since is None:
+        start = self.starts[-1]
+        if start.since is None:
             return
-        lost = max(0.0, now - own.since)
-        self.starts[-1] = dataclasses.replace(own, membership=dataclasses.replace(own.membership, lost_seconds=lost))
+        lost = max(0.0, now - start.since)
+        self.starts[-1] = dataclasses.replace(
+            start, membership=dataclasses.replace(start.membership, lost_seconds=lost)
+        )
         self._write()
         self.say(_line(self.starts[-1].membership, self.had))
 
     def _write(self) -> None:
-        """Whole or not at all. A file that cannot be written is no reason to stop training."""
+        """Replace the file atomically. A file that cannot be written does not stop the training."""
         partial = self.path.with_name(f"{MEMBERSHIPS}.partial")
         rows = [dataclasses.asdict(start.membership) | {"since": start.since} for start in self.starts]
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)  # in a folder from elsewhere it may be a link to a file of the person's own
+            partial.unlink(missing_ok=True)  # in a foreign folder it may be a link to another file
             with partial.open("x", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
             partial.replace(self.path)
 
 
 def _went_on_at(start: _Start) -> float | None:
-    """When that start did its first update; of one that did none, when the one before it did its last."""
+    """Return when a start did its first update, or if it did none, when the previous start did its last."""
     if start.since is None or start.membership.lost_seconds is None:
         return start.since
     return start.since + start.membership.lost_seconds
@@ -108,7 +107,7 @@ def _line(now: Membership, before: Membership | None) -> str:
 
 
 def _lines(path: Path) -> list[Any]:
-    """The last rows of a file of JSON lines that can be read; what a killed run has cut off is left out."""
+    """Return the last rows of a JSON lines file, without lines that cannot be read."""
     rows: list[Any] = []
     with contextlib.suppress(OSError), open_file(path) as file:
         for line in file.read().decode(errors="replace").splitlines()[-_MOST_LINES:]:
@@ -118,9 +117,9 @@ def _lines(path: Path) -> list[Any]:
 
 
 def _read(path: Path) -> list[_Start]:
-    """The starts before this one. A folder may come from anywhere: what is no row of ours is left out."""
-    found = [_start(row) for row in _lines(path)]
-    return [start for start in found if start is not None]
+    """Return the earlier starts. Rows of another form are skipped, because the folder may be foreign."""
+    starts = [_start(row) for row in _lines(path)]
+    return [start for start in starts if start is not None]
 
 
 def _start(row: Any) -> _Start | None:
@@ -142,7 +141,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _logged(path: Path) -> tuple[bool, int, float | None]:
-    """(whether the log ends with the end of a training, updates in it, when the last was done)."""
+    """Return whether the log shows a finished training, the number of updates in it, and the time of the last."""
     updates, last, is_over = 0, None, False
     for row in _lines(path):
         if not isinstance(row, dict):

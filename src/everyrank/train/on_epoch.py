@@ -1,7 +1,7 @@
-"""A person's own function after each epoch: it runs on rank 0, and all ranks answer its questions to the model.
+"""Calls the user's `Workload.on_epoch` on rank 0 after each epoch. All ranks take part in its calls of `predict`.
 
-Under most layouts no rank has the whole model, so rank 0 could not ask it alone; and a function that ran on every rank
-would print, plot and write as often as there are ranks. So the others wait, and compute along with each `predict`.
+Under most layouts no rank has the whole model, so `predict` needs all ranks. But a function that ran on every rank
+would print, plot and write once for each rank. So the other ranks wait, and join each `predict`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["after_epoch"]
 
 
 def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) -> None:
-    """Call `Workload.on_epoch`, where there is one, on rank 0; the others answer with it. A collective.
+    """Call `Workload.on_epoch`, if there is one, on rank 0; the other ranks join its predictions. A collective.
 
-    What it raises ends the training, on every rank.
+    An error of the function ends the training on every rank.
     """
     on_epoch, world = prepared.workload.on_epoch, prepared.world
     if on_epoch is None:
@@ -38,31 +38,31 @@ def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) ->
             broadcast_text(world, next(keys), "predict")
         return _answer(prepared, value)
 
-    drawn = generators()  # what it draws at random does not reach the training
+    drawn = generators()  # restored below, so that the function does not change the training
     prepared.model.eval()
     with prepared.evaluation_weights():
         if world.rank != 0:
-            while (said := broadcast_text(world, next(keys), None)) == "predict":
+            while (answer := broadcast_text(world, next(keys), None)) == "predict":
                 _answer(prepared, None)
-            if said:
-                raise RankFailedError(said)
+            if answer:
+                raise RankFailedError(answer)
         else:
-            said = ""
+            answer = ""
             try:
                 on_epoch(epoch, dict(metrics), predict)
             except BaseException as error:
-                said = describe(error)
+                answer = describe(error)
                 raise
             finally:
                 if world.size > 1:
-                    broadcast_text(world, next(keys), said)
+                    broadcast_text(world, next(keys), answer)
     prepared.model.train()
     set_generators(drawn)
 
 
 @torch.no_grad()
 def _answer(prepared: Prepared, value: Any) -> Any:
-    """The output for rank 0's input, on rank 0's CPU. A collective."""
+    """Return the model's output for rank 0's input, on rank 0's CPU. A collective."""
     mesh, world, dtype = prepared.mesh, prepared.world, prepared.dtype
     value = broadcast_value(0, value, world)
     sizes: list[int] = []
@@ -72,7 +72,7 @@ def _answer(prepared: Prepared, value: Any) -> Any:
         return tensor.to(world.device, dtype if tensor.is_floating_point() else tensor.dtype)
 
     value = map_tensors(value, taken)
-    # nobody looks at the target
+    # the target is not used
     output = prepared.predict(Batch(value, value, sizes[0], 0, sizes[0]))
     output = map_tensors(output, lambda tensor: tensor.cpu())
     first = dict.fromkeys(mesh.coordinate, 0)

@@ -1,4 +1,4 @@
-"""What one rank is asked to do: train, or evaluate what was trained."""
+"""train_rank: what one rank does for `everyrank train`, to train or to evaluate a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from everyrank.measure.provenance import provenance
 from everyrank.options import TrainOptions
 from everyrank.record import Record
 from everyrank.runs import (
-    About,
+    CheckpointMetadata,
     changed_lengths,
     checkpoint_named,
     hold,
@@ -33,7 +33,7 @@ from everyrank.runs import (
 )
 from everyrank.strategies import Prepared, prepare
 from everyrank.train.display import Display, announce, how_it_ended
-from everyrank.train.job import TrainingJob, about_of, evaluate_job
+from everyrank.train.job import TrainingJob, evaluate_job, make_metadata
 from everyrank.train.training import Training
 from everyrank.workload import Source, Workload, changed, load
 from everyrank.world import World, from_rank_0, on_rank_0, open_world
@@ -41,46 +41,48 @@ from everyrank.world.calls import recorded_calls
 
 __all__ = ["chosen_kernels", "train_rank"]
 
-_SAME_SECONDS = 0.5  # between two SIGTERM that are one
+_DEBOUNCE_SECONDS = 0.5  # a second SIGTERM within this time is ignored
 
 
 def train_rank(
     info: RankInfo,
-    what: Source | Workload,
+    workload_or_source: Source | Workload,
     layout: Layout,
     launch: Launch,
     options: TrainOptions,
     stop: Stop | None = None,
 ) -> Record | None:
-    """Train in this rank, or evaluate alone; the Record on rank 0, None elsewhere.
+    """Train, or only evaluate, on this rank. Returns the Record on rank 0, None on the other ranks.
 
-    `stop` is who hears a request to stop, where this process was listening before it was a rank. Raises
-    `StoppedError` after such a request, when the update in progress is done and saved.
+    `stop` holds the signal handlers if this process installed them before it became a rank. Raises `StoppedError`
+    after a stop request, when the update in progress is done and saved.
     """
     with contextlib.ExitStack() as stack:
-        stop = stop or stack.enter_context(_listening(launch))
+        stop = stop or stack.enter_context(_stop_handlers(launch))
         world = stack.enter_context(open_world(info, launch))
         stack.enter_context(chosen_kernels(options, world.device))
-        options = _agreed(options, world, launch.restarts_ranks or info.restart_count > 0)
+        options = _with_folders_of_rank_0(options, world, launch.restarts_ranks or info.restart_count > 0)
         out = options.out if not options.evaluate else None
         if out is not None:
             on_rank_0(world, "lock", lambda: stack.enter_context(hold(out, _job_name(launch))))
             _keep_state(out, world)
-        workload = _loaded(what, options)
+        workload = _loaded(workload_or_source, options)
         train_data, eval_data = open_data(workload, world, counts_uneven=False)
         if options.evaluate and eval_data is None:
             raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
         prepared = _prepared(workload, layout, world)
         job = TrainingJob(prepared, train_data, eval_data)
-        about = about_of(job, options)
+        metadata = make_metadata(job, options)
         display = Display(world.rank == 0 and options.show)
-        begin, place = _go_on(job, options, about, display) if options.resume is not None else (0, {})
+        start_step, position = _resume(job, options, metadata, display) if options.resume is not None else (0, {})
         if options.evaluate:
             results: dict[str, Any] = {"metrics": evaluate_job(job)}
         else:
-            updates = make_updates(job.prepared.workload, job.train_data, begin, place)
-            training = Training(job, options, about, updates, display, stop)
-            announce(prepared, options, begin, updates.end, display, changes_size=launch.fewer_processes is not None)
+            updates = make_updates(job.prepared.workload, job.train_data, start_step, position)
+            training = Training(job, options, metadata, updates, display, stop)
+            announce(
+                prepared, options, start_step, updates.end, display, changes_size=launch.fewer_processes is not None
+            )
             results = training.run()
             del training
         del prepared, job
@@ -93,28 +95,28 @@ def train_rank(
             backend=world.backend,
             device=world.device.type,
             world_size=world.size,
-            provenance=provenance(workload, train_data, world, options.command) | _origin(options, begin),
+            provenance=provenance(workload, train_data, world, options.command) | _origin(options, start_step),
             **results,
         )
-        display.line(how_it_ended(record, begin))
+        display.line(how_it_ended(record, start_step))
         return record
 
 
-def _listening(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
-    """Who hears a request to stop from here on."""
-    # where SIGTERM says that another rank has died, a request to stop is SIGUSR1 alone
+def _stop_handlers(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
+    """Install the handlers of stop signals."""
+    # if the launcher sends SIGTERM when another rank has died, only SIGUSR1 is a stop request
     is_end = launch.rank_launcher.terminates_ranks
     heard = [signal.SIGUSR1] if is_end else [signal.SIGTERM, signal.SIGUSR1]
-    return catch_signals(*heard, same_seconds=_SAME_SECONDS)
+    return catch_signals(*heard, same_seconds=_DEBOUNCE_SECONDS)
 
 
 def _job_name(launch: Launch) -> str:
-    """The same in all starts of a job that is started again, on whichever host rank 0 is: where its hosts meet."""
+    """Return a name that is the same in all restarts of a job: the address of its rendezvous."""
     return launch.rendezvous or "" if launch.restarts_ranks else ""
 
 
 def _keep_state(out: Path, world: World) -> None:
-    """For whoever asks why this rank hangs, where no launcher of ours has started it, and so nobody keeps one yet."""
+    """Keep this rank's state for the report of a hang, if an external launcher has started it."""
     if current_state() is None:
         job = from_rank_0(world, "job", lambda: uuid.uuid4().hex)
         state = keep_state(out / "ranks" / FOLDER, world.rank, world.size, job)
@@ -122,11 +124,11 @@ def _keep_state(out: Path, world: World) -> None:
             state.calls = recorded_calls
 
 
-def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:
-    """The workload with the length and the first weights that the options ask for."""
-    if isinstance(what, Source):  # the function that makes it may build its schedule on its length
-        what = dataclasses.replace(what, epochs=options.epochs, steps=options.steps)
-    workload = load(what)
+def _loaded(workload_or_source: Source | Workload, options: TrainOptions) -> Workload:
+    """Load the workload, with `--epochs`, `--steps` and `--pretrained`."""
+    if isinstance(workload_or_source, Source):  # its function may build the schedule for this length
+        workload_or_source = dataclasses.replace(workload_or_source, epochs=options.epochs, steps=options.steps)
+    workload = load(workload_or_source)
     if options.epochs is not None or options.steps is not None:
         workload = changed(workload, epochs=options.epochs, steps=options.steps)
     if options.pretrained is not None:
@@ -135,7 +137,7 @@ def _loaded(what: Source | Workload, options: TrainOptions) -> Workload:
 
 
 def _prepared(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """The workload under a layout that a checkpoint can hold."""
+    """Prepare the workload under a layout. Raises `UnsupportedLayoutError` if it cannot be saved."""
     with wrap_user_errors():
         prepared = prepare(workload, layout, world)
     if prepared.not_saved:
@@ -146,66 +148,71 @@ def _prepared(workload: Workload, layout: Layout, world: World) -> Prepared:
     return prepared
 
 
-def _agreed(options: TrainOptions, world: World, goes_on: bool) -> TrainOptions:
-    """Rank 0's folders: where others start the ranks, each has looked for itself, and made up a name of its own.
+def _with_folders_of_rank_0(options: TrainOptions, world: World, goes_on: bool) -> TrainOptions:
+    """Take over rank 0's folders, because under an external launcher each rank may have generated a name.
 
-    `goes_on`: a launcher may have started these ranks again, or on a host that came later. They go on from what is
-    saved now, whatever was there when the command was typed.
+    `goes_on`: the launcher may have restarted these ranks, which then resume from the newest checkpoint.
     """
     places = {"out": options.out, "resume": options.resume}
     if world.rank == 0 and goes_on and options.out is not None and not options.evaluate:
         newest = newest_whole(options.out)
         places["resume"] = newest.path if newest is not None else options.resume
-    told = from_rank_0(world, "places", lambda: {name: str(place) if place else None for name, place in places.items()})
-    return dataclasses.replace(options, **{name: Path(place) if place else None for name, place in told.items()})
+    paths_on_rank_0 = from_rank_0(
+        world, "places", lambda: {name: str(path) if path else None for name, path in places.items()}
+    )
+    return dataclasses.replace(
+        options, **{name: Path(path) if path else None for name, path in paths_on_rank_0.items()}
+    )
 
 
-def _go_on(job: TrainingJob, options: TrainOptions, about: About, display: Display) -> tuple[int, dict[str, int]]:
-    """Put the training where the checkpoint left it; the number of updates done, and their place in the epochs.
+def _resume(
+    job: TrainingJob, options: TrainOptions, metadata: CheckpointMetadata, display: Display
+) -> tuple[int, dict[str, int]]:
+    """Load the checkpoint. Returns the number of updates done and the position in the epochs.
 
-    An evaluation needs the model only, whatever else has changed since.
+    `--evaluate-only` loads only the model, so that other settings may differ.
     """
     assert options.resume is not None
     checkpoint = checkpoint_named(options.resume)
-    begin, place = checkpoint.about.step, dict(checkpoint.about.place)
+    start_step, position = checkpoint.metadata.step, dict(checkpoint.metadata.place)
     if options.evaluate:
         load_model(job.prepared, job.prepared.world, checkpoint)
-        return begin, place
-    check_left(job, options.resume, begin, place)
-    resume(job.prepared, job.prepared.world, checkpoint, about)
-    for name, lengths in changed_lengths(checkpoint.about, about).items():
+        return start_step, position
+    check_left(job, options.resume, start_step, position)
+    resume(job.prepared, job.prepared.world, checkpoint, metadata)
+    for name, lengths in changed_lengths(checkpoint.metadata, metadata).items():
         old, new = (f"{value} {name}" if value is not None else "the workload's own length" for value in lengths)
-        display.line(f"learning rates: from update {begin} on those of {new}, before that those of {old}")
+        display.line(f"learning rates: from update {start_step} on those of {new}, before that those of {old}")
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
         on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
-    return begin, place
+    return start_step, position
 
 
-def _origin(options: TrainOptions, begin: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _origin(options: TrainOptions, start_step: int) -> dict[str, Any]:
+    origin: dict[str, Any] = {}
     if options.resume is not None:
-        found = {"resumed_from": str(options.resume), "resumed_at_update": begin}
+        origin = {"resumed_from": str(options.resume), "resumed_at_update": start_step}
     if options.pretrained is not None:
-        found["pretrained"] = str(options.pretrained)
-    return found
+        origin["pretrained"] = str(options.pretrained)
+    return origin
 
 
-# --- the updates that this training has before it
+# --- the remaining updates
 
 
-def check_left(job: TrainingJob, resumed: Path, begin: int, place: dict[str, int]) -> None:
-    """Raise `UsageError` where more is done already than is asked for."""
-    problem = resume_problem(job.prepared.workload, job.train_data, begin, place)
+def check_left(job: TrainingJob, resumed: Path, start_step: int, position: dict[str, int]) -> None:
+    """Raise `UsageError` if the checkpoint has already done the requested updates."""
+    problem = resume_problem(job.prepared.workload, job.train_data, start_step, position)
     if problem is not None:
         raise UsageError(f"{resumed}: {problem}")
 
 
-# --- kernels: neither setting is on unless asked for; docs/training.md says what each costs
+# --- kernels: docs/training.md lists the cost of each setting; both are off by default
 
 
 @contextlib.contextmanager
 def chosen_kernels(options: TrainOptions, device: torch.device) -> Generator[None]:
-    """While a training runs with the kernels that were asked for; afterwards torch has its settings back.
+    """Set the requested kernels (deterministic, benchmarked) during a training; restore torch's settings at the end.
 
     Raises `UsageError` for both at once, and for deterministic ones on CUDA without what cuBLAS needs for them.
     """
@@ -224,7 +231,7 @@ def chosen_kernels(options: TrainOptions, device: torch.device) -> Generator[Non
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
-        # NaN in all that torch.empty gives would show who reads it, at the cost of writing it
+        # filling every torch.empty with NaN would cost time
         memory.fill_uninitialized_memory = False
     try:
         yield

@@ -1,4 +1,4 @@
-"""How fast a training goes: the seconds of its updates, evaluations and checkpoints apart."""
+"""Measures samples per second and the time of updates, without evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["ThroughputMeter"]
 
 
 class ThroughputMeter:
-    """A clock for the updates of a training from number `begin` on.
+    """A clock for the updates of a training from `start_step` on.
 
-    `samples_before` says how many samples the updates before a number have read. The first update is timed by itself:
-    it makes buffers, and compiles.
+    `samples_before(step)` returns the number of samples in the updates before `step`. The first update is timed
+    separately, because it allocates buffers and compiles.
     """
 
-    def __init__(self, begin: int, samples_before: Callable[[int], int]) -> None:
-        self.begin, self.samples_before = begin, samples_before
+    def __init__(self, start_step: int, samples_before: Callable[[int], int]) -> None:
+        self.begin, self.samples_before = start_step, samples_before
         self.first_step_seconds: float | None = None
         self.seconds = 0.0  # of all updates after the first
         self.started = self.epoch_started = time.perf_counter()
@@ -27,31 +27,31 @@ class ThroughputMeter:
         self.pause_started: float | None = None
 
     def start(self) -> None:
-        """The first update begins."""
+        """Start the clock before the first update."""
         self.started = self.epoch_started = time.perf_counter()
 
     def first(self) -> None:
-        """The first update is done."""
+        """Take the time of the first update."""
         self.first_step_seconds = time.perf_counter() - self.started
 
     def look(self) -> None:
-        """The updates so far are done."""
+        """Take the time of the updates so far."""
         assert self.first_step_seconds is not None
         self.seconds = time.perf_counter() - self.started - self.first_step_seconds - self.paused
 
     @contextlib.contextmanager
     def pause(self) -> Generator[None]:
-        """What happens in here is no update."""
+        """Stop the clock inside this block."""
         start = self.pause_started = time.perf_counter()
         try:
             yield
         finally:
             now, self.pause_started = time.perf_counter(), None
             self.paused += now - start
-            self.paused_in_epoch += now - max(start, self.epoch_started)  # an epoch may have begun in here
+            self.paused_in_epoch += now - max(start, self.epoch_started)  # an epoch may have begun inside the block
 
     def epoch(self) -> float:
-        """Seconds of the epoch that ends here (of its part in this run), and the next one begins."""
+        """Return the seconds of the epoch that ends now, in this run, and start the next one."""
         now = time.perf_counter()
         pausing = 0.0 if self.pause_started is None else now - self.pause_started
         seconds = now - self.epoch_started - self.paused_in_epoch - pausing
@@ -59,17 +59,17 @@ class ThroughputMeter:
         return seconds
 
     def speed(self, done: int) -> float:
-        """Samples a second over all updates but the first, when `done` are done; 0 where there are none."""
+        """Return samples per second without the first update, after `done` updates; 0 if there are none."""
         samples = self.samples_before(done) - self.samples_before(self.begin + 1)
         return samples / self.seconds if samples > 0 and self.seconds > 0 else 0.0
 
     def throughput(self, end: int) -> Interval | None:
-        """Samples a second in the whole run, which ended after update `end` - 1."""
+        """Return samples per second of the whole run, which ended after update `end` - 1."""
         speed = self.speed(end)
         return _once(speed) if speed else None
 
     def step_seconds(self, end: int) -> Interval | None:
-        """Seconds of an update."""
+        """Return the seconds of an update."""
         return _once(self.seconds / (end - self.begin - 1)) if self.throughput(end) else None
 
 

@@ -1,4 +1,4 @@
-"""Places that draw curves, behind one small interface. Each is an extra, imported where it is asked for."""
+"""TensorBoard and Weights & Biases behind one interface. Each is an optional package, imported when requested."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ TRACKERS = ("tensorboard", "wandb")
 
 
 class Tracker(Protocol):
-    """Takes numbers by name, at an update."""
+    """Logs values by name for an update."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """`values` after update `step`; steps never go back."""
+        """Log `values` after update `step`; steps increase."""
         ...
 
     def close(self) -> None:
-        """Everything is on the disk, or sent, when this returns."""
+        """Flush everything to disk or network."""
         ...
 
 
-def open_tracker(name: str, run: Path, about: Mapping[str, Any], first_step: int) -> Tracker:
-    """A tracker for the run in this folder, which begins or goes on with `first_step`.
+def open_tracker(name: str, run: Path, settings: Mapping[str, Any], first_step: int) -> Tracker:
+    """Open a tracker for the run in this folder, from `first_step` on.
 
-    Raises `UsageError` for a name that is none, `CannotRunError` where its library is missing or cannot start.
+    Raises `UsageError` for an unknown name, `CannotRunError` if its package is missing or cannot start.
     """
     if name not in TRACKERS:
         raise UsageError(f"--tracker {name}: give one of {', '.join(TRACKERS)}")
     try:
-        return _TensorBoard(run, first_step) if name == "tensorboard" else _Wandb(run, about)
+        return _TensorBoard(run, first_step) if name == "tensorboard" else _Wandb(run, settings)
     except ImportError as error:
         raise CannotRunError(f"--tracker {name}: {error}; pip install 'everyrank[{name}]'") from error
 
@@ -45,11 +45,11 @@ class _TensorBoard:
     def __init__(self, run: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # what an earlier attempt wrote after the checkpoint is no longer true
+        # drop the points after the checkpoint that an earlier start wrote
         self.writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One point in each curve."""
+        """Add one point to each curve."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
@@ -61,7 +61,7 @@ class _TensorBoard:
 class _Wandb:
     """Weights & Biases; WANDB_MODE=offline keeps everything in the run's folder."""
 
-    def __init__(self, run: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
         try:
@@ -71,17 +71,17 @@ class _Wandb:
                 name=run.name,
                 dir=str(run),
                 resume="allow",
-                config=dict(about),
+                config=dict(settings),
                 settings=wandb.Settings(silent=True),
             )
-        except Exception as error:  # it has many kinds: no key, no network, ...
+        except Exception as error:  # for example no key or no network
             line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise EveryrankError(
                 f"--tracker wandb: {line}; WANDB_MODE=offline needs neither key nor network"
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One point in each curve; those before the last one logged are dropped there."""
+        """Add one point to each curve; those before the last one logged are dropped there."""
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ class _Wandb:
 
 
 def _id_of(run: Path) -> str:
-    """The run's name there: kept in its folder, so that one that goes on is the same run, and no two share one."""
+    """Return the run's id at Weights & Biases, kept in its folder so that a resumed run continues the same curves."""
     file = run / "wandb-id"
     if not file.exists():
-        with file.open("x") as new:  # a link that leads nowhere is not followed
+        with file.open("x") as new:  # fails for a dangling link
             new.write(uuid.uuid4().hex[:12])
     return file.read_text().strip()

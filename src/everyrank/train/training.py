@@ -1,7 +1,7 @@
-"""The updates of a training, and what stands between two of them: a look at the losses, an evaluation, a checkpoint.
+"""The training loop: runs updates, and between them sums the losses, evaluates and saves checkpoints.
 
-All ranks take every decision alike. What only one of them may know (a signal, the time) travels with the sums of the
-losses, which are added up over ranks every few updates anyway.
+All ranks take the same decisions. A stop signal and rank 0's clock reach them in the all-reduce of the losses, which
+happens every few updates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from everyrank.measure.clock import interval
 from everyrank.measure.resource_log import resource_log
 from everyrank.measure.timeline import with_one_profiled
 from everyrank.options import TrainOptions
-from everyrank.runs import About, best_of, checkpoints_of, is_better, score_of
+from everyrank.runs import CheckpointMetadata, best_of, checkpoints_of, is_better, score_of
 from everyrank.strategies import Prepared
 from everyrank.train.display import Display, format_metrics
 from everyrank.train.job import TrainingJob, evaluate_job
@@ -42,24 +42,24 @@ from everyrank.world.collectives import sum_over_ranks
 
 __all__ = ["Training"]
 
-_PROFILED_UPDATE = 10  # by then every buffer is made and every bucket rebuilt
-_MOST_UPDATES = 10  # between two looks at the losses
-_APART = 100  # more than the longest of these: what else rank 0 says stands above it in one number
-_LOOK_SECONDS = 0.25  # and so long at most: a request to stop is answered about as fast
+_PROFILED_UPDATE = 10  # late enough: buffers are allocated and DDP has rebuilt its buckets
+_MOST_UPDATES = 10  # between two sums of the losses over ranks
+_RADIX = 100  # more than _MOST_UPDATES: rank 0 packs its notes into one number in this base
+_SYNC_SECONDS = 0.25  # longest time between two sums; a stop request waits about as long
 
 
 class Training:
-    """One training, of these updates.
+    """One training on this rank.
 
-    losses    of all updates, those before a checkpoint too where the log has them
-    metrics   of the newest evaluation
+    losses    mean loss of each update; with those before a resumed checkpoint if the log has them
+    metrics   of the latest evaluation
     """
 
     def __init__(
         self,
         job: TrainingJob,
         options: TrainOptions,
-        about: About,
+        metadata: CheckpointMetadata,
         updates: Updates,
         display: Display,
         stop: Stop,
@@ -70,7 +70,9 @@ class Training:
         self.meter = ThroughputMeter(updates.start_step, updates.samples_before)
         self.saver: Saver | None = None
         if options.out is not None and options.save_every != 0:
-            self.saver = Saver(options.out, self.prepared, job.prepared.world, about, options.keep, options.save_async)
+            self.saver = Saver(
+                options.out, self.prepared, job.prepared.world, metadata, options.keep, options.save_async
+            )
         earlier, self.log = open_log(self.prepared, options, updates.start_step, display)
         earlier = [row for row in earlier if "loss" in row]
         if len(earlier) != updates.start_step:  # the log is not there, or not whole
@@ -78,25 +80,25 @@ class Training:
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.watch = StragglerWatch(job.prepared.mesh)
         self.metrics: dict[str, float] = {}
-        self.evaluated_at, self.best, self.warned = -1, _best_before(options, about), False
-        self.is_asked = False  # until all replicas are equal: see `Prepared.averaging`
+        self.evaluated_at, self.best, self.warned = -1, _best_before(options, metadata), False
+        self.stop_requested = False  # until all replicas are equal: see `Prepared.averaging`
         self.saving = Saving(self.saver, self.prepared, updates, options, display, self.log)
         now = [row for row in earlier if row["epoch"] == self.epoch]
         self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
 
     def run(self) -> dict[str, Any]:
-        """All updates that are left, evaluations and checkpoints between them; what comes of it, as fields of a Record.
+        """Train to the end, with the evaluations and checkpoints that are due. Returns fields of a Record.
 
-        Raises `StoppedError` after a request to stop, `NotFiniteError` for a loss that is none, `DivergedError` for
-        replicas that are not equal.
+        Raises `StoppedError` after a stop request, `NotFiniteError` for a loss that is infinite or NaN, `DivergedError`
+        for replicas that are not equal.
         """
         startup_seconds = time.time() - self.options.started
-        world, begin = self.prepared.world, self.updates.start_step
+        world, start_step = self.prepared.world, self.updates.start_step
         try:
-            with resource_log(_resource_file(self.options, world), host_name(), goes_on=begin > 0):
+            with resource_log(_resource_file(self.options, world), host_name(), goes_on=start_step > 0):
                 if not self.updates.is_over:
-                    self._update(self.updates, begin)
-                metrics = self._at_end(self.done)
+                    self._update(self.updates, start_step)
+                metrics = self._finish(self.done)
         finally:
             self.display.end()
             if self.log is not None:
@@ -105,7 +107,7 @@ class Training:
             raise EveryrankError(
                 f"{self.options.out}: {', '.join(self.log.gone)} were taken away while the training ran"
             )
-        step = self.meter.step_seconds(self.done) if self.options.profile is None else None  # the profiler slows one
+        step = self.meter.step_seconds(self.done) if self.options.profile is None else None  # it slows one update
         epoch = None if is_uncounted(self.job.train_data) else epoch_of(self.prepared.workload, self.job.train_data)
         return {
             "throughput_samples_per_second": self.meter.throughput(self.done) if step else None,
@@ -119,89 +121,91 @@ class Training:
             "metrics": metrics,
         }
 
-    def _update(self, updates: Updates, begin: int) -> None:
-        shares = self._shares(updates, begin)
+    def _update(self, updates: Updates, start_step: int) -> None:
+        shares = self._shares(updates, start_step)
         waiting: list[DoneUpdate] = []
-        look_every = 1
+        sync_every = 1
         rate = self._rate()
         self.meter.start()
-        self.looked_at = time.perf_counter()
+        self.synced_at = time.perf_counter()
         try:
             for share, update in zip(shares, updates, strict=True):
                 waiting.append(DoneUpdate(update, share, rate))
                 rate = self._rate()
                 done = self.done = update.step + 1
                 self.epoch = update.epoch
-                if update.step == begin:
+                if update.step == start_step:
                     float(share[0])  # on CUDA this waits until the first update is done
                     self.meter.first()
                 self.saving.compare_every(done)
                 is_last = updates.is_last(done)
                 is_due = self._is_due(done)
-                if len(waiting) >= look_every or is_last or is_due:
-                    is_asked, look_every = self._look(waiting)
+                if len(waiting) >= sync_every or is_last or is_due:
+                    stop_requested, sync_every = self._sync_losses(waiting)
                     self.meter.look()
                     self.display.show(done, self.losses[-1], self.meter.speed(done))
                     if is_due and not is_last:
                         with self.meter.pause():
-                            self._between(done)
-                        rate = self._rate()  # a plateau may have been found
-                        self.looked_at = time.perf_counter()
-                    self.is_asked = self.is_asked or is_asked
-                    if self.is_asked and not is_last and self.prepared.are_replicas_equal:
+                            self._run_due_actions(done)
+                        rate = self._rate()  # the schedule may have lowered it on a plateau
+                        self.synced_at = time.perf_counter()
+                    self.stop_requested = self.stop_requested or stop_requested
+                    if self.stop_requested and not is_last and self.prepared.are_replicas_equal:
                         self.saving.stopped(done, self._metrics(done))
-                    look_every = 1 if self.is_asked else look_every
+                    sync_every = 1 if self.stop_requested else sync_every
         except (NotFiniteError, DivergedError):
             if waiting:
-                self._look(waiting)  # every rank comes here: the good losses before the bad one are not lost
+                self._sync_losses(waiting)  # the error is raised on all ranks; log the finite losses before it
             if self.saver is not None:
-                self.saver.finish_or_say()  # nor the checkpoint that is being written
+                self.saver.finish_or_say()  # complete the checkpoint that is being written
             raise
 
-    def _shares(self, updates: Updates, begin: int) -> Iterator[Tensor]:
-        """The share of each update on this rank as it is done, with what was asked for around it."""
+    def _shares(self, updates: Updates, start_step: int) -> Iterator[Tensor]:
+        """Run the updates, profiled and with `before_update` if requested; yield this rank's loss (sum, count)."""
         shares = run_updates(self.prepared, self.job.train_data, updates, fetched=self.watch.fetched)
         if self.options.profile is not None:
-            # of a number that nobody knows the first one comes for certain
-            step = min(_PROFILED_UPDATE, updates.end - begin - 1) if updates.end is not None else 0
+            # if the number of updates is unknown, only the first one is certain to come
+            step = min(_PROFILED_UPDATE, updates.end - start_step - 1) if updates.end is not None else 0
             shares = with_one_profiled(shares, step, self.prepared.trainable, self.prepared.world, self.options.profile)
         if self.options.before_update is not None:
-            shares = _with_hook(shares, self.options.before_update, self.prepared, begin)
+            shares = _with_hook(shares, self.options.before_update, self.prepared, start_step)
         return shares
 
     def _rate(self) -> float:
-        """The learning rate of the next update; of the first group where they differ."""
+        """Return the learning rate of the next update, that of the first parameter group."""
         rate = self.prepared.trainable.optimizer.param_groups[0].get("lr")
         return rate if isinstance(rate, float | int) else math.nan
 
-    def _look(self, waiting: list[DoneUpdate]) -> tuple[bool, int]:
-        """Add up the waiting losses over ranks; whether a rank was asked to stop, and after how many to look next."""
-        seconds = (time.perf_counter() - self.looked_at) / len(waiting)
-        self.looked_at = time.perf_counter()
-        next_look = max(1, min(_MOST_UPDATES, int(_LOOK_SECONDS / max(seconds, 1e-9))))
-        # the first rank's clock counts; its numbers travel as one: a longer table is cut elsewhere, and its sums would
-        # be rounded in another order
+    def _sync_losses(self, waiting: list[DoneUpdate]) -> tuple[bool, int]:
+        """Sum the waiting losses over ranks. Returns whether to stop, and the number of updates until the next sum."""
+        seconds = (time.perf_counter() - self.synced_at) / len(waiting)
+        self.synced_at = time.perf_counter()
+        updates_until_sync = max(1, min(_MOST_UPDATES, int(_SYNC_SECONDS / max(seconds, 1e-9))))
+        # Rank 0's clock decides. Its notes are packed into one number: a longer tensor would be split differently by
+        # the all-reduce, which would round the sums differently.
         save_every = self.saving.suggest(self.meter.seconds / max(1, self.done - 1 - self.meter.begin))
-        own = next_look + _APART * (self.watch.is_due() + 2 * save_every)
+        local_note = updates_until_sync + _RADIX * (self.watch.is_due() + 2 * save_every)
         world = self.prepared.world
-        rows, (num_asked, said) = add_up(waiting, (self.stop.asked is not None, own if world.rank == 0 else 0), world)
-        said, next_look = divmod(int(said), _APART)
-        save_every, is_due = divmod(said, 2)
+        rows, (num_asked, note) = add_up(
+            waiting, (self.stop.asked is not None, local_note if world.rank == 0 else 0), world
+        )
+        note, updates_until_sync = divmod(int(note), _RADIX)
+        save_every, is_due = divmod(note, 2)
         self.saving.agree(save_every)
         if is_due:
             self.watch.look_and_tell(waiting[-1].update.step + 1, self.display, self.log)
-        looked_at = list(waiting)
+        synced = list(waiting)
         waiting.clear()
-        for done, (total, count) in zip(looked_at, rows, strict=True):
-            self._note(done, total, count)
+        for done, (total, count) in zip(synced, rows, strict=True):
+            self._record_loss(done, total, count)
         if self.log is not None:
             self.log.flush()
             if self.log.trouble and not self.warned:
                 self.warned = True
                 self.display.line(f"the log cannot be written ({self.log.trouble}); the training goes on")
-        return num_asked > 0, next_look
+        return num_asked > 0, updates_until_sync
 
-    def _note(self, done: DoneUpdate, total: float, count: float) -> None:
+    def _record_loss(self, done: DoneUpdate, total: float, count: float) -> None:
         update = done.update
         if count == 0:
             raise WorkloadError(f"update {update.step}: the loss counted 0 terms over all ranks")
@@ -216,11 +220,11 @@ class Training:
             self.log.update({**row, "time": time.time()})
 
     def _metrics(self, done: int) -> dict[str, float]:
-        """Those of this very state; {} where it was not evaluated."""
+        """Return the metrics of the current weights, {} if they have not been evaluated."""
         return self.metrics if self.evaluated_at == done else {}
 
     def _is_due(self, done: int) -> bool:
-        """Whether something stands between this update and the next."""
+        """Return whether an evaluation, a checkpoint or the end of an epoch follows this update."""
         return self.updates.ends_epoch(done) or self._evaluates_at(done) or self.saving.is_due(done)
 
     def _evaluates_at(self, done: int) -> bool:
@@ -228,10 +232,10 @@ class Training:
             return True
         return self.job.eval_data is not None and is_every(self.options.evaluate_every, done, self.updates)
 
-    def _between(self, done: int) -> None:
-        """What stands between two updates. An evaluation comes last: what raises in it must not lose the epoch."""
+    def _run_due_actions(self, done: int) -> None:
+        """Save, evaluate and end the epoch where due. Saving comes first, because an evaluation may fail."""
         check_finite(self.prepared, done)
-        # a schedule that listens to the evaluation is saved when it has heard, or a resumed one would not know of it
+        # a schedule that uses the evaluation, for example ReduceLROnPlateau, is saved after it has seen the metrics
         is_saved = self.saving.is_due(done) and not self.prepared.trainable.follows_evaluation
         if is_saved:
             self.saving.save(done, self._metrics(done))
@@ -239,18 +243,18 @@ class Training:
         if self.updates.ends_epoch(done):
             self._end_epoch(done)
         if self.saver is not None and not is_saved and (is_better_one or self.saving.is_due(done)):
-            self.saving.owes = True
+            self.saving.checkpoint_pending = True
             if self.prepared.are_replicas_equal:
                 self.saving.save(done, self._metrics(done))
 
     def _evaluate(self, done: int) -> bool:
-        """Evaluate; whether this is the best so far. A checkpoint of this very state learns how good it is."""
+        """Evaluate, add the metrics to a checkpoint of these weights, and return whether they are the best so far."""
         start = time.perf_counter()
         try:
             self.metrics = evaluate_job(self.job)
         except Exception:
             if self.saver is not None:
-                with contextlib.suppress(SaveError):  # every rank comes to its end, whichever of them has failed
+                with contextlib.suppress(SaveError):  # complete the checkpoint on every rank, whichever rank has failed
                     self.saver.finish()
             raise
         self.evaluated_at = done
@@ -260,7 +264,7 @@ class Training:
             self.log.event({"step": done, "evaluation": self.metrics, "seconds": time.perf_counter() - start})
         if self.saver is None:
             return False
-        best_by = self.saver.about.best_by
+        best_by = self.saver.metadata.best_by
         score = self.metrics.get(best_by.partition(":")[0])
         if not is_better(score, self.best, best_by):
             return False
@@ -277,12 +281,12 @@ class Training:
             self.log.event({**row, "time": time.time()})
             self.log.flush()
         if not self.updates.is_last(done):
-            rest = f", {format_metrics(now)}" if now else ""
-            self.display.line(f"epoch {self.epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{rest}")
+            metrics_text = f", {format_metrics(now)}" if now else ""
+            self.display.line(f"epoch {self.epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{metrics_text}")
         after_epoch(self.prepared, self.epoch, now)
 
-    def _at_end(self, end: int) -> dict[str, float]:
-        """The last evaluation and the last checkpoint."""
+    def _finish(self, end: int) -> dict[str, float]:
+        """Run the last evaluation and save the last checkpoint. Returns the metrics."""
         failure: EveryrankError | None = None
         with self.meter.pause():
             check_finite(self.prepared, end)
@@ -293,7 +297,7 @@ class Training:
             if is_due and not self.prepared.trainable.follows_evaluation:
                 try:
                     self.saving.save(end, self._metrics(end), is_last=True)
-                except EveryrankError as error:  # how good the model is, is worth to know all the more
+                except EveryrankError as error:  # still evaluate, because the weights are lost
                     failure = error
             if self.job.eval_data is not None and self.evaluated_at != end:
                 self._evaluate(end)
@@ -310,35 +314,40 @@ class Training:
         return self.metrics
 
 
-def _best_before(options: TrainOptions, about: About) -> float | None:
-    """How good the best checkpoint is of the run that goes on; None where there is none."""
-    best = best_of(checkpoints_of(options.resume.parent.parent), about.best_by) if options.resume else None
-    return score_of(best, about.best_by) if best is not None else None
+def _counting(job: TrainingJob, updates: Updates) -> Any:
+    """Return the object whose `samples_before(step)` counts samples."""
+    return updates if is_uncounted(job.train_data) else epoch_of(job.prepared.workload, job.train_data)
+
+
+def _best_before(options: TrainOptions, metadata: CheckpointMetadata) -> float | None:
+    """Return the best score of the resumed run, None without one."""
+    best = best_of(checkpoints_of(options.resume.parent.parent), metadata.best_by) if options.resume else None
+    return score_of(best, metadata.best_by) if best is not None else None
 
 
 def _resource_file(options: TrainOptions, world: World) -> Path | None:
-    """Where the first rank of each host writes what that host uses; None in all other ranks, and without a folder."""
-    if options.out is None or world.local_rank != 0 or not options.out.is_dir():  # a host may not share it
+    """Return the file for the resource log of this host, on its local rank 0; None on the other ranks."""
+    if options.out is None or world.local_rank != 0 or not options.out.is_dir():  # a host may not mount the folder
         return None
     return options.out / ("resources.csv" if world.rank == 0 else f"resources-rank{world.rank}.csv")
 
 
 def _with_hook(
-    shares: Iterator[Tensor], before_update: Callable[[Prepared, int], None], prepared: Prepared, begin: int
+    shares: Iterator[Tensor], before_update: Callable[[Prepared, int], None], prepared: Prepared, start_step: int
 ) -> Iterator[Tensor]:
-    """The same shares; `before_update` is called before each is made (and once where no update is left)."""
-    for number in itertools.count(begin):
+    """Call `before_update` before each update, and once more at the end; yield the shares."""
+    for number in itertools.count(start_step):
         before_update(prepared, number)
         if (share := next(shares, None)) is None:
             return
         yield share
 
 
-# --- what the ranks tell each other every few updates: their shares of the losses, and a few notes
+# --- sums of the losses over ranks
 
 
 class DoneUpdate(NamedTuple):
-    """An update that is done, whose losses nobody has looked at yet: its share, and the learning rate."""
+    """An update whose loss is not yet summed over ranks: this rank's (sum, count), and its learning rate."""
 
     update: Update
     share: Tensor
@@ -348,11 +357,11 @@ class DoneUpdate(NamedTuple):
 def add_up(
     waiting: Sequence[DoneUpdate], notes: tuple[float, float], world: World
 ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-    """(sum, count) of each update over all ranks, and the sums of what each rank notes. One collective.
+    """Return (sum, count) of each update over all ranks, and the sums of the notes of all ranks. One collective.
 
     Shares are float64 of shape (2,), on the rank's device.
     """
     shares = [done.share for done in waiting]
-    own = torch.tensor([notes], dtype=torch.float64, device=shares[0].device)
-    *rows, told = sum_over_ranks(torch.cat([torch.stack(shares), own]), world).tolist()
+    local_notes = torch.tensor([notes], dtype=torch.float64, device=shares[0].device)
+    *rows, told = sum_over_ranks(torch.cat([torch.stack(shares), local_notes]), world).tolist()
     return rows, told

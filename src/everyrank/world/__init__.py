@@ -1,19 +1,19 @@
-"""Inside one process: rank, device, process group, threads. Opened once, closed cleanly.
+"""The process group of one rank: its device, backend, threads and store. `open_world` makes it and ends it.
 
     with open_world(info, launch) as world:
         ...
 
-A world of one has the same interface. Every wait here has a timeout that names who was missing.
+A world with one rank has the same interface. Every wait has a timeout, and its error names the missing ranks.
 
-    world.py           World, and what is chosen for it: device, backend, threads
-    group_of_one.py    a default process group with only this rank, for what one rank does alone
-    barrier.py         who waits for whom, over the store
-    collectives.py     sums and gathers of small tensors, outside the timed steps
-    rendezvous.py      the store that all ranks share, by each init method
-    heartbeat.py       who the other ranks are, whether they still live, which failed first
-    calls.py           which collectives this rank has called, for whoever asks why a job hangs
-    process_group.py   open_world: where a process group is made, and ended
-    horovod.py         Horovod beside it, with the same ranks
+    world.py           World: rank, size, device, backend and threads, and how they are chosen
+    group_of_one.py    a default process group with only this rank, while it works without the others
+    barrier.py         barriers and broadcasts over the store, which name the missing ranks
+    collectives.py     all-reduce, all-gather and broadcast of small values, outside the timed steps
+    rendezvous.py      opens the store that all ranks share, for each init method
+    heartbeat.py       registers the ranks, monitors their heartbeats, finds which failed first
+    calls.py           the collectives that this rank has called, for the report of a hang
+    process_group.py   open_world: makes the process group and destroys it
+    horovod.py         starts Horovod with the same ranks
 """
 
 from everyrank.world.barrier import (

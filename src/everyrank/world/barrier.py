@@ -1,4 +1,4 @@
-"""Who waits for whom, over the store. Every wait has a timeout that names who was missing."""
+"""Barriers and broadcasts over the store. A barrier that times out names the missing ranks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ T = TypeVar("T")
 
 
 def store_barrier(world: World, where: str) -> None:
-    """Wait until every rank has come to `where` (a name used once). Raises `RankFailedError` naming the missing."""
+    """Wait until every rank has reached the barrier `where` (a name used once).
+
+    Raises `RankFailedError` with the missing ranks after `world.timeout_seconds`.
+    """
     world.store.set(f"{where}/{world.rank}", "here")
     deadline = time.monotonic() + world.timeout_seconds
-    missing = list(range(world.size))
+    missing_ranks = list(range(world.size))
     pause = 0.001
-    while missing := _not_there(world, where, missing):
+    while missing_ranks := _missing_ranks(world, where, missing_ranks):
         if time.monotonic() > deadline:
-            names = ", ".join(map(str, missing))
+            names = ", ".join(map(str, missing_ranks))
             raise RankFailedError(
-                f"rank{'s' * (len(missing) > 1)} {names} did not come to the {where} "
+                f"rank{'s' * (len(missing_ranks) > 1)} {names} did not reach the {where} barrier "
                 f"within {world.timeout_seconds:g} s ({world.start_flag})"
             )
         time.sleep(pause)
         pause = min(0.05, pause * 1.5)
 
 
-def _not_there(world: World, where: str, ranks: list[int]) -> list[int]:
+def _missing_ranks(world: World, where: str, ranks: list[int]) -> list[int]:
     try:
         return [rank for rank in ranks if not world.store.check([f"{where}/{rank}"])]
     except RuntimeError as error:  # torch's DistNetworkError
         raise RankFailedError(
-            f"rank 0 went away before the {where}: its store no longer answers ({str(error).splitlines()[0]})"
+            f"rank 0 ended before the {where} barrier: its store no longer answers ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -56,9 +59,9 @@ def do_all_ranks_agree(world: World, key: str, seconds: float = 10.0) -> bool:
 
 
 def broadcast_text(world: World, key: str, text: str | None) -> str:
-    """Rank 0's `text` under `key` (a name used once) on every rank; the others pass None and wait as long as it takes.
+    """Return rank 0's `text` on every rank. `key` is a name used once; the other ranks pass None and wait.
 
-    There is no time limit, because rank 0 may be training alone; the launcher ends this rank when rank 0 dies.
+    There is no timeout, because rank 0 may be training a reference run. The launcher ends this rank if rank 0 dies.
     """
     if world.rank == 0:
         assert text is not None
@@ -68,7 +71,7 @@ def broadcast_text(world: World, key: str, text: str | None) -> str:
 
 
 def _wait_for_text(world: World, name: str) -> str:
-    """What stands under this name, when it does."""
+    """Wait without a timeout until the store has a value under `name`, and return it."""
     pause = 0.001
     while not world.store.check([name]):
         time.sleep(pause)
@@ -77,38 +80,38 @@ def _wait_for_text(world: World, name: str) -> str:
 
 
 def on_rank_0(world: World, key: str, function: Callable[[], T]) -> T | None:
-    """Call `function` on rank 0, with all the threads of the host, while the others wait; None on those.
+    """Call `function` on rank 0 with all CPU threads of the host, while the other ranks wait. Returns None on those.
 
-    What it raises is raised on every rank: a workload that is wrong is wrong everywhere.
+    An `EveryrankError` of the function is raised on every rank.
     """
     return _on_rank_0(world, key, function, lambda _: "")[0]
 
 
 def from_rank_0(world: World, key: str, function: Callable[[], Any]) -> Any:
-    """`on_rank_0`, and what the function returns (of what JSON can carry) on every rank."""
+    """Call `function` on rank 0 and return its result, a value that JSON can represent, on every rank."""
     return json.loads(_on_rank_0(world, key, function, json.dumps)[1])
 
 
 def on_each_rank(world: World, key: str, function: Callable[[], T]) -> T:
-    """Call `function` on every rank, each at its own pace and without collectives; its own result.
+    """Call `function`, which uses no collectives, on every rank; return the result of this rank.
 
-    What it raises on one rank is raised on all of them. As long as one rank works, the others wait; the launcher ends
-    them when it dies. `key` is a name used once.
+    An `EveryrankError` of one rank is raised on all ranks. There is no timeout: the launcher ends the waiting ranks if
+    one dies. `key` is a name used once.
     """
-    own: EveryrankError | None = None
+    local_error: EveryrankError | None = None
     result: T | None = None
     try:
         result = function()
     except EveryrankError as error:
-        own = error
-    tell_all = f"{type(own).__name__}\n{own}" if own is not None else ""
-    world.store.set(f"each/{key}/{world.rank}", tell_all)
+        local_error = error
+    report = f"{type(local_error).__name__}\n{local_error}" if local_error is not None else ""
+    world.store.set(f"each/{key}/{world.rank}", report)
     for rank in range(world.size):
         error, _, text = _wait_for_text(world, f"each/{key}/{rank}").partition("\n")
-        if own is None and error:
+        if local_error is None and error:
             raise kind_named(error)(text)
-    if own is not None:
-        raise own
+    if local_error is not None:
+        raise local_error
     return result  # type: ignore[return-value]
 
 

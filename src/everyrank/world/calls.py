@@ -1,10 +1,10 @@
-"""Which collectives this rank has called: out of torch's Flight Recorders for gloo and nccl, out of our own ring for
-backends of ours.
+"""The collectives that this rank has called: from torch's Flight Recorders for gloo and nccl, from `RecentCalls` for
+the backends of everyrank.
 
-A Flight Recorder writes down every call in C++ (some microseconds). There are three of them: one for gloo, one for nccl
-until torch 2.14 (`nccl-legacy` in 2.15), and one for `nccl2`, which `nccl` is from torch 2.15 on. Source:
+A Flight Recorder records every call in C++, which takes some microseconds. There are three of them: one for gloo, one
+for nccl until torch 2.14 (`nccl-legacy` in 2.15), and one for `nccl2`, which is `nccl` from torch 2.15 on. Source:
 torch/csrc/distributed/c10d/FlightRecorder.hpp and `_maybe_attach_flight_recorder` in distributed_c10d.py. The functions
-that dump them are private: where a torch lacks one, its calls are unknown, and the autopsy has only stacks.
+that dump them are private. A torch without one of them gives no calls, and the autopsy shows only stacks.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from everyrank.errors import is_own
 
 __all__ = ["KEPT_CALLS", "recorded_calls"]
 
-_TIME = 7  # in a row: when it began
-KEPT_CALLS = 256  # in the Flight Recorder: its dump takes a millisecond for each hundred
+_TIME = 7  # the index of the start time in a row
+KEPT_CALLS = 256  # length of the Flight Recorder's ring: a dump takes 1 ms for each 100 calls
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
 
 
 def recorded_calls(with_places: bool) -> dict[str, Any]:
-    """{"groups": {name: its ranks}, "calls": rows}; a row is what `RecentCalls.rows` says.
+    """Return {"groups": {name: ranks}, "calls": rows}, oldest call first. `RecentCalls.rows` describes a row.
 
-    With places, lines of the person's code are looked up: the first time that takes seconds under gloo and nccl.
+    `with_places` adds the line of user code that made each call. The first such call takes seconds under gloo and nccl.
     """
     if not dist.is_initialized():
         return {}
     groups: dict[str, list[int]] = {}
     internals: Any = distributed_c10d
     for group, ranks in list(internals._world.pg_group_ranks.items()):
-        with contextlib.suppress(Exception):  # one that is being made, or ended
+        with contextlib.suppress(Exception):  # another thread may be making or destroying the group
             groups[internals._world.pg_names[group]] = sorted(ranks)
-    # beside a backend of ours checkpoints go over gloo
+    # a job with an everyrank backend still saves checkpoints over gloo
     rows = RECENT_CALLS.rows() + _flight_recorder(with_places)
     return {"groups": groups, "calls": sorted(rows, key=operator.itemgetter(_TIME))}
 
@@ -54,12 +54,12 @@ def _flight_recorder(with_places: bool) -> list[list[Any]]:
 
 
 def _load(dump: bytes, with_places: bool) -> dict[str, Any]:
-    # no file's pickle: this very process has made it, just now
+    # safe: this process itself has just made the pickle
     return pickle.loads(dump) if with_places else json.loads(dump)  # noqa: S301
 
 
 def _dumps(binding: Any, with_places: bool) -> Iterator[dict[str, Any]]:
-    """What each Flight Recorder of this torch has: an empty one has no entries."""
+    """Yield the dump of each Flight Recorder that this torch has."""
     ending, args = ("", (True, True, False)) if with_places else ("_json", (True, False))
     generic = getattr(binding, f"_dump_fr_trace{ending}", None)
     if generic is not None:
@@ -67,7 +67,7 @@ def _dumps(binding: Any, with_places: bool) -> Iterator[dict[str, Any]]:
     if generic is not None and hasattr(binding, "FlightRecorderHook"):
         try:
             hooked = generic(*args, backend="nccl2")
-        except TypeError:  # a torch whose hooks record into the one for gloo
+        except TypeError:  # this torch records nccl2 in the recorder for gloo
             hooked = None
         if hooked is not None:
             yield _load(hooked, with_places)
@@ -79,7 +79,7 @@ def _dumps(binding: Any, with_places: bool) -> Iterator[dict[str, Any]]:
 def _row(entry: dict[str, Any]) -> list[Any]:
     dtype = entry["input_dtypes"][0] if entry["input_dtypes"] else ""
     is_message = bool(entry["is_p2p"])
-    places = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])]
+    locations = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])]
     return [
         entry["process_group"][0],
         entry["p2p_seq_id"] if is_message else entry["collective_seq_id"],
@@ -89,5 +89,5 @@ def _row(entry: dict[str, Any]) -> list[Any]:
         bool(entry["retired"]) or entry["state"] == "completed",
         is_message,
         entry["time_created_ns"],
-        next((place for place in places if is_own(place[0])), None),
+        next((location for location in locations if is_own(location[0])), None),
     ]

@@ -1,4 +1,4 @@
-"""Sums and gathers of small tensors over all ranks."""
+"""All-reduce, all-gather and broadcast of small values over all ranks, outside the timed steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from everyrank.world.world import World
 
 __all__ = ["all_equal", "all_gather", "all_gather_json", "broadcast_value", "fingerprint", "sum_over_ranks"]
 
-_PIECE = 1 << 20  # bytes of a tensor that are looked at together
+_PIECE = 1 << 20  # bytes of a tensor that `fingerprint` converts to int64 at once
 
 
 def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
-    """The sum of every rank's `shares`, float64 on CPU, the same on all ranks. A collective."""
+    """Return the sum of `shares` over all ranks, float64 on CPU, identical on all ranks. A collective."""
     total = shares.detach().to(world.device, torch.float64, copy=True)
     if world.group is not None and world.size > 1:
         dist.all_reduce(total, group=world.group)
@@ -26,16 +26,17 @@ def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
 
 
 def all_gather(values: Tensor, world: World) -> list[Tensor]:
-    """Every rank's `values` (any shape, the same dtype), by rank, on CPU and on all ranks. A collective."""
+    """Return every rank's `values` (any shape, the same dtype) as a list by rank, flat, on CPU. A collective."""
     if world.group is None or world.size == 1:
         return [values.detach().cpu().clone()]
     return _gather(values.detach().reshape(-1).to(world.device), world.group)
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value, of what JSON can carry, by rank. A collective of a group that carries CPU tensors.
+    """Return every rank's `value` as a list by rank. A collective of a group that can send CPU tensors.
 
-    torch's own collectives for objects open a pickle of every rank, which may run anything.
+    The value has to be one that JSON can represent. torch's collectives for objects unpickle data of every rank, and a
+    pickle can run any code.
     """
     if group is None:
         return [value]
@@ -44,9 +45,9 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_value(rank: int, value: Any, world: World) -> Any:
-    """What `rank` has, on all ranks, on CPU: tensors in dicts, lists and tuples, and what else JSON can carry.
+    """Return the `value` of `rank` on all ranks, on CPU: tensors in dicts, lists and tuples, and JSON values.
 
-    A collective; what the others give is not looked at. Raises `TypeError` for a value that cannot travel.
+    A collective; `value` is ignored on the other ranks. Raises `TypeError` for a value of another type.
     """
     tensors: list[Tensor] = []
     packed = _packed(value, tensors) if world.rank == rank else None
@@ -61,7 +62,7 @@ def broadcast_value(rank: int, value: Any, world: World) -> Any:
 
 
 def _packed(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` as JSON, its tensors put into the list, whole and on CPU."""
+    """Return `value` as JSON, and append its tensors, contiguous and on CPU, to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu().contiguous())
         return {"is": "tensor"}
@@ -97,7 +98,7 @@ def _gather(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def all_equal(tensors: list[Tensor], world: World) -> bool:
-    """Whether every rank holds the same bits in `tensors`. A collective."""
+    """Return whether `tensors` are bitwise identical on all ranks. A collective."""
     if world.group is None or world.size == 1:
         return True
     sums = [fingerprint(tensor) for tensor in tensors]
@@ -106,9 +107,9 @@ def all_equal(tensors: list[Tensor], world: World) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that changes with any bit and with any exchange of two elements: a weighted sum of the bytes.
+    """Return a checksum, a weighted sum of the bytes. It changes with any bit and where two elements are swapped.
 
-    int64, shape (), on CPU. A weight and a product for each byte would be 24 times the tensor: it is taken in pieces.
+    int64, shape (), on CPU. Weights and products take 24 times the memory of the bytes, so the sum goes piece by piece.
     """
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=octets.device)

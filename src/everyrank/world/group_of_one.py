@@ -1,8 +1,8 @@
-"""A default process group with only this rank, for what one rank does alone inside of a larger world.
+"""A default process group with only this rank, while one rank works without the others.
 
-Model code may call collectives of its own: `if dist.is_initialized(): dist.all_reduce(counts)`, as a codebook or a
-metric does. Where one rank runs `single` the others do not come to such a call. Inside `group_of_one` it finds a world
-of one: `dist.get_world_size()` is 1, and a sum over all ranks is this rank's own.
+A model may call collectives itself, for example `if dist.is_initialized(): dist.all_reduce(counts)` in a codebook or a
+metric. While rank 0 runs `single`, the other ranks do not join such a call, and it would hang. Inside `group_of_one`,
+`dist.get_world_size()` is 1 and the all-reduce returns the local value.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["group_of_one"]
 
 @contextlib.contextmanager
 def group_of_one(world: World) -> Generator[None]:
-    """While this rank works alone: torch's default process group is one with only this rank.
+    """Replace torch's default process group by one with only this rank, until the block ends.
 
-    Does nothing in a world of several ranks, and where the default group has one rank already. The group is made once
-    in a world; making it waits for no other rank.
+    Does nothing in a world of several ranks, or where the default group has one rank already. The group is made once
+    in a world, without waiting for other ranks.
     """
     if world.group is not None or world.size != 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -38,7 +38,7 @@ def group_of_one(world: World) -> Generator[None]:
         cache.alone = make(
             [dist.get_rank()],
             timeout=datetime.timedelta(seconds=world.timeout_seconds),
-            # nccl and mpi make a group out of their default group, to which all ranks have to come
+            # nccl and mpi split their default group, which is a collective of all ranks
             backend="shm" if world.backend == "shm" else "gloo",
             use_local_synchronization=True,
         )

@@ -1,4 +1,4 @@
-"""The one place where a process group is made, and ended."""
+"""open_world: connects the ranks, makes torch's process group, and destroys it."""
 
 from __future__ import annotations
 
@@ -46,38 +46,37 @@ from everyrank.world.world import (
 
 __all__ = ["end_of_start", "open_world"]
 
-_LONGEST_LEAVE_SECONDS = 10.0
-_SHORT_LEAVE_SECONDS = 1.5  # after an error
+_SHUTDOWN_SECONDS = 10.0  # how long the rank that hosts the store waits for the others at the end
+_SHUTDOWN_AFTER_ERROR_SECONDS = 1.5
 _WORLDS_OPENED = itertools.count()
-# Stores in a file, of ranks that leave before the one that removes it. torch's counts who has let go of it: where the
-# file was removed a moment before, it makes one again, for the next run to find.
-_KEPT: list[dist.Store] = []
+# FileStores that must not be destroyed before the process ends. The destructor of torch's FileStore counts its users in
+# the file: if rank 0 has removed that file already, the destructor creates a new one, which a later run would find.
+_OPEN_STORES: list[dist.Store] = []
 
 
 @contextlib.contextmanager
 def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
-    """Meet the other ranks, and part from them when the block ends well.
+    """Connect to the other ranks and yield the `World`. A collective at the beginning and at the end of the block.
 
-    After an exception nobody is waited for: the launcher ends the other ranks.
-    Raises `RankFailedError` that names the ranks which did not come within `launch.timeout_seconds`.
+    After an exception no rank waits for the others, because the launcher ends them.
+    Raises `RankFailedError` with the ranks that did not connect within `launch.timeout_seconds`.
     """
     world, rendezvous = _make_world(info, launch)
     use_threads(world.threads)
     gc.collect()
-    gc.freeze()  # what is loaded by now stays; collecting garbage between two runs need not look at it again
-    with _leaving_together(world, rendezvous):
+    gc.freeze()  # loaded modules stay, so the garbage collector need not scan them between runs
+    with _shutdown_after_error(world, rendezvous):
         register_rank(world.store, world.rank, rendezvous.address, device_name(world.device))
         store_barrier(world, "start")
         peers = wait_for_peers(world.store, world.size)
-        world = replace(
-            world, hosts=tuple(other.host for other in peers), devices=tuple(other.device for other in peers)
-        )
-        way = route_to_peers(peers, world.rank, rendezvous.address)
+        world = replace(world, hosts=tuple(peer.host for peer in peers), devices=tuple(peer.device for peer in peers))
+        is_one_machine, address = route_to_peers(peers, world.rank, rendezvous.address)
         check_same_device(peers)
-        world = _with_settled_backend(world, launch.backend, peers, is_one_machine=way[0])
-        with _on_interface(launch, *way) as interface, _watching_peers(world, info), _recorded():
+        world = _with_settled_backend(world, launch.backend, peers, is_one_machine=is_one_machine)
+        network = _on_interface(launch, is_one_machine, address)
+        with network as interface, _watching_peers(world, info), _recorded_calls():
             _init_process_group(world)
-            store_barrier(world, "process group")  # who fails before peers have connected breaks their connections
+            store_barrier(world, "process group")  # a rank that failed earlier would break connections in the making
             yield replace(world, group=dist.group.WORLD, choices={**world.choices, "interface": interface})
             # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
             gc.unfreeze()
@@ -85,14 +84,14 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
             store_barrier(world, "end")
             world.group_cache.clear()
     dist.destroy_process_group()
-    _leave(world, rendezvous.is_host, _LONGEST_LEAVE_SECONDS)
+    _shutdown_barrier(world, rendezvous.is_host, _SHUTDOWN_SECONDS)
     _remove(rendezvous)
 
 
 def end_of_start(world: World) -> None:
-    """The first update is done: from now on no collective waits longer than --timeout.
+    """Set the timeout of all process groups to --timeout. Called after the first update.
 
-    Until then ranks compile, fill caches and make connections, each at its own pace (--start-timeout).
+    The first update has --start-timeout, because ranks compile, fill caches and connect at different speeds.
     """
     state = current_state()
     if state is not None:
@@ -101,7 +100,7 @@ def end_of_start(world: World) -> None:
         return
     timeout = datetime.timedelta(seconds=world.step_timeout_seconds)
     internals: Any = distributed_c10d
-    # private before torch 2.14, which warns of the old name
+    # private before torch 2.14, where the private name is deprecated
     set_timeout: Any = getattr(dist, "set_timeout", None) or internals._set_pg_timeout
     for group in internals._world.pg_map:
         if isinstance(group, PythonGroup):
@@ -111,13 +110,14 @@ def end_of_start(world: World) -> None:
 
 
 def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
-    """The device, backend and threads of this rank, and the store that it shares with the others; nobody has met yet.
+    """Choose the device, backend and threads of this rank, and open the store. Waits for no other rank but the store's.
 
-    Raises `CannotRunError` or `UsageError` for a device or backend that cannot be had, and what `open_store` raises.
+    Raises `CannotRunError` or `UsageError` for an unavailable device or backend, and the errors of `open_store`.
     """
     num_cuda = torch.cuda.device_count()
     kind = choose_device(launch.device, num_cuda)
-    backend, why = choose_backend(launch.backend, kind, info.local_size, info.local_size)  # shared devices: see below
+    # assumes one device for each rank; `_with_settled_backend` counts shared devices
+    backend, why = choose_backend(launch.backend, kind, info.local_size, info.local_size)
     device = torch.device("cuda", info.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -133,7 +133,7 @@ def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
         threads=threads,
         loader_workers=launch.loader_workers,
         timeout_seconds=launch.start_seconds,
-        # A store may outlive a world: a restart, or another world of the same process, has other names in it.
+        # A store may outlive a world: a restart, or a second world of the same process, uses different keys.
         store=dist.PrefixStore(f"everyrank/{info.store_round}/{next(_WORLDS_OPENED)}", rendezvous.store),
         group=None,
         choices={
@@ -149,14 +149,14 @@ def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
     return world, rendezvous
 
 
-def _with_settled_backend(world: World, asked: str | None, peers: Sequence[Peer], is_one_machine: bool) -> World:
-    """What only all ranks together can tell: whether they share memory, or devices. A collective over the store.
+def _with_settled_backend(world: World, requested: str | None, peers: Sequence[Peer], is_one_machine: bool) -> World:
+    """Choose the backend again, knowing whether ranks share memory or devices. A collective over the store.
 
-    Raises `CannotRunError` on all ranks where they share no memory, and shm was asked for by name, and `UsageError`
-    where nccl was and they share devices.
+    Raises `CannotRunError` on all ranks for `--backend shm` where they share no memory, and `UsageError` for
+    `--backend nccl` where they share devices.
     """
     if world.device.type == "cuda":
-        backend, why = choose_backend(asked, "cuda", *count_devices(peers))
+        backend, why = choose_backend(requested, "cuda", *count_devices(peers))
         return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {why}"})
     if world.backend != "shm":
         return world
@@ -168,7 +168,7 @@ def _with_settled_backend(world: World, asked: str | None, peers: Sequence[Peer]
     )
     if not why_not:
         return world
-    if asked == "shm":
+    if requested == "shm":
         raise CannotRunError(f"--backend shm: {why_not}; use --backend gloo")
     return replace(world, backend="gloo", choices={**world.choices, "backend": f"gloo: {why_not}"})
 
@@ -176,7 +176,7 @@ def _with_settled_backend(world: World, asked: str | None, peers: Sequence[Peer]
 def _init_process_group(world: World) -> None:
     backend = register_backend(world.backend)
     dist.init_process_group(
-        # nccl carries CUDA tensors only; what rank 0 collects on CPU travels over gloo
+        # nccl sends CUDA tensors only; gathers of CPU tensors go over gloo
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
         store=dist.PrefixStore("group", world.store),
         rank=world.rank,
@@ -187,35 +187,35 @@ def _init_process_group(world: World) -> None:
 
 
 @contextlib.contextmanager
-def _recorded() -> Generator[None]:
-    """Whoever asks why this rank hangs is told what it has called.
+def _recorded_calls() -> Generator[None]:
+    """Record the collectives of this rank, for the report of a hang.
 
     The Flight Recorder reads its size from the environment when a group first needs it.
     """
     name, state = "TORCH_FR_BUFFER_SIZE", current_state()
-    is_asked = name in os.environ
+    is_set = name in os.environ
     os.environ.setdefault(name, str(KEPT_CALLS))
     if state is not None:
         state.calls = recorded_calls
     try:
         yield
     finally:
-        if not is_asked:
+        if not is_set:
             os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
 def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None) -> Generator[str]:
-    """Ranks of one machine stay on loopback; those of several take the interface that leads to the others.
+    """Set the network interface of gloo and NCCL: loopback on one machine, else the one on the route to the others.
 
-    gloo and NCCL read it from the environment whenever a group is made. Gives what was chosen, and why.
+    Both read it from the environment whenever a group is made. Yields the choice with its reason.
     """
     before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     variable, interfaces = before["GLOO_SOCKET_IFNAME"], usable_interfaces()
     name, why = choose_interface(launch.interface, variable, is_one_machine, own_address, interfaces)
     for variable, value in before.items():
         if name is not None and (value is None or launch.interface is not None):
-            # NCCL takes a name for the beginning of names, unless it is told otherwise
+            # without `=`, NCCL takes the name as a prefix
             os.environ[variable] = f"={name}" if variable.startswith("NCCL") else name
     try:
         yield f"{name or 'by the backend'}: {why}"
@@ -229,52 +229,52 @@ def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None)
 
 @contextlib.contextmanager
 def _watching_peers(world: World, info: RankInfo) -> Generator[None]:
-    """Between hosts, an error that another rank caused becomes that rank's. On one host the launcher sees to it."""
+    """Replace a secondary error by the failure of the rank that caused it. On one host the launcher does this."""
     if info.local_size == info.size:
         yield
         return
-    lookout = PeerMonitor(world.store, world.rank, world.hosts, world.timeout_seconds, info.fail)
+    monitor = PeerMonitor(world.store, world.rank, world.hosts, world.timeout_seconds, info.fail)
     try:
         yield
     except Exception as error:
         if not is_secondary_error(error):
-            lookout.report(error)
+            monitor.report(error)
             raise
-        cause = lookout.find_first_failure()
+        cause = monitor.find_first_failure()
         if cause is None:
-            lookout.report(error)
+            monitor.report(error)
             raise
         raise cause from error
     finally:
-        lookout.end()
+        monitor.end()
 
 
 @contextlib.contextmanager
-def _leaving_together(world: World, rendezvous: Rendezvous) -> Generator[None]:
-    """After an error, too, the store stays for a moment: peers still read there what this rank has told them."""
+def _shutdown_after_error(world: World, rendezvous: Rendezvous) -> Generator[None]:
+    """Keep the store open for a moment after an error, because the peers still read this rank's report."""
     try:
         yield
     except Exception:
         with contextlib.suppress(Exception):
-            _leave(world, rendezvous.is_host, _SHORT_LEAVE_SECONDS)
+            _shutdown_barrier(world, rendezvous.is_host, _SHUTDOWN_AFTER_ERROR_SECONDS)
         _remove(rendezvous)
         raise
 
 
 def _remove(rendezvous: Rendezvous) -> None:
-    """The file in which ranks met, by the one that leaves last."""
+    """Remove the file of a file:// rendezvous, on the rank that leaves last."""
     if rendezvous.file is None:
         return
     if rendezvous.is_host:
         rendezvous.file.unlink(missing_ok=True)
     else:
-        _KEPT.append(rendezvous.store)
+        _OPEN_STORES.append(rendezvous.store)
 
 
-def _leave(world: World, is_host: bool, seconds: float) -> None:
-    """Go, the rank that hosts the store last: the peers still ask it who has come to the end."""
+def _shutdown_barrier(world: World, is_host: bool, seconds: float) -> None:
+    """Wait on the rank that hosts the store until the others have left, because they still read it."""
     if not is_host:
-        with contextlib.suppress(RuntimeError):  # rank 0 has not waited any longer
+        with contextlib.suppress(RuntimeError):  # rank 0 may have stopped waiting
             world.store.set(f"left/{world.rank}", "gone")
         return
     deadline = time.monotonic() + seconds

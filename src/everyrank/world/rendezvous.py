@@ -1,4 +1,4 @@
-"""The store that all ranks share, by each init method. A store of ours listens where it has to, and nowhere else."""
+"""Opens the store that all ranks share, for each init method. A TCP store listens on loopback if that is enough."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from everyrank.launch.hosts import (
 
 __all__ = ["Rendezvous", "open_store"]
 
-_OF_A_STORE = (b"everyrank", b"refcount")  # the names of what our ranks, and torch itself, leave in a store
+_STORE_KEYS = (b"everyrank", b"refcount")  # everyrank's keys and torch's own, in the file of a FileStore
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks meet.
+    """An open store.
 
-    store     that of torch
-    address   of this machine on the way there; None for rank 0 and who shares its machine, or where nobody can say
-    is_host   whether this rank keeps it open, and so has to leave last
-    file      that of a file:// method, to be removed when all have gone
+    store     torch's store
+    address   address of this machine on the route to rank 0; None on rank 0's machine, or where it is not known
+    is_host   whether this rank serves the store, and so has to leave last
+    file      the file of a file:// method, to be removed by the last rank
     """
 
     store: dist.Store
@@ -55,7 +55,10 @@ class Rendezvous:
 
 
 def open_store(info: RankInfo, launch: Launch) -> Rendezvous:
-    """By `launch.init_method`, or what the launcher said. Raises `UsageError`, or `RankFailedError` after a wait."""
+    """Open the store by `launch.init_method`, or else as the launcher has set it up.
+
+    Raises `UsageError`, or `RankFailedError` after the timeout.
+    """
     method, is_store_master = launch.init_method, info.is_store_master
     if method is not None and not isinstance(method, str):
         return _by_function(info, launch)
@@ -66,27 +69,27 @@ def open_store(info: RankInfo, launch: Launch) -> Rendezvous:
     method = method or info.rendezvous_url
     if not method:
         raise UsageError(
-            f"{info.started_by} started {info.size} ranks on several hosts and does not say where they meet: "
+            f"{info.started_by} started {info.size} ranks on several hosts without an address for the rendezvous: add "
             "--init-method tcp://HOST:PORT (HOST: that of rank 0), or set MASTER_ADDR and MASTER_PORT"
         )
     timeout = datetime.timedelta(seconds=launch.start_seconds)
-    kind, _, place = method.partition("://")
+    kind, _, address = method.partition("://")
     if kind == "file":
-        if launch.init_method is None:  # the launcher's own, which goes away with the job
-            return Rendezvous(dist.FileStore(url2pathname(place), info.size), None, is_host=False)
-        return _by_file(Path(place), info, launch.start_seconds)
+        if launch.init_method is None:  # the launcher's file, which it removes with the job
+            return Rendezvous(dist.FileStore(url2pathname(address), info.size), None, is_host=False)
+        return _by_file(Path(address), info, launch.start_seconds)
     if kind == "meet":
-        return _by_address_in_file(Path(url2pathname(place)), info, timeout)
+        return _by_address_in_file(Path(url2pathname(address)), info, timeout)
     if kind == "http":
-        return _by_address_at_server(place, info, timeout)
-    host, port = split_endpoint(place, "--init-method tcp://")
+        return _by_address_at_server(address, info, timeout)
+    host, port = split_endpoint(address, "--init-method tcp://")
     is_alone = info.local_size == info.size
     launcher = find_launcher(info.started_by)
     if launcher is None or not launcher.trusts_address(host):
         (check_known if is_alone else check_reachable)(host, "the rendezvous at")
     store = _tcp(host, port, is_store_master, timeout, is_alone)
-    address = None if is_alone or info.rank == 0 else local_address_towards(host)
-    return Rendezvous(store, address, is_store_master)
+    local_address = None if is_alone or info.rank == 0 else local_address_towards(host)
+    return Rendezvous(store, local_address, is_store_master)
 
 
 def _of_environment(environment: Mapping[str, str], info: RankInfo) -> tuple[str, bool]:
@@ -121,7 +124,7 @@ def _by_file(path: Path, info: RankInfo, timeout_seconds: float) -> Rendezvous:
         raise UsageError(f"file://{path}: it cannot be written; give another place")
     with contextlib.suppress(OSError):
         content, age = path.read_bytes(), time.time() - path.stat().st_mtime
-        if content and not any(name in content for name in _OF_A_STORE):
+        if content and not any(name in content for name in _STORE_KEYS):
             raise UsageError(f"file://{path}: that file holds something else; give a name that is free")
         if content and age > timeout_seconds:  # nobody who wrote that is still waiting
             raise UsageError(
@@ -136,7 +139,7 @@ def _by_file(path: Path, info: RankInfo, timeout_seconds: float) -> Rendezvous:
 
 
 def _by_address_in_file(path: Path, info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
-    """Rank 0 opens a store on a port that the system chooses, and writes down where: no port can collide."""
+    """Rank 0 opens a store on a free port and writes its address to a file, so that no ports collide."""
     if info.rank == 0:
         store, row = _open_anywhere(info, timeout)
         partial = path.with_name(path.name + ".partial")
@@ -144,41 +147,41 @@ def _by_address_in_file(path: Path, info: RankInfo, timeout: datetime.timedelta)
         partial.replace(path)
         return Rendezvous(store, None, is_host=True)
     deadline = time.monotonic() + timeout.total_seconds()
-    while path not in path.parent.iterdir():  # `exists` is remembered by storage of a network
+    while path not in path.parent.iterdir():  # network file systems cache `exists`
         if time.monotonic() > deadline:
             raise _no_address(timeout)
         time.sleep(0.02)
     row = json.loads(path.read_text())
-    found = _come_to(row, info, timeout)
-    if found is None:
+    rendezvous = _connect(row, info, timeout)
+    if rendezvous is None:
         tried = ", ".join(row["addresses"]) or "no address at all"
         where = f"rank 0's host {row['host']} does not answer on port {row['port']} at {tried}"
-        raise RankFailedError(f"{where}: is there a firewall between?")
-    return found
+        raise RankFailedError(f"{where}: check for a firewall between the hosts")
+    return rendezvous
 
 
-def _by_address_at_server(place: str, info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
-    """The same, where the ranks share a server of names and values over HTTP, such as horovodrun keeps open for them.
+def _by_address_at_server(server: str, info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
+    """Like `_by_address_in_file`, with an HTTP key-value server, such as horovodrun's, in place of the file.
 
-    What an earlier command of the same ranks has written there answers no more.
+    The entry of an earlier command is skipped, because its store no longer answers.
     """
     if info.rank == 0:
         store, row = _open_anywhere(info, timeout)
-        _ask_server(place, "PUT", row)
+        _ask_server(server, "PUT", row)
         return Rendezvous(store, None, is_host=True)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        text = _ask_server(place, "GET")
-        found = _come_to(json.loads(text), info, timeout) if text else None
-        if found is not None:
-            return found
+        text = _ask_server(server, "GET")
+        rendezvous = _connect(json.loads(text), info, timeout) if text else None
+        if rendezvous is not None:
+            return rendezvous
         time.sleep(0.02)
     raise _no_address(timeout)
 
 
-def _ask_server(place: str, method: str, text: str | None = None) -> str:
-    """What stands there under our name; nothing: an empty text."""
-    host, port = split_endpoint(place, "the rendezvous at http://")
+def _ask_server(server: str, method: str, text: str | None = None) -> str:
+    """Write everyrank's entry on the server, or return it; an empty text where there is none."""
+    host, port = split_endpoint(server, "the rendezvous at http://")
     try:
         connection = http.client.HTTPConnection(host, port, timeout=5.0)
         connection.request(method, "/everyrank/address", text)
@@ -186,15 +189,17 @@ def _ask_server(place: str, method: str, text: str | None = None) -> str:
         return answer.read().decode() if answer.status == 200 else ""
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "strerror", None) or type(error).__name__
-        raise RankFailedError(f"the rendezvous at http://{place} does not answer: {why}") from error
+        raise RankFailedError(f"the rendezvous at http://{server} does not answer: {why}") from error
 
 
 def _no_address(timeout: datetime.timedelta) -> RankFailedError:
-    return RankFailedError(f"rank 0 did not say where to meet within {timeout.total_seconds():g} s (--timeout)")
+    return RankFailedError(
+        f"rank 0 did not publish the address of its store within {timeout.total_seconds():g} s (--timeout)"
+    )
 
 
 def _open_anywhere(info: RankInfo, timeout: datetime.timedelta) -> tuple[dist.Store, str]:
-    """A store on a port that the system chooses, and what the others need to come to it, as JSON."""
+    """Open a store on a free port; return it, and as JSON what the other ranks need to connect."""
     is_alone = info.local_size == info.size
     addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
     addresses = [address for address in addresses if not address.startswith("fe80")]
@@ -204,9 +209,9 @@ def _open_anywhere(info: RankInfo, timeout: datetime.timedelta) -> tuple[dist.St
     return store, json.dumps(row)
 
 
-def _come_to(row: dict[str, Any], info: RankInfo, timeout: datetime.timedelta) -> Rendezvous | None:
-    """The store of rank 0; None where none of its addresses answers."""
-    is_here = row["boot"] == boot_id()  # ranks of one machine may call themselves several hosts, as in a small Slurm
+def _connect(row: dict[str, Any], info: RankInfo, timeout: datetime.timedelta) -> Rendezvous | None:
+    """Connect to rank 0's store. Returns None where none of its addresses answers."""
+    is_here = row["boot"] == boot_id()  # a small Slurm may run several "hosts" on one machine
     for address in ["127.0.0.1"] if is_here else row["addresses"]:
         if _answers(address, row["port"]):
             store = _tcp(address, row["port"], False, timeout, info.local_size == info.size)
@@ -223,7 +228,7 @@ def _answers(address: str, port: int) -> bool:
 
 
 def _tcp(host: str, port: int, opens: bool, timeout: datetime.timedelta, is_alone: bool) -> dist.Store:
-    """Open the store, or come to it. An empty `host` opens it on every interface."""
+    """Open a TCPStore or connect to one. An empty `host` listens on every interface."""
     listening = _listen(host, port, is_alone) if opens else None
     if not opens:
         _wait_for(host, port, timeout.total_seconds())
@@ -240,42 +245,42 @@ def _tcp(host: str, port: int, opens: bool, timeout: datetime.timedelta, is_alon
             master_listen_fd=listening.fileno() if listening is not None else None,
         )
     except RuntimeError as error:
-        what = "open" if opens else "reach"
+        action = "open" if opens else "reach"
         reason = str(error).splitlines()[0]
-        raise RankFailedError(f"cannot {what} the store of rank 0 at {host}:{port}: {reason}") from error
+        raise RankFailedError(f"cannot {action} the store of rank 0 at {host}:{port}: {reason}") from error
     if listening is not None:
-        listening.detach()  # it is the store's now
+        listening.detach()  # the store owns the socket now
     return store
 
 
 def _wait_for(host: str, port: int, seconds: float) -> None:
-    """Until somebody listens there: torch's own client asks again only after ever longer pauses."""
+    """Wait until the port is open. torch's client would retry only after longer and longer pauses."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, port), timeout=seconds).close()
         except ConnectionRefusedError:
             time.sleep(0.02)
-        except OSError:  # the client below says what is wrong
+        except OSError:  # torch's client raises the error
             return
         else:
             return
 
 
 def _listen(host: str, port: int, is_alone: bool) -> socket.socket:
-    """Listen at the address that was named, and on loopback alone where all ranks are on this host."""
-    found = addresses_of(host) if host else []
-    found.sort(key=lambda address: is_loopback(address) != is_alone)  # others cannot come to loopback
-    wanted = found[0] if found else ("127.0.0.1" if is_alone else "")
-    listening = socket.socket(socket.AF_INET6 if ":" in wanted else socket.AF_INET, socket.SOCK_STREAM)
+    """Listen at the address of `host`, and only on loopback where all ranks are on this host."""
+    addresses = addresses_of(host) if host else []
+    addresses.sort(key=lambda address: is_loopback(address) != is_alone)  # other hosts cannot reach loopback
+    address = addresses[0] if addresses else ("127.0.0.1" if is_alone else "")
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         try:
-            listening.bind((wanted, port))
+            listening.bind((address, port))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL or is_alone:
                 raise
-            listening.bind(("", port))  # others know this host by an address that it does not have itself
+            listening.bind(("", port))  # behind NAT, other hosts use an address that no interface here has
         listening.listen(2048)
     except OSError as error:
         listening.close()

@@ -1,4 +1,4 @@
-"""One rank's place in the world, and what is chosen for it."""
+"""World: one rank's view of the job. Chooses its device, backend and threads."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ __all__ = [
 
 @dataclass
 class GroupCache:
-    """Groups of some of the ranks. They end with the world: making one is a collective of all ranks, and layouts are
-    prepared again and again.
+    """Process groups of some of the ranks, which live as long as the world.
+
+    Making a group is a collective of all ranks, and layouts are prepared many times in a world.
 
     groups          process groups along axes of a layout
     device_meshes   torch's meshes
-    alone           of this rank only; only ranks that have worked alone have made it
-    saving          of all ranks on CPU: for what saves in the background (True), and for what saves at once
-    at_end          by name, what ends communication that is not torch's (Horovod), called by every rank
+    alone           of this rank only; made by `group_of_one`
+    saving          of all ranks on CPU: for asynchronous saves (True) and for synchronous ones (False)
+    at_end          by name, functions that end communication outside torch (Horovod), called by every rank
     """
 
     groups: dict[Any, dist.ProcessGroup] = field(default_factory=dict[Any, Any])
@@ -45,7 +46,7 @@ class GroupCache:
     at_end: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
 
     def clear(self) -> None:
-        """Forget all groups: their world has ended."""
+        """Forget all groups, because their world has ended."""
         for end in self.at_end.values():
             end()
         self.at_end.clear()
@@ -57,24 +58,24 @@ class GroupCache:
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place in the world.
+    """One rank's view of the job: its numbers, device, process group and store.
 
     rank, size              over all hosts
     local_rank, local_size  on this host
-    device                  where this rank computes
-    backend                 what carries its collectives: shm, mpi, gloo or nccl
+    device                  torch device of this rank
+    backend                 of its collectives: shm, mpi, gloo or nccl
     threads                 CPU threads of this rank
     loader_workers          data loader processes of this rank
-    timeout_seconds         longest wait for another rank; of collectives, until the first update is done
-    step_timeout_seconds    the same of collectives from then on; None: as before
-    start_flag              the word of the command line that says the first of the two
-    store                   where ranks leave each other small notes
-    group                   all ranks; None in the world of one that `single_process_world` makes inside a larger one
+    timeout_seconds         longest wait for another rank; for collectives, until the first update is done
+    step_timeout_seconds    timeout of collectives after the first update; None: `timeout_seconds`
+    start_flag              the command-line flag that sets `timeout_seconds`
+    store                   torch's key-value store for small messages between ranks
+    group                   process group of all ranks; None in a `single_process_world`
     hosts                   the name of each rank's host
-    devices                 what each rank computes on: `cpu`, or `cuda` and which card of its host
-    choices                 what was chosen automatically, and why: backend, interface, threads
-    threads_alone           CPU threads of a rank that works alone on its host
-    group_cache             groups of some of the ranks, made when first asked for
+    devices                 the device of each rank: `cpu`, or `cuda` and the card of its host
+    choices                 the automatic choices with their reasons: backend, interface, threads
+    threads_alone           CPU threads of rank 0 while the other ranks wait
+    group_cache             process groups of some of the ranks, made at first use
     """
 
     rank: int
@@ -97,23 +98,23 @@ class World:
     group_cache: GroupCache = field(default_factory=lambda: GroupCache(), repr=False, compare=False)
 
 
-def choose_device(asked: str | None, num_cuda: int) -> str:
-    """The type of device: cpu or cuda. Raises `CannotRunError` for cuda on a machine without it."""
-    if asked == "cuda" and num_cuda == 0:
-        raise CannotRunError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    return asked or ("cuda" if num_cuda else "cpu")
+def choose_device(requested: str | None, num_cuda: int) -> str:
+    """Return the type of device: cpu or cuda. Raises `CannotRunError` for cuda on a machine without it."""
+    if requested == "cuda" and num_cuda == 0:
+        raise CannotRunError("--device cuda: torch sees no CUDA device; use --device cpu")
+    return requested or ("cuda" if num_cuda else "cpu")
 
 
 def cards_here(world: World) -> list[str]:
-    """The cards that ranks of this rank's host compute on: `0:3b:00` (domain, bus, device) of each."""
-    here = zip(world.hosts, world.devices, strict=True)
-    found = {device.partition(" ")[2] for host, device in here if host == world.hosts[world.rank]}
-    return sorted(found - {""})
+    """Return the GPUs that the ranks of this host use, each as `0:3b:00` (PCI domain, bus, device)."""
+    devices = zip(world.hosts, world.devices, strict=True)
+    cards = {device.partition(" ")[2] for host, device in devices if host == world.hosts[world.rank]}
+    return sorted(cards - {""})
 
 
-def describe_device(asked: str | None, kind: str) -> str:
-    """The type of device that was chosen, and why; for whoever expected another one."""
-    if asked is not None:
+def describe_device(requested: str | None, kind: str) -> str:
+    """Return the type of device and why it was chosen."""
+    if requested is not None:
         return f"{kind}: asked for"
     if kind == "cuda":
         return "cuda: torch sees one"
@@ -122,44 +123,44 @@ def describe_device(asked: str | None, kind: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What tells this device from the others of its machine, in every process alike: `cpu`, or `cuda` and its card.
+    """Return a name of this device, unique on its machine and equal in all processes: `cpu`, or `cuda` and its card.
 
-    Numbers do not: with one visible device for each rank (srun --gpus-per-task) all of them compute on `cuda:0`. The
-    card is its place on the PCI bus, by which NCCL refuses two ranks of one; else its UUID.
+    Device numbers are not unique: with one visible device for each rank (srun --gpus-per-task) all use `cuda:0`. The
+    card is its PCI bus id, by which NCCL detects two ranks on one GPU; else its UUID.
     """
     if device.type != "cuda":
         return device.type
     card: Any = torch.cuda.get_device_properties(device)
-    places = [getattr(card, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None not in places:
-        return "cuda {:x}:{:02x}:{:02x}".format(*places)
+    bus_ids = [getattr(card, f"pci_{field_name}_id", None) for field_name in ("domain", "bus", "device")]
+    if None not in bus_ids:
+        return "cuda {:x}:{:02x}:{:02x}".format(*bus_ids)
     return f"cuda {getattr(card, 'uuid', device.index)}"
 
 
-def choose_backend(asked: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
-    """The backend, and why: for `local_size` ranks of a machine that compute on `num_cuda` different CUDA devices.
+def choose_backend(requested: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
+    """Return the backend and the reason, for `local_size` ranks on `num_cuda` CUDA devices of a machine.
 
     `open_world` changes shm to gloo where ranks turn out to share no memory. Raises `UsageError` for a backend that
     cannot move tensors of this device.
     """
     if device == "cpu":
-        if asked == "nccl":
+        if requested == "nccl":
             raise UsageError("--backend nccl: it moves CUDA tensors only; use shm or gloo with --device cpu")
-        return (asked, "asked for") if asked else ("shm", "the tensors are on CPU, the ranks on one host")
-    if asked in OWN_BACKENDS:
-        raise UsageError(f"--backend {asked}: it moves CPU tensors only; use nccl or gloo with --device {device}")
+        return (requested, "asked for") if requested else ("shm", "the tensors are on CPU, the ranks on one host")
+    if requested in OWN_BACKENDS:
+        raise UsageError(f"--backend {requested}: it moves CPU tensors only; use nccl or gloo with --device {device}")
     if local_size > num_cuda:
         why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}, which nccl refuses"
-        if asked == "nccl":
+        if requested == "nccl":
             raise UsageError(f"--backend nccl: {why}; use gloo, or --processes {num_cuda}")
         return "gloo", why
-    return (asked, "asked for") if asked else ("nccl", "one CUDA device for each rank")
+    return (requested, "asked for") if requested else ("nccl", "one CUDA device for each rank")
 
 
-def choose_threads(asked: int | None, cores: int, local_size: int) -> tuple[int, int, str]:
-    """CPU threads of a rank and of one that works alone on its host, and why."""
-    if asked is not None:
-        threads = min(asked, cores)
+def choose_threads(requested: int | None, cores: int, local_size: int) -> tuple[int, int, str]:
+    """Return the CPU threads of a rank, those of rank 0 while the others wait, and the reason."""
+    if requested is not None:
+        threads = min(requested, cores)
         return threads, threads, f"{threads} in each process: asked for in the environment"
     threads = max(1, cores // local_size)
     cores_text = f"{cores} core{'s' * (cores != 1)}"
@@ -173,13 +174,13 @@ def choose_threads(asked: int | None, cores: int, local_size: int) -> tuple[int,
 
 
 def single_process_world(world: World) -> World:
-    """The world of one in which rank 0 runs alone, with all the devices of this host, and threads for all its cores."""
-    # as many loader workers as all ranks of the host have together: no layout is fed faster than another
+    """Return a world of size 1, in which rank 0 runs `single` with threads for all cores of this host."""
+    # as many loader workers as all ranks of the host together, so that `single` loads as fast as other layouts
     workers = world.loader_workers * world.local_size if world.size > 1 else world.loader_workers
     return replace(world, rank=0, size=1, threads=world.threads_alone, loader_workers=workers, group=None)
 
 
 def use_threads(threads: int) -> None:
-    """Compute with this many CPU threads from now on."""
+    """Set torch's number of CPU threads."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

@@ -7,7 +7,7 @@ is a communicator of its own. All calls are made under the engine's lock: MPI_TH
     library.py       mpi4py and its MPI, and whether mpirun has started these ranks
     calls.py         memory as MPI takes it; asking until a call is done
     collectives.py   all ranks of a group, after they agreed what they call
-    whereabouts.py   who is missing, and what the others call: in the store, because MPI does not say
+    wait_table.py   who is missing, and what the others call: in the store, because MPI does not say
     messages.py      between two ranks
     group.py         all of these together: what a group of torch is made of
 """

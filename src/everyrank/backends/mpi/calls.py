@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everyrank.backends.lane import Steps
+from everyrank.backends.operation_queue import Steps
 
 __all__ = ["UNFINISHED", "Calls", "apart", "hand_out", "joined", "room_for", "widened"]
 
@@ -108,28 +108,28 @@ def room_for(parts: list[Tensor]) -> list[Tensor]:
     """`parts` where they lie one after the other in memory, else a tensor for all of them."""
     if not parts or _are_adjacent(parts):
         return parts
-    return [parts[0].new_empty(sum(part.numel() for part in parts))]
+    return [parts[0].new_empty(sum(chunk.numel() for chunk in parts))]
 
 
 def hand_out(whole: list[Tensor], parts: list[Tensor]) -> None:
     """Into `parts`, from what `room_for` gave for them."""
     if whole is not parts:
-        for part, found in zip(parts, whole[0].split([part.numel() for part in parts]), strict=True):
-            part.copy_(found)
+        for output, values in zip(parts, whole[0].split([output.numel() for output in parts]), strict=True):
+            output.copy_(values)
 
 
-def _overlap(one: Tensor, parts: Sequence[Tensor]) -> bool:
-    first, last = one.data_ptr(), one.data_ptr() + one.nbytes
-    return any(part.data_ptr() < last and first < part.data_ptr() + part.nbytes for part in parts)
+def _overlap(tensor: Tensor, parts: Sequence[Tensor]) -> bool:
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return any(other.data_ptr() < last and first < other.data_ptr() + other.nbytes for other in parts)
 
 
-def apart(own: Tensor, whole: list[Tensor]) -> Tensor:
+def apart(tensor: Tensor, whole: list[Tensor]) -> Tensor:
     """`own`, or a copy where it lies in `whole`: MPI reads no memory that it also writes."""
-    return own.clone() if _overlap(own, whole) else own
+    return tensor.clone() if _overlap(tensor, whole) else tensor
 
 
 def joined(parts: list[Tensor], written: Sequence[Tensor]) -> list[Tensor]:
-    """`parts` in one piece of memory, which is not that of `written`."""
+    """`parts` in one chunk of memory, which is not that of `written`."""
     if not parts or (_are_adjacent(parts) and not any(_overlap(tensor, parts) for tensor in written)):
         return parts
     return [torch.cat(parts)]

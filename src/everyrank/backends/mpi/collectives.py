@@ -14,9 +14,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from everyrank.backends.lane import Steps
 from everyrank.backends.mpi.calls import Calls, apart, hand_out, joined, room_for, widened
-from everyrank.backends.mpi.whereabouts import Whereabouts
+from everyrank.backends.mpi.wait_table import WaitTable
+from everyrank.backends.operation_queue import Steps
 from everyrank.errors import RankFailedError
 
 __all__ = ["MpiCollectives"]
@@ -28,9 +28,9 @@ _MOST_PIECES = 32
 class MpiCollectives:
     """Of one communicator; `GroupCollectives` of transport.py says what each does."""
 
-    def __init__(self, calls: Calls, rank: int, size: int, whereabouts: Whereabouts) -> None:
+    def __init__(self, calls: Calls, rank: int, size: int, wait_table: WaitTable) -> None:
         self.calls, self.mpi, self.communicator = calls, calls.mpi, calls.communicator
-        self.rank, self.size, self.whereabouts = rank, size, whereabouts
+        self.rank, self.size, self.wait_table = rank, size, wait_table
 
     def _run(self, call: str, start: Callable[[], Any], *memory: Any) -> Steps:
         """Agree on the call, start it, ask until it is done."""
@@ -39,13 +39,13 @@ class MpiCollectives:
 
     def _agree(self, call: str) -> Steps:
         """Raises `RankFailedError` on all ranks where one of them calls something else."""
-        self.whereabouts.begin(call)
+        self.wait_table.begin(call)
         number = crc32(call.encode())
         least = array("q", [number, -number])
         request = self.communicator.Iallreduce(self.mpi.IN_PLACE, [least, self.mpi.INT64_T], self.mpi.MIN)
         yield from self._until_done(request, least)
         if least[0] != -least[1]:
-            words = yield from self.whereabouts.difference()
+            words = yield from self.wait_table.difference()
             raise RankFailedError(f"{words}: all ranks of a group call the same collectives in the same order")
 
     def _until_done(self, request: Any, *memory: Any) -> Steps:
@@ -66,11 +66,11 @@ class MpiCollectives:
         self._put(wide, tensor, reduction)
 
     def _added_up(self, wide: Tensor, operation: Any) -> Steps:
-        """In pieces that are under way together: on one host Open MPI is a third faster with them at 32 MiB."""
+        """In chunks that are under way together: on one host Open MPI is a third faster with them at 32 MiB."""
         length = max(_PIECE_BYTES // wide.itemsize, -(-len(wide) // _MOST_PIECES))
         requests = [
-            self.communicator.Iallreduce(self.mpi.IN_PLACE, self.calls.reduced(piece), operation)
-            for piece in wide.split(length)
+            self.communicator.Iallreduce(self.mpi.IN_PLACE, self.calls.reduced(chunk), operation)
+            for chunk in wide.split(length)
         ]
         for request in requests:
             yield from self._until_done(request, wide)
@@ -105,54 +105,54 @@ class MpiCollectives:
             _text("broadcast", tensor, root=root), lambda: self.communicator.Ibcast(memory, root), tensor
         )
 
-    def all_gather(self, parts: list[Tensor], own: Tensor) -> Steps:
+    def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
         """As `GroupCollectives` says."""
         whole = room_for(parts)
-        given = apart(own, whole)
+        given = apart(sent, whole)
         memory = self.calls.moved([given]), self.calls.moved(whole)
-        yield from self._run(_text("all_gather", own), lambda: self.communicator.Iallgather(*memory), given, whole)
+        yield from self._run(_text("all_gather", sent), lambda: self.communicator.Iallgather(*memory), given, whole)
         hand_out(whole, parts)
 
-    def gather(self, parts: list[Tensor], own: Tensor, root: int) -> Steps:
+    def gather(self, parts: list[Tensor], sent: Tensor, root: int) -> Steps:
         """As `GroupCollectives` says."""
         whole = room_for(parts)
-        given = apart(own, whole)
+        given = apart(sent, whole)
         memory = self.calls.moved([given]), self.calls.moved(whole) if self.rank == root else None
-        call = _text("gather", own, root=root)
+        call = _text("gather", sent, root=root)
         yield from self._run(call, lambda: self.communicator.Igather(*memory, root), given, whole)
         hand_out(whole, parts)
 
-    def scatter(self, own: Tensor, parts: list[Tensor], root: int) -> Steps:
+    def scatter(self, received: Tensor, parts: list[Tensor], root: int) -> Steps:
         """As `GroupCollectives` says."""
-        whole = joined(parts, [own])
-        memory = self.calls.moved(whole) if self.rank == root else None, self.calls.moved([own])
-        call = _text("scatter", own, root=root)
-        yield from self._run(call, lambda: self.communicator.Iscatter(*memory, root), own, whole)
+        whole = joined(parts, [received])
+        memory = self.calls.moved(whole) if self.rank == root else None, self.calls.moved([received])
+        call = _text("scatter", received, root=root)
+        yield from self._run(call, lambda: self.communicator.Iscatter(*memory, root), received, whole)
 
-    def reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str) -> Steps:
+    def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
         """As `GroupCollectives` says."""
-        return self._reduce_scatter(own, parts, reduction, self.calls.operation(reduction, own.dtype))
+        return self._reduce_scatter(received, parts, reduction, self.calls.operation(reduction, received.dtype))
 
-    def _reduce_scatter(self, own: Tensor, parts: list[Tensor], reduction: str, operation: Any) -> Steps:
-        wide = widened(own)
-        given = torch.cat([part.to(wide.dtype) for part in parts])
+    def _reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str, operation: Any) -> Steps:
+        wide = widened(received)
+        given = torch.cat([chunk.to(wide.dtype) for chunk in parts])
         memory = self.calls.reduced(given), self.calls.reduced(wide)
         yield from self._run(
-            _text("reduce_scatter", own, reduction),
+            _text("reduce_scatter", received, reduction),
             lambda: self.communicator.Ireduce_scatter_block(*memory, operation),
             given,
             wide,
         )
-        self._put(wide, own, reduction)
+        self._put(wide, received, reduction)
 
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
         """As `GroupCollectives` says. How long each part is goes first: MPI does not say that one was shorter."""
-        lengths = torch.tensor([part.nbytes for part in sent])
-        found = torch.empty_like(lengths)
-        memory = self.calls.moved([lengths]), self.calls.moved([found])
+        lengths = torch.tensor([chunk.nbytes for chunk in sent])
+        incoming_lengths = torch.empty_like(lengths)
+        memory = self.calls.moved([lengths]), self.calls.moved([incoming_lengths])
         call = f"all_to_all({str(sent[0].dtype).removeprefix('torch.')})"
-        yield from self._run(call, lambda: self.communicator.Ialltoall(*memory), lengths, found)
-        for rank, num_bytes in enumerate(found.tolist()):
+        yield from self._run(call, lambda: self.communicator.Ialltoall(*memory), lengths, incoming_lengths)
+        for rank, num_bytes in enumerate(incoming_lengths.tolist()):
             if num_bytes != received[rank].nbytes:
                 raise RuntimeError(
                     f"all_to_all: rank {rank} of the group sends {num_bytes} bytes to rank {self.rank}, which expects "
@@ -165,7 +165,7 @@ class MpiCollectives:
 
     def _uneven(self, whole: list[Tensor], parts: list[Tensor]) -> list[Any]:
         memory, kind = self.calls.moved(whole)
-        return [memory, [part.numel() for part in parts], None, kind]
+        return [memory, [chunk.numel() for chunk in parts], None, kind]
 
 
 def _text(operation: str, tensor: Tensor, reduction: str = "", root: int | None = None) -> str:

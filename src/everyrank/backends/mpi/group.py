@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from everyrank.backends.engine import ENGINE
 from everyrank.backends.group import PythonGroup
-from everyrank.backends.lane import Lane
 from everyrank.backends.mpi.calls import UNFINISHED, Calls
 from everyrank.backends.mpi.collectives import MpiCollectives
 from everyrank.backends.mpi.library import load_mpi, meet
 from everyrank.backends.mpi.messages import MpiMessages
-from everyrank.backends.mpi.whereabouts import Whereabouts
+from everyrank.backends.mpi.wait_table import WaitTable
+from everyrank.backends.operation_queue import OperationQueue
 from everyrank.backends.transport import Transport
 
 __all__ = ["make_mpi_group"]
@@ -40,12 +40,12 @@ def make_mpi_group(
             with ENGINE.lock:
                 communicator.Free()
 
-    calls, whereabouts = Calls(mpi, communicator), Whereabouts(store, rank, ranks)
+    calls, wait_table = Calls(mpi, communicator), WaitTable(store, rank, ranks)
     transport = Transport(
         "mpi",
-        MpiCollectives(calls, rank, size, whereabouts),
+        MpiCollectives(calls, rank, size, wait_table),
         MpiMessages(calls, rank, size, ranks, seconds),
-        Lane(ranks, seconds, whereabouts.lost),
+        OperationQueue(ranks, seconds, wait_table.lost),
         close,
     )
     return PythonGroup(transport, rank, size, name)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from everyrank.backends.handshake import handshake
 from everyrank.backends.mpi.calls import UNFINISHED
-from everyrank.backends.said import said
 from everyrank.errors import CannotRunError
 
 __all__ = ["load_mpi", "meet"]
@@ -56,11 +56,13 @@ def meet(store: dist.Store, mpi: Any, rank: int, size: int, ranks: Sequence[int]
     """The rank of each in MPI's own world, once all have come. Raises `CannotRunError` on all if these are no world."""
     world = mpi.COMM_WORLD
     store.set(f"place/{rank}", json.dumps([world.Get_rank(), world.Get_size()]))
-    found = [said(store, f"place/{one}", ranks[one], "MPI group", seconds) for one in range(size)]
-    places, sizes = [place for place, _ in found], {count for _, count in found}
-    if len(set(places)) < size or len(sizes) > 1:
+    entries = [
+        handshake(store, f"place/{group_rank}", ranks[group_rank], "MPI group", seconds) for group_rank in range(size)
+    ]
+    mpi_ranks, sizes = [mpi_rank for mpi_rank, _ in entries], {count for _, count in entries}
+    if len(set(mpi_ranks)) < size or len(sizes) > 1:
         library = mpi.Get_library_version().partition(",")[0].splitlines()[0].strip("\0 ")
         raise CannotRunError(
             f"--backend mpi: MPI knows {min(sizes)} of {size} ranks; mpi4py uses {library}: start them by its mpirun"
         )
-    return places
+    return mpi_ranks

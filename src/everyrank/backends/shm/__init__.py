@@ -2,10 +2,10 @@
 
 segment.py       the memory, and whether the others live
 calls.py         what a rank calls, as one number
-pieces.py        flat tensors in pieces
-phases.py        all ranks of a group: slots and counters
+chunks.py        flat tensors in chunks
+phases.py        all ranks of a group: buffers and counters
 collectives.py   the collectives over these
-messages.py      between two ranks: rings of cells
+messages.py      between two ranks: rings of entries
 group.py         all of it together: the group that torch sees
 """
 

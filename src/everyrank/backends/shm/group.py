@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from everyrank.backends.engine import ENGINE
 from everyrank.backends.group import PythonGroup
-from everyrank.backends.lane import Lane
-from everyrank.backends.shm.collectives import Slots
-from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
+from everyrank.backends.operation_queue import OperationQueue
+from everyrank.backends.shm.collectives import SharedBuffers
+from everyrank.backends.shm.messages import NUM_ENTRIES, Rings, words_of_rings
 from everyrank.backends.shm.phases import LINE
 from everyrank.backends.shm.segment import map_shared
 from everyrank.backends.transport import Transport
@@ -35,50 +35,52 @@ def make_shm_group(
     Raises `CannotRunError` where they share none, and `RankFailedError` naming who does not come. The memory is taken
     from the machine page by page, when it is first written.
     """
-    slot, cell = slot_and_cell(size)
+    buffer, entry = slot_and_cell(size)
     num_words = LINE * size + words_of_rings(size)
     first_slot = -(-num_words * 8 // _PAGE) * _PAGE
-    first_cell = first_slot + 2 * size * slot
-    total = first_cell + size * size * NUM_CELLS * cell
+    first_cell = first_slot + 2 * size * buffer
+    total = first_cell + size * size * NUM_ENTRIES * entry
     seconds = timeout.total_seconds()
     memory, peers = map_shared(store, rank, size, ranks, total, seconds)
     words = memoryview(memory)[:first_slot].cast("q")
     content = torch.frombuffer(memory, dtype=torch.uint8)
-    slots = content[first_slot:first_cell].view(2, size, slot)
-    cells = content[first_cell:].view(size * size, NUM_CELLS, cell)
+    buffers = content[first_slot:first_cell].view(2, size, buffer)
+    entries = content[first_cell:].view(size * size, NUM_ENTRIES, entry)
 
-    collectives = Slots(rank, size, ranks, words, 0, [list(row) for row in slots])
+    collectives = SharedBuffers(rank, size, ranks, words, 0, [list(row) for row in buffers])
 
-    lane = Lane(ranks, seconds, broke=collectives.give_up)
+    queue = OperationQueue(ranks, seconds, broke=collectives.give_up)
 
     def lost(missing: Sequence[int]) -> dict[int, str]:
-        gave_up = [one for one in missing if collectives.gave_up(one)]
-        return {one: f"rank {ranks[one]} has failed in this group" for one in gave_up} | peers.lost(missing)
+        gave_up = [group_rank for group_rank in missing if collectives.gave_up(group_rank)]
+        return {
+            group_rank: f"rank {ranks[group_rank]} has failed in this group" for group_rank in gave_up
+        } | peers.lost(missing)
 
-    lane.lost = lost
+    queue.lost = lost
 
-    def new_lane(is_any_enough: bool) -> Lane:
-        return Lane(ranks, lane.timeout_seconds, lost, is_any_enough, is_message=True)
+    def new_lane(is_any_enough: bool) -> OperationQueue:
+        return OperationQueue(ranks, queue.timeout_seconds, lost, is_any_enough, is_message=True)
 
     # all cores: launchers may bind each rank to one of its own
-    ENGINE.is_crowded = ENGINE.is_crowded or size > (os.cpu_count() or size)
+    ENGINE.is_oversubscribed = ENGINE.is_oversubscribed or size > (os.cpu_count() or size)
     transport = Transport(
         "shm",
         collectives,
-        Rings(rank, size, ranks, words, LINE * size, cells, new_lane),
-        lane,
+        Rings(rank, size, ranks, words, LINE * size, entries, new_lane),
+        queue,
         peers.close,
     )
     return PythonGroup(transport, rank, size, name)
 
 
 def slot_and_cell(size: int) -> tuple[int, int]:
-    """Bytes of a slot and of a cell in a group of so many ranks, both whole pages, so that any dtype fits.
+    """Bytes of a buffer and of a entry in a group of so many ranks, both whole pages, so that any dtype fits.
 
-    Raises `CannotRunError` for more ranks than a slot has room for.
+    Raises `CannotRunError` for more ranks than a buffer has room for.
     """
     share = max(1, size // _FEW_RANKS)
-    slot, cell = _SLOT_BYTES // share // _PAGE * _PAGE, max(_PAGE, _CELL_BYTES // share**2 // _PAGE * _PAGE)
-    if slot < 128 * size:  # all_to_all: how long each part is, and 64 bytes of it
+    buffer, entry = _SLOT_BYTES // share // _PAGE * _PAGE, max(_PAGE, _CELL_BYTES // share**2 // _PAGE * _PAGE)
+    if buffer < 128 * size:  # all_to_all: how long each part is, and 64 bytes of it
         raise CannotRunError(f"--backend shm: {size} ranks in a group are too many; use --backend gloo")
-    return slot, cell
+    return buffer, entry

@@ -1,8 +1,8 @@
-"""Messages over shared memory: for each pair of ranks and direction a ring of cells, filled by one and emptied by one.
+"""Send and receive over shared memory, through a ring buffer for each ordered pair of ranks.
 
-A message takes as many cells as it needs; the first says how long it is and its tag. A receiver that waits empties the
-rings it listens to: into the tensor of the first `recv` that fits by source and tag, or, where nobody has asked for the
-message yet, into memory of its own. So messages of other tags never stand in the way of the one that is waited for.
+A message takes as many entries of the ring as it needs; the first has its length and tag. A receiver that waits empties
+its rings into the tensor of the first posted `recv` with this source and tag, or, if there is none yet, into a tensor
+of its own. So messages with other tags never block the one that is waited for.
 What comes after that one stays in the ring: a sender that is ahead waits, and fills no memory of the receiver's.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everyrank.backends.lane import Lane, Steps
+from everyrank.backends.operation_queue import OperationQueue, Steps
+from everyrank.backends.shm.chunks import as_bytes
 from everyrank.backends.shm.phases import LINE
-from everyrank.backends.shm.pieces import as_bytes
 
-__all__ = ["NUM_CELLS", "Rings", "words_of_rings"]
+__all__ = ["NUM_ENTRIES", "Rings", "words_of_rings"]
 
-NUM_CELLS = 8  # of a ring
-_WORDS = LINE * (2 + NUM_CELLS // 4)  # of a ring: written, read, and of each cell the message's length and tag
+NUM_ENTRIES = 8  # of a ring
+_WORDS = LINE * (2 + NUM_ENTRIES // 4)  # of a ring: written, read, and of each entry the message's length and tag
 
 
 def words_of_rings(size: int) -> int:
@@ -52,7 +52,7 @@ class _Ring:
     """One direction between two ranks: where its words are, how far this rank has come, what is coming in."""
 
     first_word: int
-    cells: list[Tensor]
+    entries: list[Tensor]
     count: int = 0
     current: _Incoming | None = None
     filled: int = 0
@@ -63,8 +63,8 @@ class Rings:
     """The rings of a group, as one rank sees them.
 
     words    8-byte integers of the shared memory, the rings' from `first_word` on
-    cells    bytes: [from][to][cell]
-    new_lane (whether one of several ranks is enough) makes a lane of this group
+    entries    bytes: [from][to][entry]
+    new_lane (whether one of several ranks is enough) makes a queue of this group
     """
 
     rank: int
@@ -72,19 +72,19 @@ class Rings:
     ranks: Sequence[int]
     words: Any
     first_word: int
-    cells: Tensor
-    new_lane: Callable[[bool], Lane]
+    entries: Tensor
+    new_lane: Callable[[bool], OperationQueue]
     asked: list[_Incoming] = field(default_factory=list[_Incoming])
     unasked: list[_Incoming] = field(default_factory=list[_Incoming])
     rings: dict[tuple[int, int], _Ring] = field(default_factory=dict[tuple[int, int], _Ring])
-    sending: dict[int, Lane] = field(default_factory=dict[int, Lane])
-    receiving: dict[Lane, None] = field(default_factory=dict[Lane, None])
+    sending: dict[int, OperationQueue] = field(default_factory=dict[int, OperationQueue])
+    receiving: dict[OperationQueue, None] = field(default_factory=dict[OperationQueue, None])
 
-    def lanes(self) -> list[Lane]:
+    def queues(self) -> list[OperationQueue]:
         """Of all messages that may be pending."""
         return [*self.sending.values(), *self.receiving]
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> tuple[Lane, Steps]:
+    def send(self, tensor: Tensor, to: int, tag: int) -> tuple[OperationQueue, Steps]:
         """As `GroupMessages` says."""
         if to not in self.sending:
             self.sending[to] = self.new_lane(False)
@@ -92,33 +92,33 @@ class Rings:
 
     def _send(self, content: Tensor, to: int, tag: int) -> Steps:
         ring, words = self._ring(self.rank, to), self.words
-        room = len(ring.cells[0])
+        room = len(ring.entries[0])
         for first in range(0, max(1, len(content)), room):
             missing = [to]
-            while ring.count - words[ring.first_word + LINE] >= NUM_CELLS:
+            while ring.count - words[ring.first_word + LINE] >= NUM_ENTRIES:
                 yield missing
-            piece, cell = content[first : first + room], ring.count % NUM_CELLS
-            ring.cells[cell][: len(piece)].copy_(piece)
-            header = ring.first_word + 2 * LINE + 2 * cell
+            chunk, entry = content[first : first + room], ring.count % NUM_ENTRIES
+            ring.entries[entry][: len(chunk)].copy_(chunk)
+            header = ring.first_word + 2 * LINE + 2 * entry
             words[header], words[header + 1] = len(content), tag
             ring.count += 1
             words[ring.first_word] = ring.count
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[Lane, Steps]:
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[OperationQueue, Steps]:
         """As `GroupMessages` says. In its place among the receives from now on, whenever its steps are taken."""
-        asked = _Incoming(source, tag, as_bytes(tensor))
-        found = next((one for one in self.unasked if _fits(asked, one.sender, one.tag)), None)
-        if found is None:
-            self.asked.append(asked)
+        receive = _Incoming(source, tag, as_bytes(tensor))
+        early = next((message for message in self.unasked if _fits(receive, message.sender, message.tag)), None)
+        if early is None:
+            self.asked.append(receive)
         else:
-            self.unasked.remove(found)
-        lane = self.new_lane(source is None)
-        self.receiving[lane] = None
-        return lane, self._receive(lane, asked, found)
+            self.unasked.remove(early)
+        queue = self.new_lane(source is None)
+        self.receiving[queue] = None
+        return queue, self._receive(queue, receive, early)
 
-    def _receive(self, lane: Lane, asked: _Incoming, found: _Incoming | None) -> Steps:
-        awaited = found or asked
-        source = awaited.sender if found is not None else asked.source
+    def _receive(self, queue: OperationQueue, receive: _Incoming, early: _Incoming | None) -> Steps:
+        awaited = early or receive
+        source = awaited.sender if early is not None else receive.source
         sources = [source] if source is not None else [rank for rank in range(self.size) if rank != self.rank]
         missing = list(sources)
         try:
@@ -128,36 +128,36 @@ class Rings:
                 if not awaited.is_whole:
                     yield missing
         finally:
-            self._forget(asked, awaited)
-            del self.receiving[lane]
-        if found is not None:
-            asked.error = self._check_length(asked, found.sender, len(found.content))
-            if not asked.error:
-                asked.content.copy_(found.content)
-        if asked.error:
-            raise RuntimeError(asked.error)
+            self._forget(receive, awaited)
+            del self.receiving[queue]
+        if early is not None:
+            receive.error = self._check_length(receive, early.sender, len(early.content))
+            if not receive.error:
+                receive.content.copy_(early.content)
+        if receive.error:
+            raise RuntimeError(receive.error)
         return awaited.sender
 
-    def _forget(self, asked: _Incoming, awaited: _Incoming) -> None:
+    def _forget(self, receive: _Incoming, awaited: _Incoming) -> None:
         """A receive that was given up takes no message any more; where half of one is here, the rest goes nowhere."""
-        if asked in self.asked:
-            self.asked.remove(asked)
+        if receive in self.asked:
+            self.asked.remove(receive)
         elif not awaited.is_whole:
             awaited.content = torch.empty_like(awaited.content)
 
     def _empty(self, source: int, awaited: _Incoming) -> int:
-        """Take what has come from that rank, up to the end of the message that is waited for; how many cells."""
+        """Take what has come from that rank, up to the end of the message that is waited for; how many entries."""
         ring, words = self._ring(source, self.rank), self.words
         before = ring.count
         while not awaited.is_whole and words[ring.first_word] > ring.count:
-            cell = ring.count % NUM_CELLS
+            entry = ring.count % NUM_ENTRIES
             if ring.current is None:
-                header = ring.first_word + 2 * LINE + 2 * cell
+                header = ring.first_word + 2 * LINE + 2 * entry
                 ring.current, ring.filled = self._addressee(source, words[header], words[header + 1]), 0
             current, content = ring.current, ring.current.content
-            piece = content[ring.filled : ring.filled + len(ring.cells[cell])]
-            piece.copy_(ring.cells[cell][: len(piece)])
-            ring.filled += len(piece)
+            chunk = content[ring.filled : ring.filled + len(ring.entries[entry])]
+            chunk.copy_(ring.entries[entry][: len(chunk)])
+            ring.filled += len(chunk)
             ring.count += 1
             words[ring.first_word + LINE] = ring.count
             if ring.filled >= len(content):
@@ -166,34 +166,34 @@ class Rings:
 
     def _addressee(self, source: int, length: int, tag: int) -> _Incoming:
         """Who has asked for the message that begins here, or memory for it."""
-        for asked in self.asked:
-            if _fits(asked, source, tag):
-                self.asked.remove(asked)
-                asked.sender = source
-                asked.error = self._check_length(asked, source, length)
-                if asked.error:
-                    asked.content = torch.empty(length, dtype=torch.uint8)
-                return asked
+        for receive in self.asked:
+            if _fits(receive, source, tag):
+                self.asked.remove(receive)
+                receive.sender = source
+                receive.error = self._check_length(receive, source, length)
+                if receive.error:
+                    receive.content = torch.empty(length, dtype=torch.uint8)
+                return receive
         unasked = _Incoming(source, tag, torch.empty(length, dtype=torch.uint8), sender=source)
         self.unasked.append(unasked)
         return unasked
 
-    def _check_length(self, asked: _Incoming, sender: int | None, length: int) -> str:
-        if len(asked.content) == length:
+    def _check_length(self, receive: _Incoming, sender: int | None, length: int) -> str:
+        if len(receive.content) == length:
             return ""
         return (
-            f"recv: rank {self.ranks[sender or 0]} sent {length} bytes with tag {asked.tag}, and rank "
-            f"{self.ranks[self.rank]} receives {len(asked.content)}: the tensors of a send and its recv are alike"
+            f"recv: rank {self.ranks[sender or 0]} sent {length} bytes with tag {receive.tag}, and rank "
+            f"{self.ranks[self.rank]} receives {len(receive.content)}: the tensors of a send and its recv are alike"
         )
 
     def _ring(self, source: int, to: int) -> _Ring:
         ring = self.rings.get((source, to))
         if ring is None:
-            place = source * self.size + to
-            ring = _Ring(self.first_word + _WORDS * place, list(self.cells[place]))
+            index = source * self.size + to
+            ring = _Ring(self.first_word + _WORDS * index, list(self.entries[index]))
             self.rings[source, to] = ring
         return ring
 
 
-def _fits(asked: _Incoming, sender: int | None, tag: int) -> bool:
-    return asked.tag == tag and asked.source in (None, sender)
+def _fits(receive: _Incoming, sender: int | None, tag: int) -> bool:
+    return receive.tag == tag and receive.source in (None, sender)

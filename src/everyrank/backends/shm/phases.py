@@ -1,11 +1,11 @@
-"""A phase of a collective over shared memory: who has come to it, and whose slot may be read.
+"""A phase of a collective over shared memory: who has come to it, and whose buffer may be read.
 
 A collective is a row of phases. In phase k a rank
 
     waits    until all others have begun phase k-1, and so have read what they needed of phase k-2
-    writes   into its slot of buffer k % 2
+    writes   into its buffer of buffer k % 2
     signals  by setting its counter to k
-    waits    until those whose slots it reads have set theirs to k, and reads
+    waits    until those whose buffers it reads have set theirs to k, and reads
 
 Two buffers and one counter for each rank are enough, and nobody waits only because another still reads. Beside its
 counter each rank writes what it calls, so that one that calls something else is named instead of read.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everyrank.backends.lane import Steps, Wait
+from everyrank.backends.operation_queue import Steps, Wait
 from everyrank.backends.shm.calls import call_text
 from everyrank.errors import RankFailedError
 
@@ -32,22 +32,22 @@ _LOOKS = 40  # for those that do the same as this rank, and come some microsecon
 
 
 class Phases:
-    """The slots of a group, and the counters of its ranks.
+    """The buffers of a group, and the counters of its ranks.
 
     rank, size   in the group
     ranks        the number of each rank of the group among all ranks, for messages
     words        8-byte integers of the shared memory; from `first_word` on a line for each rank, with its counter, what
                  it calls in even and in odd phases, and whether it has given up
-    slots        [buffer][rank], bytes, all of one length
+    buffers        [buffer][rank], bytes, all of one length
     """
 
     def __init__(
-        self, rank: int, size: int, ranks: Sequence[int], words: Any, first_word: int, slots: list[list[Tensor]]
+        self, rank: int, size: int, ranks: Sequence[int], words: Any, first_word: int, buffers: list[list[Tensor]]
     ) -> None:
-        self.rank, self.size, self.ranks, self.words, self.slots = rank, size, ranks, words, slots
-        self.counters = [first_word + LINE * one for one in range(size)]
-        self.others = [one for one in range(size) if one != rank]
-        self.num_bytes = slots[0][0].numel()
+        self.rank, self.size, self.ranks, self.words, self.buffers = rank, size, ranks, words, buffers
+        self.counters = [first_word + LINE * index for index in range(size)]
+        self.others = [index for index in range(size) if index != rank]
+        self.num_bytes = buffers[0][0].numel()
         self.phase = 0
         self.views: dict[torch.dtype, list[list[Tensor]]] = {}
         self.short: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
@@ -64,9 +64,9 @@ class Phases:
     # has already ended is an empty tuple.
 
     def _begin(self, call: int) -> Wait:
-        """Until this rank may write into its slot of the next phase."""
+        """Until this rank may write into its buffer of the next phase."""
         self.phase += 1
-        if self._have_come(self.others, self.phase - 1):  # also those whose slots nobody has read
+        if self._have_come(self.others, self.phase - 1):  # also those whose buffers nobody has read
             self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
             return ()
         return self._begin_late(call)
@@ -76,7 +76,7 @@ class Phases:
         self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
 
     def _signalled(self, sources: Sequence[int]) -> Wait:
-        """Signal, and wait until those whose slots are read have written. Raises `RankFailedError` for another call."""
+        """Signal, and wait until `sources` have written. Raises `RankFailedError` if one calls another collective."""
         self.words[self.counters[self.rank]] = self.phase
         return () if self._have_come(sources, self.phase) else self._until(sources, self.phase)
 
@@ -99,10 +99,10 @@ class Phases:
         self._compare(sources, phase)
 
     def _compare(self, others: Sequence[int], phase: int) -> None:
-        place = 1 + phase % 2
-        call = self.words[self.counters[self.rank] + place]
+        offset = 1 + phase % 2
+        call = self.words[self.counters[self.rank] + offset]
         for rank in others:
-            other = self.words[self.counters[rank] + place]
+            other = self.words[self.counters[rank] + offset]
             if other != call:
                 raise RankFailedError(
                     f"rank {self.ranks[self.rank]} calls {call_text(call)}, rank {self.ranks[rank]} "
@@ -110,19 +110,19 @@ class Phases:
                 )
 
     def _buffer(self, dtype: torch.dtype, phase: int) -> list[Tensor]:
-        """The slots of that phase, as elements of this dtype."""
+        """The buffers of that phase, as elements of this dtype."""
         views = self.views.get(dtype)
         if views is None:
-            views = [[slot.view(dtype) for slot in row] for row in self.slots]
+            views = [[buffer.view(dtype) for buffer in row] for row in self.buffers]
             self.views[dtype] = views
         return views[phase % 2]
 
     def _beginnings(self, dtype: torch.dtype, length: int) -> list[Tensor]:
-        """So many elements of each slot of this phase. A training asks for the same lengths in every step."""
+        """So many elements of each buffer of this phase. A training asks for the same lengths in every step."""
         views = self.short.get((dtype, length))
         if views is None:
             if len(self.short) >= _MOST_KEPT:
                 self.short.clear()
-            views = [[slot[:length] for slot in self._buffer(dtype, parity)] for parity in (0, 1)]
+            views = [[buffer[:length] for buffer in self._buffer(dtype, parity)] for parity in (0, 1)]
             self.short[dtype, length] = views
         return views[self.phase % 2]

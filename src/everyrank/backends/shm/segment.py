@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everyrank.backends.said import said
+from everyrank.backends.handshake import handshake
 from everyrank.errors import CannotRunError
 
 __all__ = ["Peers", "map_shared", "no_shared_memory"]
@@ -119,19 +119,21 @@ def map_shared(
                 store.set("where", json.dumps([os.getpid(), descriptor, token.hex()]))
             else:
                 store.set("where", "null")
-        found = said(store, "where", ranks[0], "shared memory", timeout_seconds)
-        if not failure and found is not None:
+        location = handshake(store, "where", ranks[0], "shared memory", timeout_seconds)
+        if not failure and location is not None:
             try:
-                descriptor = descriptor if rank == 0 else _open(found, num_bytes)
+                descriptor = descriptor if rank == 0 else _open(location, num_bytes)
                 memory = mmap.mmap(descriptor, num_bytes)
             except OSError as error:
                 failure = f"{type(error).__name__}: {error.strerror}"
         store.set(f"mapped/{rank}", json.dumps([os.getpid(), failure]))
-        answers = [said(store, f"mapped/{one}", ranks[one], "shared memory", timeout_seconds) for one in range(size)]
+        answers = [
+            handshake(store, f"mapped/{index}", ranks[index], "shared memory", timeout_seconds) for index in range(size)
+        ]
     finally:
         if descriptor >= 0:  # all have opened it, or nobody waits for it any more
             os.close(descriptor)
-    strangers = [f"rank {ranks[one]} ({why})" for one, (_, why) in enumerate(answers) if why]
+    strangers = [f"rank {ranks[index]} ({why})" for index, (_, why) in enumerate(answers) if why]
     if strangers or memory is None:
         raise CannotRunError(f"no memory is shared with rank {ranks[0]} by {', '.join(strangers)}")
     return memory, Peers([pid for pid, _ in answers], ranks)
@@ -150,8 +152,8 @@ def _forbidden() -> str:
     return ""
 
 
-def _open(found: Any, num_bytes: int) -> int:
-    pid, number, token = found
+def _open(location: Any, num_bytes: int) -> int:
+    pid, number, token = location
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(descriptor, _TOKEN_BYTES, num_bytes) != bytes.fromhex(token):

@@ -16,7 +16,7 @@ from everyrank.collectives.algorithms.hierarchical import hierarchical_all_reduc
 from everyrank.collectives.algorithms.ring import ring_all_reduce, ring_traffic
 from everyrank.collectives.algorithms.server import server_all_reduce, server_traffic
 from everyrank.collectives.algorithms.tree import tree_all_reduce, tree_traffic
-from everyrank.collectives.links import Links, Traffic
+from everyrank.collectives.messages import Messages, Traffic
 
 __all__ = ["ALGORITHMS", "Algorithm"]
 
@@ -24,7 +24,7 @@ __all__ = ["ALGORITHMS", "Algorithm"]
 class Algorithm(NamedTuple):
     """all_reduce: (tensor of shape (length,), links), in place; traffic: (rank, size, length) -> what it sends."""
 
-    all_reduce: Callable[[Tensor, Links], None]
+    all_reduce: Callable[[Tensor, Messages], None]
     traffic: Callable[[int, int, int], Traffic]
 
 

@@ -19,41 +19,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everyrank.collectives.links import Links, Traffic
+from everyrank.collectives.messages import Messages, Traffic
 
 __all__ = ["halving_all_reduce", "halving_traffic"]
 
 
-def halving_all_reduce(tensor: Tensor, links: Links) -> None:
+def halving_all_reduce(tensor: Tensor, messages: Messages) -> None:
     """Replace `tensor`, shape (length,), by its sum over the ranks; any length, any number of ranks."""
-    power = 1 << (links.size.bit_length() - 1)
-    num_extra = links.size - power
-    has_partner = links.rank < 2 * num_extra
+    power = 1 << (messages.size.bit_length() - 1)
+    num_extra = messages.size - power
+    has_partner = messages.rank < 2 * num_extra
     received = torch.empty_like(tensor)
-    if has_partner and links.rank % 2 == 0:
-        links.send(tensor, links.rank + 1)
-        links.receive(tensor, links.rank + 1)
+    if has_partner and messages.rank % 2 == 0:
+        messages.send(tensor, messages.rank + 1)
+        messages.receive(tensor, messages.rank + 1)
         return
     if has_partner:
-        links.receive(received, links.rank - 1)
+        messages.receive(received, messages.rank - 1)
         tensor += received
-    number = links.rank // 2 if has_partner else links.rank - num_extra  # among those that take part: 0 to power - 1
+    number = (
+        messages.rank // 2 if has_partner else messages.rank - num_extra
+    )  # among those that take part: 0 to power - 1
     low, high, distance = 0, len(tensor), power // 2
     before: list[tuple[int, int, int]] = []
     while distance:
         peer = _rank_of(number ^ distance, num_extra)
         middle = (low + high) // 2
-        kept, given = ((middle, high), (low, middle)) if number & distance else ((low, middle), (middle, high))
+        kept_range, given_range = (
+            ((middle, high), (low, middle)) if number & distance else ((low, middle), (middle, high))
+        )
         before.append((low, high, peer))
-        links.exchange(tensor[slice(*given)], peer, received[slice(*kept)], peer)
-        tensor[slice(*kept)] += received[slice(*kept)]
-        (low, high), distance = kept, distance // 2
+        messages.exchange(tensor[slice(*given_range)], peer, received[slice(*kept_range)], peer)
+        tensor[slice(*kept_range)] += received[slice(*kept_range)]
+        (low, high), distance = kept_range, distance // 2
     for whole_low, whole_high, peer in reversed(before):
         others = tensor[whole_low:low] if low > whole_low else tensor[high:whole_high]
-        links.exchange(tensor[low:high], peer, others, peer)
+        messages.exchange(tensor[low:high], peer, others, peer)
         low, high = whole_low, whole_high
     if has_partner:
-        links.send(tensor, links.rank - 1)
+        messages.send(tensor, messages.rank - 1)
 
 
 def _rank_of(number: int, num_extra: int) -> int:
@@ -68,10 +72,10 @@ def halving_traffic(rank: int, size: int, length: int) -> Traffic:
     if has_partner and rank % 2 == 0:
         return Traffic(2, length)
     number = rank // 2 if has_partner else rank - num_extra
-    kept, num_elements, num_steps, distance = length, 0, 0, power // 2
+    num_kept, num_elements, num_steps, distance = length, 0, 0, power // 2
     while distance:
-        upper = kept - kept // 2
-        mine = upper if number & distance else kept // 2
-        num_elements += (kept - mine) + mine  # given away on the way down, handed back on the way up
-        kept, num_steps, distance = mine, num_steps + 2, distance // 2
+        upper = num_kept - num_kept // 2
+        mine = upper if number & distance else num_kept // 2
+        num_elements += (num_kept - mine) + mine  # given away on the way down, handed back on the way up
+        num_kept, num_steps, distance = mine, num_steps + 2, distance // 2
     return Traffic(num_steps + 2 * has_partner, num_elements + length * has_partner)

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from everyrank.collectives.algorithms.ring import ring_all_reduce, ring_traffic
 from everyrank.collectives.algorithms.server import server_traffic
-from everyrank.collectives.links import Links, Traffic
+from everyrank.collectives.messages import Messages, Traffic
 
 __all__ = ["hierarchical_all_reduce", "hierarchical_traffic"]
 
 
-def hierarchical_all_reduce(tensor: Tensor, links: Links, ranks_per_host: int = 2) -> None:
+def hierarchical_all_reduce(tensor: Tensor, messages: Messages, ranks_per_host: int = 2) -> None:
     """Replace `tensor`, shape (length,), by its sum over the ranks; the last host may have fewer ranks."""
-    hosts = _hosts(links.size, ranks_per_host)
-    own = next(host for host in hosts if links.rank in host)
-    inside = links.among(own)
+    hosts = _hosts(messages.size, ranks_per_host)
+    local_ranks = next(host for host in hosts if messages.rank in host)
+    inside = messages.among(local_ranks)
     if inside.rank != 0:
         inside.send(tensor, 0)
         inside.receive(tensor, 0)
@@ -34,7 +34,7 @@ def hierarchical_all_reduce(tensor: Tensor, links: Links, ranks_per_host: int = 
     for member in range(1, inside.size):
         inside.receive(received, member)
         tensor += received
-    ring_all_reduce(tensor, links.among([host[0] for host in hosts]))
+    ring_all_reduce(tensor, messages.among([host[0] for host in hosts]))
     for member in range(1, inside.size):
         inside.send(tensor, member)
 
@@ -46,7 +46,7 @@ def _hosts(size: int, ranks_per_host: int) -> list[range]:
 def hierarchical_traffic(rank: int, size: int, length: int, ranks_per_host: int = 2) -> Traffic:
     """What the theory says of one rank: steps, and elements sent."""
     hosts = _hosts(size, ranks_per_host)
-    place, own = next((place, host) for place, host in enumerate(hosts) if rank in host)
-    inside = server_traffic(rank - own[0], len(own), length)
-    across = ring_traffic(place, len(hosts), length) if rank == own[0] else Traffic()
+    host_index, local_ranks = next((host_index, host) for host_index, host in enumerate(hosts) if rank in host)
+    inside = server_traffic(rank - local_ranks[0], len(local_ranks), length)
+    across = ring_traffic(host_index, len(hosts), length) if rank == local_ranks[0] else Traffic()
     return Traffic(inside.num_steps + across.num_steps, inside.num_elements + across.num_elements)

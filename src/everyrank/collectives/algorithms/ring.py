@@ -23,29 +23,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everyrank.collectives.links import Links, Traffic
+from everyrank.collectives.messages import Messages, Traffic
 
 __all__ = ["ring_all_reduce", "ring_traffic"]
 
 
-def ring_all_reduce(tensor: Tensor, links: Links) -> None:
+def ring_all_reduce(tensor: Tensor, messages: Messages) -> None:
     """Replace `tensor`, shape (length,), by its sum over the ranks; any length, also less than one for each rank."""
-    rank, size = links.rank, links.size
+    rank, size = messages.rank, messages.size
     to, source = (rank + 1) % size, (rank - 1) % size
     parts = tensor.tensor_split(size)  # the first of them are one element longer where the length is no multiple
     received = torch.empty_like(parts[0])
     for step in range(size - 1):
         outgoing, sums = parts[(rank - step) % size], parts[(rank - step - 1) % size]
-        links.exchange(outgoing, to, received[: len(sums)], source)
+        messages.exchange(outgoing, to, received[: len(sums)], source)
         sums += received[: len(sums)]
     for step in range(size - 1):  # this rank's whole part is that of its neighbour's number
         outgoing, incoming = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
-        links.exchange(outgoing, to, incoming, source)
+        messages.exchange(outgoing, to, incoming, source)
 
 
 def ring_traffic(rank: int, size: int, length: int) -> Traffic:
     """What the theory says of one rank: steps, and elements sent. All parts but one travel, twice."""
     if size == 1:
         return Traffic()
-    lengths = [length // size + (place < length % size) for place in range(size)]
+    lengths = [length // size + (index < length % size) for index in range(size)]
     return Traffic(2 * (size - 1), 2 * length - lengths[(rank + 1) % size] - lengths[(rank + 2) % size])

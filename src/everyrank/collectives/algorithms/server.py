@@ -14,23 +14,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everyrank.collectives.links import Links, Traffic
+from everyrank.collectives.messages import Messages, Traffic
 
 __all__ = ["server_all_reduce", "server_traffic"]
 
 
-def server_all_reduce(tensor: Tensor, links: Links) -> None:
+def server_all_reduce(tensor: Tensor, messages: Messages) -> None:
     """Replace `tensor`, shape (length,), by its sum over the ranks."""
-    if links.rank != 0:
-        links.send(tensor, 0)
-        links.receive(tensor, 0)
+    if messages.rank != 0:
+        messages.send(tensor, 0)
+        messages.receive(tensor, 0)
         return
     received = torch.empty_like(tensor)
-    for worker in range(1, links.size):
-        links.receive(received, worker)
+    for worker in range(1, messages.size):
+        messages.receive(received, worker)
         tensor += received
-    for worker in range(1, links.size):
-        links.send(tensor, worker)
+    for worker in range(1, messages.size):
+        messages.send(tensor, worker)
 
 
 def server_traffic(rank: int, size: int, length: int) -> Traffic:

@@ -19,23 +19,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everyrank.collectives.links import Links, Traffic
+from everyrank.collectives.messages import Messages, Traffic
 
 __all__ = ["tree_all_reduce", "tree_traffic"]
 
 
-def tree_all_reduce(tensor: Tensor, links: Links) -> None:
+def tree_all_reduce(tensor: Tensor, messages: Messages) -> None:
     """Replace `tensor`, shape (length,), by its sum over the ranks."""
-    parent, children = _above_and_below(links.rank, links.size)
+    parent, children = _above_and_below(messages.rank, messages.size)
     received = torch.empty_like(tensor)
     for child in children:
-        links.receive(received, child)
+        messages.receive(received, child)
         tensor += received
     if parent is not None:
-        links.send(tensor, parent)
-        links.receive(tensor, parent)
+        messages.send(tensor, parent)
+        messages.receive(tensor, parent)
     for child in children:
-        links.send(tensor, child)
+        messages.send(tensor, child)
 
 
 def _above_and_below(rank: int, size: int) -> tuple[int | None, list[int]]:

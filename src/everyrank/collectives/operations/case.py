@@ -58,8 +58,8 @@ class Case:
         """The reduction of what all ranks hand in, in float64 or int64, rounded to the dtype at the end."""
         wide = torch.float64 if self.dtype.is_floating_point else torch.int64
         rows = [self._pattern(rank).to(wide) for rank in range(self.size)]
-        found = functools.reduce(_COMBINE[self.reduction], rows)
-        return self._repeated((found / self.size if self.reduction == "avg" else found).to(self.dtype), None)
+        result = functools.reduce(_COMBINE[self.reduction], rows)
+        return self._repeated((result / self.size if self.reduction == "avg" else result).to(self.dtype), None)
 
     def _pattern(self, rank: int) -> Tensor:
         """What `values` repeats."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyrank.collectives.algorithms import ALGORITHMS
-from everyrank.collectives.links import Links
+from everyrank.collectives.messages import Messages
 from everyrank.collectives.operations.case import Call, Case, writing_call
 
 __all__ = [
@@ -64,19 +64,19 @@ def make_all_reduce(case: Case) -> Call:
     def start(is_async: bool) -> Any:
         if case.algorithm is None:
             return dist.all_reduce(tensor, op=case.op, group=case.group, async_op=is_async)
-        return ALGORITHMS[case.algorithm].all_reduce(tensor, Links(case.rank, range(case.size), case.group))
+        return ALGORITHMS[case.algorithm].all_reduce(tensor, Messages(case.rank, range(case.size), case.group))
 
     return writing_call(case, start, tensor, case.values(case.rank), case.reduced())
 
 
 def make_gather(case: Case) -> Call:
     """A part of each rank, joined on rank 0."""
-    whole, own = case.empty(), case.values(case.rank, case.length // case.size)
-    parts = list(whole.split(len(own))) if case.rank == 0 else None
+    whole, local = case.empty(), case.values(case.rank, case.length // case.size)
+    parts = list(whole.split(len(local))) if case.rank == 0 else None
     right = _joined(case) if case.rank == 0 else None
     return writing_call(
         case,
-        lambda is_async: dist.gather(own, parts, group=case.group, group_dst=0, async_op=is_async),
+        lambda is_async: dist.gather(local, parts, group=case.group, group_dst=0, async_op=is_async),
         whole,
         case.empty(),
         right,
@@ -89,24 +89,24 @@ def _joined(case: Case) -> Tensor:
 
 def make_scatter(case: Case) -> Call:
     """What rank 0 has, cut into a part for each rank."""
-    own, whole = case.empty(case.length // case.size), case.values(0)
-    parts = list(whole.split(len(own))) if case.rank == 0 else None
+    local, whole = case.empty(case.length // case.size), case.values(0)
+    parts = list(whole.split(len(local))) if case.rank == 0 else None
     return writing_call(
         case,
-        lambda is_async: dist.scatter(own, parts, group=case.group, group_src=0, async_op=is_async),
-        own,
-        case.empty(len(own)),
+        lambda is_async: dist.scatter(local, parts, group=case.group, group_src=0, async_op=is_async),
+        local,
+        case.empty(len(local)),
         whole[case.part(case.rank)],
     )
 
 
 def make_all_gather(case: Case) -> Call:
     """A part of each rank, as a list of all parts on every rank."""
-    whole, own = case.empty(), case.values(case.rank, case.length // case.size)
-    parts = list(whole.split(len(own)))
+    whole, local = case.empty(), case.values(case.rank, case.length // case.size)
+    parts = list(whole.split(len(local)))
     return writing_call(
         case,
-        lambda is_async: dist.all_gather(parts, own, group=case.group, async_op=is_async),
+        lambda is_async: dist.all_gather(parts, local, group=case.group, async_op=is_async),
         whole,
         case.empty(),
         _joined(case),
@@ -115,10 +115,10 @@ def make_all_gather(case: Case) -> Call:
 
 def make_all_gather_into_tensor(case: Case) -> Call:
     """A part of each rank, joined in one tensor on every rank."""
-    whole, own = case.empty(), case.values(case.rank, case.length // case.size)
+    whole, local = case.empty(), case.values(case.rank, case.length // case.size)
     return writing_call(
         case,
-        lambda is_async: _ALL_GATHER_SINGLE(whole, own, group=case.group, async_op=is_async),
+        lambda is_async: _ALL_GATHER_SINGLE(whole, local, group=case.group, async_op=is_async),
         whole,
         case.empty(),
         _joined(case),
@@ -127,12 +127,12 @@ def make_all_gather_into_tensor(case: Case) -> Call:
 
 def make_reduce_scatter(case: Case) -> Call:
     """The reduction of what all ranks have, cut into a part for each rank."""
-    own, whole = case.empty(case.length // case.size), case.values(case.rank)
+    local, whole = case.empty(case.length // case.size), case.values(case.rank)
     return writing_call(
         case,
-        lambda is_async: _REDUCE_SCATTER_SINGLE(own, whole, op=case.op, group=case.group, async_op=is_async),
-        own,
-        case.empty(len(own)),
+        lambda is_async: _REDUCE_SCATTER_SINGLE(local, whole, op=case.op, group=case.group, async_op=is_async),
+        local,
+        case.empty(len(local)),
         case.reduced()[case.part(case.rank)],
     )
 
@@ -154,7 +154,7 @@ def make_all_to_all(case: Case) -> Call:
 def make_all_to_all_uneven(case: Case) -> Call:
     """Rank r sends s + 1 shares to rank s."""
     share = case.length // (case.size * (case.size + 1) // 2)
-    given = [share * (place + 1) for place in range(case.size)]
+    given = [share * (index + 1) for index in range(case.size)]
     taken = [share * (case.rank + 1)] * case.size
     sent, received = case.values(case.rank, sum(given)), case.empty(sum(taken))
     first = sum(given[: case.rank])

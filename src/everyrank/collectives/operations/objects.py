@@ -20,15 +20,15 @@ __all__ = [
 
 def _objects(start: Callable[[list[Any]], Any], count: int, right: list[bytes] | None) -> Call:
     """A call that fills a list of objects: bytes of `length` elements."""
-    found: list[Any] = [None] * count
+    received: list[Any] = [None] * count
 
     def run() -> None:
-        start(found)
+        start(received)
 
     def reset() -> None:
-        found[:] = [None] * count
+        received[:] = [None] * count
 
-    return Call(run, reset, lambda: 0 if right is None else sum(a != b for a, b in zip(found, right, strict=True)))
+    return Call(run, reset, lambda: 0 if right is None else sum(a != b for a, b in zip(received, right, strict=True)))
 
 
 def _object(case: Case, rank: int) -> bytes:
@@ -38,26 +38,26 @@ def _object(case: Case, rank: int) -> bytes:
 def make_broadcast_object_list(case: Case) -> Call:
     """What rank 0 has, on all ranks."""
 
-    def start(found: list[Any]) -> None:
-        found[:] = [_object(case, 0) if case.rank == 0 else None]
-        dist.broadcast_object_list(found, group=case.group, group_src=0)
+    def start(received: list[Any]) -> None:
+        received[:] = [_object(case, 0) if case.rank == 0 else None]
+        dist.broadcast_object_list(received, group=case.group, group_src=0)
 
     return _objects(start, 1, [_object(case, 0)])
 
 
 def make_all_gather_object(case: Case) -> Call:
     """What each rank has, on all ranks."""
-    own, right = _object(case, case.rank), [_object(case, rank) for rank in range(case.size)]
-    return _objects(lambda found: dist.all_gather_object(found, own, group=case.group), case.size, right)
+    sent, right = _object(case, case.rank), [_object(case, rank) for rank in range(case.size)]
+    return _objects(lambda received: dist.all_gather_object(received, sent, group=case.group), case.size, right)
 
 
 def make_gather_object(case: Case) -> Call:
     """What each rank has, on rank 0."""
-    own = _object(case, case.rank)
+    sent = _object(case, case.rank)
     right = [_object(case, rank) for rank in range(case.size)] if case.rank == 0 else None
 
-    def start(found: list[Any]) -> None:
-        dist.gather_object(own, found if case.rank == 0 else None, group=case.group, group_dst=0)
+    def start(received: list[Any]) -> None:
+        dist.gather_object(sent, received if case.rank == 0 else None, group=case.group, group_dst=0)
 
     return _objects(start, case.size, right)
 
@@ -66,8 +66,8 @@ def make_scatter_object_list(case: Case) -> Call:
     """One object for each rank, from rank 0."""
     given = [_object(case, rank) for rank in range(case.size)] if case.rank == 0 else None
 
-    def start(found: list[Any]) -> None:
-        dist.scatter_object_list(found, given, group=case.group, group_src=0)
+    def start(received: list[Any]) -> None:
+        dist.scatter_object_list(received, given, group=case.group, group_src=0)
 
     return _objects(start, 1, [_object(case, case.rank)])
 
@@ -75,10 +75,10 @@ def make_scatter_object_list(case: Case) -> Call:
 def make_send_object_list(case: Case) -> Call:
     """From rank 0 to rank 1."""
 
-    def start(found: list[Any]) -> None:
+    def start(received: list[Any]) -> None:
         if case.rank == 0:
             dist.send_object_list([_object(case, 0)], group=case.group, group_dst=1)
         elif case.rank == 1:
-            dist.recv_object_list(found, group=case.group, group_src=0)
+            dist.recv_object_list(received, group=case.group, group_src=0)
 
     return _objects(start, 1, [_object(case, 0)] if case.rank == 1 else None)

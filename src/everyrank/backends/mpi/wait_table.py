@@ -12,14 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everyrank.backends.lane import Steps
+from everyrank.backends.operation_queue import Steps
 
-__all__ = ["Whereabouts"]
+__all__ = ["WaitTable"]
 
 _LOOK_SECONDS = 0.5  # from one look at the others to the next
 
 
-class Whereabouts:
+class WaitTable:
     """What each rank of a group waits in: the number of the collective, and what it calls.
 
     ranks   the number of each rank of the group among all ranks, for messages
@@ -63,9 +63,9 @@ class Whereabouts:
     def _look(self) -> dict[int, tuple[int, str]]:
         """Say where this rank is, and see where the others are; 0 where one has said nothing yet."""
         self.looked = time.monotonic()
-        self.own = own = self.own or self.store.clone()
-        own.set(f"waits/{self.rank}", json.dumps([self.number, self.call]))
+        self.own = store = self.own or self.store.clone()
+        store.set(f"waits/{self.rank}", json.dumps([self.number, self.call]))
         names = {rank: f"waits/{rank}" for rank in range(len(self.ranks)) if rank != self.rank}
         return {
-            rank: tuple(json.loads(own.get(name))) if own.check([name]) else (0, "") for rank, name in names.items()
+            rank: tuple(json.loads(store.get(name))) if store.check([name]) else (0, "") for rank, name in names.items()
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from everyrank.errors import RankFailedError
 
-__all__ = ["Lane", "Steps", "Wait", "no_steps"]
+__all__ = ["OperationQueue", "Steps", "Wait", "no_steps"]
 
 Steps = Generator[list[int], None, Any]
 """Yields the ranks of the group that are waited for whenever it cannot go on: one list object for each wait."""
@@ -23,7 +23,7 @@ def no_steps() -> Steps:
 
 
 @dataclass(eq=False)
-class Lane:
+class OperationQueue:
     """Operations that come one after the other.
 
     ranks             the number of each rank of the group among all ranks, for messages
@@ -46,7 +46,7 @@ class Lane:
 
     def ends_at_once(self, steps: Steps) -> bool:
         """Whether these steps come to their end here and now, as they do where all ranks do the same. Else they have
-        begun, and are to go on in this lane. Under the engine's lock. Raises what they failed with.
+        begun, and are to go on in this queue. Under the engine's lock. Raises what they failed with.
         """
         if self.waiting or self.broken is not None:
             return False
@@ -60,7 +60,7 @@ class Lane:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """No operation of this lane can be right any more. Under the engine's lock."""
+        """No operation of this queue can be right any more. Under the engine's lock."""
         self.broken = error
         if self.broke is not None:
             self.broke()

@@ -32,21 +32,21 @@ class CheckResult:
         return f"{self.what}: {self.text}" + (f"; {self.fix}" if self.fix else "")
 
 
-def ok(what: str, text: str, private: bool = False) -> CheckResult:
+def ok(subject: str, text: str, private: bool = False) -> CheckResult:
     """All is well."""
-    return CheckResult(what, OK, text, private=private)
+    return CheckResult(subject, OK, text, private=private)
 
 
-def warning(what: str, text: str, fix: str, private: bool = False) -> CheckResult:
+def warning(subject: str, text: str, fix: str, private: bool = False) -> CheckResult:
     """It works here, and would not always."""
-    return CheckResult(what, WARNING, text, fix, private)
+    return CheckResult(subject, WARNING, text, fix, private)
 
 
-def problem(what: str, text: str, fix: str, private: bool = False) -> CheckResult:
+def problem(subject: str, text: str, fix: str, private: bool = False) -> CheckResult:
     """Runs fail, or come out wrong."""
-    return CheckResult(what, PROBLEM, text, fix, private)
+    return CheckResult(subject, PROBLEM, text, fix, private)
 
 
-def absent(what: str, text: str, fix: str | None = None) -> CheckResult:
+def absent(subject: str, text: str, fix: str | None = None) -> CheckResult:
     """It is not there, which is no fault."""
-    return CheckResult(what, ABSENT, text, fix)
+    return CheckResult(subject, ABSENT, text, fix)

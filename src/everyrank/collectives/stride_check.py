@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from everyrank.collectives.operations import OPERATIONS, Case
-from everyrank.collectives.question import CommOptions
+from everyrank.collectives.options import CommOptions
 from everyrank.collectives.sweep import TORCH_DTYPES, refusal
 from everyrank.world import World
 from everyrank.world.collectives import all_gather

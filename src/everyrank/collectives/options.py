@@ -70,7 +70,7 @@ class CommOptions:
             if value not in known:
                 raise UsageError(f"{flag} {value}: give one of {', '.join(known)}")
         for flag, names in (("--backend", self.backends), ("--algorithm", self.algorithms)):
-            twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+            twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
             if twice is not None:
                 raise UsageError(f"{flag} {' '.join(names)}: {twice} stands there twice; give each once")
         if self.algorithms:
@@ -111,7 +111,7 @@ class CommOptions:
 
 def parse_sizes(words: Sequence[str]) -> tuple[int, ...]:
     """Bytes: `64KiB`, several of them, or a range `4:64MiB`, four times as much each. Raises `UsageError`."""
-    found: list[int] = []
+    sizes: list[int] = []
     for word in words or [_DEFAULT_SIZES]:
         low, colon, high = word.partition(":")
         first = _bytes_of(low, word)
@@ -119,9 +119,9 @@ def parse_sizes(words: Sequence[str]) -> tuple[int, ...]:
         if first > last:
             raise UsageError(f"--sizes {word}: give the smaller size first")
         while first <= last:
-            found.append(first)
+            sizes.append(first)
             first *= _STEP
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(sizes))
 
 
 def _bytes_of(text: str, word: str) -> int:

@@ -1,6 +1,6 @@
 """What a person does who trains: one call, and its last line. A process of its own, so that it can be killed.
 
-    python -m everyrank.chaos.person CALL.json [NODE]
+    python -m everyrank.chaos.trainer_process CALL.json [NODE]
 
 How it ended is written beside the call as ended.json, unless it was killed. NODE says which of several hosts this is;
 host 0 alone writes.
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from everyrank import api
-from everyrank.chaos.attempt import TrainCall
 from everyrank.chaos.inject import Injection, Injections
+from everyrank.chaos.trainer_run import TrainCall
 from everyrank.errors import EveryrankError
 from everyrank.launch import Launch
 from everyrank.layout import parse_layout
@@ -59,8 +59,8 @@ def _launch(fields: dict[str, Any]) -> Launch:
 
 def main() -> None:
     """Train, and leave a note of how it ended."""
-    place, node = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None
-    call = TrainCall(**json.loads(place.read_text(encoding="utf-8")))
+    call_path, node = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None
+    call = TrainCall(**json.loads(call_path.read_text(encoding="utf-8")))
     try:
         message, status = "", train(call, node)
     except EveryrankError as error:
@@ -69,7 +69,9 @@ def main() -> None:
         if call.kept:
             shutil.copytree(call.run, call.kept, symlinks=True)
     if not node:
-        place.with_name("ended.json").write_text(json.dumps({"message": message, "status": status}), encoding="utf-8")
+        call_path.with_name("ended.json").write_text(
+            json.dumps({"message": message, "status": status}), encoding="utf-8"
+        )
     sys.exit(status)
 
 

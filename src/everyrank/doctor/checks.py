@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from everyrank._version import __version__
-from everyrank.doctor.findings import PROBLEM, CheckResult, absent, ok, problem
 from everyrank.doctor.machine import check_machine
 from everyrank.doctor.network import check_network
+from everyrank.doctor.results import PROBLEM, CheckResult, absent, ok, problem
 from everyrank.doctor.software import check_optional, check_software, installed_versions
 from everyrank.errors import CannotRunError, EveryrankError
 from everyrank.launch import Launch, run_ranks
 from everyrank.layout import STRATEGIES
 
-__all__ = ["Examination", "examine", "paste"]
+__all__ = ["DoctorReport", "paste", "run_checks"]
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # Linux, WSL, ROCm
 _PRIVATE = ("host name", "interfaces", "temporary files")
 
 
 @dataclass(frozen=True)
-class Examination:
+class DoctorReport:
     """What was found, by section, and the versions it was found with."""
 
     sections: dict[str, list[CheckResult]]
@@ -48,27 +48,27 @@ class Examination:
         }
 
 
-def examine(timeout_seconds: float = 60.0, begin: Callable[[str], None] = lambda _: None) -> Examination:
+def run_checks(timeout_seconds: float = 60.0, advance: Callable[[str], None] = lambda _: None) -> DoctorReport:
     """Look at everything; `begin` is told the name of each part. Starts two ranks for each backend it tests."""
     environment = dict(os.environ)
     versions = installed_versions()
     has_driver = any(Path(path).exists() for path in _DRIVERS)
     sections: dict[str, list[CheckResult]] = {}
-    begin("software")
+    advance("software")
     sections["software"] = check_software(versions, has_driver)
-    begin("machine")
+    advance("machine")
     sections["machine"] = check_machine(environment)
-    begin("network")
+    advance("network")
     sections["network"] = check_network(environment)
-    begin("backends")
+    advance("backends")
     sections["backends"], torch_facts = _backends(
         [*sections["machine"], *sections["network"]], versions, timeout_seconds
     )
     num_cuda = len(torch_facts["devices"]) if torch_facts else 0
-    begin("layouts")
+    advance("layouts")
     sections["layouts"] = layouts_here(num_cuda, runs=torch_facts is not None, has_horovod="horovod" in versions)
     sections["optional"] = check_optional(versions)
-    return Examination(sections, versions)
+    return DoctorReport(sections, versions)
 
 
 def _backends(
@@ -85,17 +85,17 @@ def _backends(
     if results is None:
         return [finding], None
     facts: dict[str, Any] = results[0]["torch"]
-    found = [_devices(facts), finding, _selftest("shm", 2, "cpu", timeout_seconds)[1]]
+    results = [_devices(facts), finding, _selftest("shm", 2, "cpu", timeout_seconds)[1]]
     num_cuda = len(facts["devices"])
     if not facts["backends"]["nccl"]:
-        found.append(absent("nccl", "this build of torch has none; it carries tensors between CUDA devices"))
+        results.append(absent("nccl", "this build of torch has none; it carries tensors between CUDA devices"))
     elif num_cuda == 0:
-        found.append(absent("nccl", "not verified here: torch sees no CUDA device"))
+        results.append(absent("nccl", "not verified here: torch sees no CUDA device"))
     else:
-        found.append(_selftest("nccl", min(2, num_cuda), "cuda", timeout_seconds)[1])
+        results.append(_selftest("nccl", min(2, num_cuda), "cuda", timeout_seconds)[1])
     missing = [name for name in ("mpi", "ucc") if not facts["backends"][name]]
-    found += [absent(name, "this build of torch has none; everyrank does not need it") for name in missing]
-    return [*found, _rpc(facts)], facts
+    results += [absent(name, "this build of torch has none; everyrank does not need it") for name in missing]
+    return [*results, _rpc(facts)], facts
 
 
 def _rpc(facts: dict[str, Any]) -> CheckResult:
@@ -118,10 +118,10 @@ def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[li
     wrong = [text for result in results for text in result["wrong"]]
     if wrong:
         return results, problem(backend, f"wrong answer: {wrong[0]}", "pip install 'torch>=2.11', or another backend")
-    what = "sum, average and maximum, all-gather and broadcast come to the right answers"
+    checks_text = "sum, average and maximum, all-gather and broadcast come to the right answers"
     if ranks == 1:
-        what += "; between several not verified here: needs 2 CUDA devices"
-    return results, ok(backend, f"{ranks} rank{'s' * (ranks > 1)} on {device}: {what}")
+        checks_text += "; between several not verified here: needs 2 CUDA devices"
+    return results, ok(backend, f"{ranks} rank{'s' * (ranks > 1)} on {device}: {checks_text}")
 
 
 def _devices(facts: dict[str, Any]) -> CheckResult:
@@ -138,26 +138,26 @@ def _devices(facts: dict[str, Any]) -> CheckResult:
 
 def layouts_here(num_cuda: int, runs: bool, has_horovod: bool) -> list[CheckResult]:
     """Which layouts can run here."""
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     for name in STRATEGIES:
         if not runs:
-            found.append(absent(name, "not verified here: no rank came up"))
+            results.append(absent(name, "not verified here: no rank came up"))
         elif name == "dataparallel" and num_cuda < 2:
-            found.append(absent(name, "not verified here: needs 2 CUDA devices"))
+            results.append(absent(name, "not verified here: needs 2 CUDA devices"))
         elif name == "horovod" and not has_horovod:
-            found.append(absent(name, "not verified here: Horovod is not installed"))
+            results.append(absent(name, "not verified here: Horovod is not installed"))
         else:
             where = f"{num_cuda} CUDA device{'s' * (num_cuda > 1)}" if num_cuda else "CPU"
-            found.append(ok(name, f"runs on {where}"))
-    return found
+            results.append(ok(name, f"runs on {where}"))
+    return results
 
 
-def paste(examination: Examination) -> str:
+def paste(report: DoctorReport) -> str:
     """What to paste into an issue: Markdown that folds away. No host name, no address, no path of the person's own."""
     lines = ["<details><summary>everyrank doctor</summary>", "", "```"]
     lines.append(f"everyrank {__version__} · Python {platform.python_version()} · {platform.platform()}")
-    lines.append(" ".join(f"{name}={version}" for name, version in examination.versions.items()))
-    for section, findings in examination.sections.items():
+    lines.append(" ".join(f"{name}={version}" for name, version in report.versions.items()))
+    for section, findings in report.sections.items():
         for finding in findings:
             shown = "(left out)" if finding.private or finding.what in _PRIVATE else finding.text
             if section != "optional":

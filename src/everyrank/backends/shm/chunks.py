@@ -1,4 +1,4 @@
-"""Flat tensors in pieces."""
+"""Flat tensors in chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "pieces_of", "ranges_of", "spans_of"]
+__all__ = ["as_bytes", "chunks_of", "ranges_of", "slices_of"]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -21,13 +21,13 @@ def ranges_of(length: int, longest: int) -> Iterator[slice]:
         yield slice(first, min(length, first + longest))
 
 
-def pieces_of(tensor: Tensor, longest: int) -> Sequence[Tensor]:
-    """A flat tensor in pieces of at most `longest` elements."""
+def chunks_of(tensor: Tensor, longest: int) -> Sequence[Tensor]:
+    """A flat tensor in chunks of at most `longest` elements."""
     length = tensor.numel()  # len() of a tensor takes four times as long
     return [tensor] if 0 < length <= longest else [tensor[span] for span in ranges_of(length, longest)]
 
 
-def spans_of(length: int, count: int) -> list[slice]:
+def slices_of(length: int, count: int) -> list[slice]:
     """0 to `length` in `count` slices, equal ones first; the last may be shorter or empty."""
     step = -(-length // count)
-    return [slice(min(length, step * place), min(length, step * (place + 1))) for place in range(count)]
+    return [slice(min(length, step * index), min(length, step * (index + 1))) for index in range(count)]

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everyrank.chaos.attempt import Attempt, TrainCall, attempt, why_no_disk
 from everyrank.chaos.faults import FAULTS, OWN_DISK, TWO_HOSTS, Fault, faults_named, why_unseen
+from everyrank.chaos.trainer_run import TrainCall, TrainerRun, run_trainer, why_no_disk
 from everyrank.chaos.two_hosts import NUM_HOSTS, RENDEZVOUS, why_no_link
 from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import Launch
@@ -32,13 +32,13 @@ from everyrank.runs.folder import last_good
 from everyrank.workload import Source
 
 __all__ = [
-    "Undisturbed",
+    "Baseline",
     "compare_runs",
-    "disturb",
+    "corrupt_checkpoint",
+    "inject_fault",
     "logged_updates",
-    "spoil_checkpoint",
-    "strike",
-    "train_undisturbed",
+    "run_campaign",
+    "train_baseline",
 ]
 
 _START_SECONDS = 120.0  # for one attempt beyond what its waits take, on a machine however busy
@@ -49,7 +49,7 @@ _DISK_BYTES = 4 << 20  # and for what else a run writes
 
 
 @dataclass(frozen=True)
-class Undisturbed:
+class Baseline:
     """The training that nothing happened to: the call, its Record, and its folder."""
 
     call: TrainCall
@@ -60,7 +60,7 @@ class Undisturbed:
     run: Path
 
 
-def disturb(
+def run_campaign(
     source: Source,
     layouts: list[Layout],
     launch: Launch,
@@ -73,23 +73,25 @@ def disturb(
     """
     names = faults_named(list(options.faults))
     records: list[Record] = []
-    place = Path(tempfile.mkdtemp(prefix="everyrank-chaos-"))
+    folder = Path(tempfile.mkdtemp(prefix="everyrank-chaos-"))
     try:
         for number, layout in enumerate(layouts):
-            quiet = train_undisturbed(source, layout, launch, options, place / str(number))
-            linked: Undisturbed | None = None
+            local_baseline = train_baseline(source, layout, launch, options, folder / str(number))
+            linked_baseline: Baseline | None = None
             for name in names:
-                one = quiet
-                if FAULTS[name].needs == TWO_HOSTS and not _why_not(quiet, name):
-                    on_hosts = place / f"{number}-on-hosts"
-                    linked = linked or train_undisturbed(source, layout, _over_link(launch), options, on_hosts)
-                    one = linked
-                found = strike(one, name, options, place / str(number) / name)
-                records.append(found)
-                note(found)
-                shutil.rmtree(place / str(number) / name, ignore_errors=True)
+                baseline = local_baseline
+                if FAULTS[name].needs == TWO_HOSTS and not _why_not(local_baseline, name):
+                    on_hosts = folder / f"{number}-on-hosts"
+                    linked_baseline = linked_baseline or train_baseline(
+                        source, layout, _over_link(launch), options, on_hosts
+                    )
+                    baseline = linked_baseline
+                record = inject_fault(baseline, name, options, folder / str(number) / name)
+                records.append(record)
+                note(record)
+                shutil.rmtree(folder / str(number) / name, ignore_errors=True)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return records
 
 
@@ -106,9 +108,7 @@ def _over_link(launch: Launch) -> Launch:
     )
 
 
-def train_undisturbed(
-    source: Source, layout: Layout, launch: Launch, options: ChaosOptions, place: Path
-) -> Undisturbed:
+def train_baseline(source: Source, layout: Layout, launch: Launch, options: ChaosOptions, folder: Path) -> Baseline:
     """Train once in float64 with nothing in the way. Raises `EveryrankError` where that fails already."""
     if layout.precision == "float32":  # where the last bit says most
         layout = dataclasses.replace(layout, precision="float64")
@@ -122,61 +122,61 @@ def train_undisturbed(
         source=dataclasses.asdict(source),
         layout=str(layout),
         launch=dataclasses.asdict(dataclasses.replace(launch, logs=None)),
-        run=str(place / "undisturbed"),
+        run=str(folder / "baseline"),
         steps=options.steps,
         save_every=options.save_every,
         guard_every=options.guard_every,
     )
-    done = attempt(call, place / "quiet", _limit_seconds(launch.timeout_seconds, options))
+    done = run_trainer(call, folder / "baseline", _limit_seconds(launch.timeout_seconds, options))
     if done.status != 0:
         raise EveryrankError(f"layout {layout}: it fails without a fault already: {done.message}")
     run = Path(call.run)
     [record] = read_records(run / "record.json")
-    return Undisturbed(call, layout, launch.processes, launch.timeout_seconds, record, run)
+    return Baseline(call, layout, launch.processes, launch.timeout_seconds, record, run)
 
 
-def strike(quiet: Undisturbed, name: str, options: ChaosOptions, place: Path) -> Record:
+def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: Path) -> Record:
     """One fault at an update that the seed gives, the recovery from it, and what came of both."""
-    draw = random.Random(f"{options.seed} {quiet.layout} {name}")  # noqa: S311
+    draw = random.Random(f"{options.seed} {baseline.layout} {name}")  # noqa: S311
     fault = FAULTS[name]
     # behind the first checkpoint, and where the newest is spoilt behind the second
-    first_possible = (2 if fault.spoils else 1) * options.save_every + 1
+    first_possible = (2 if fault.corrupts else 1) * options.save_every + 1
     update = draw.randrange(first_possible, options.steps - options.save_every)
-    rank = draw.randrange(quiet.size)
-    told: dict[str, Any] = {"fault": name, "what": fault.what, "update": update, "rank": rank}
-    why_not = _why_not(quiet, name)
+    rank = draw.randrange(baseline.size)
+    outcome: dict[str, Any] = {"fault": name, "what": fault.what, "update": update, "rank": rank}
+    why_not = _why_not(baseline, name)
     if why_not:
-        return _record(quiet, options, told | {"status": "not run here", "reason": why_not}, None)
+        return _record(baseline, options, outcome | {"status": "not run here", "reason": why_not}, None)
     if name == "full-disk":
-        rank = told["rank"] = 0  # any rank fills it; rank 0 makes room again
-    run = place / "run"
-    call = dataclasses.replace(quiet.call, run=str(run))
+        rank = outcome["rank"] = 0  # any rank fills it; rank 0 makes room again
+    run = folder / "run"
+    call = dataclasses.replace(baseline.call, run=str(run))
     until = (update // options.save_every + 1) * options.save_every
     injection = {"fault": name, "update": update, "rank": rank, "journal": "", "until": until}
     struck = dataclasses.replace(call, injections=[injection])
-    limit = _limit_seconds(quiet.timeout_seconds, options)
-    first = attempt(struck, place / "first", limit, _disk_bytes(quiet, name))
-    told |= _noticed(fault, first, quiet, rank)
-    told["left"] = first.left
+    limit = _limit_seconds(baseline.timeout_seconds, options)
+    first = run_trainer(struck, folder / "first", limit, _disk_bytes(baseline, name))
+    outcome |= _noticed(fault, first, baseline, rank)
+    outcome["left"] = first.left
     if first.status != 0:
-        told |= _recover(fault, call, first, place, limit, draw, update)
+        outcome |= _recover(fault, call, first, folder, limit, draw, update)
     elif not fault.ends:
-        told |= {"recover_seconds": None, "resumed_at": None, "updates_lost": 0}
-    if first.struck is None:
-        told |= {"is_noticed": False, "said": f"it never struck: {first.message}"}
-    parity = compare_runs(quiet.run, run, options.steps)
-    if parity.status != "equal" or not told["is_noticed"]:
-        told["reason"] = why_unseen(name, quiet.layout, quiet.size)
-    return _record(quiet, options, told | {"status": _status(fault, told, parity, options)}, parity)
+        outcome |= {"recover_seconds": None, "resumed_at": None, "updates_lost": 0}
+    if first.injected_at is None:
+        outcome |= {"is_noticed": False, "said": f"it never struck: {first.message}"}
+    parity = compare_runs(baseline.run, run, options.steps)
+    if parity.status != "equal" or not outcome["is_noticed"]:
+        outcome["reason"] = why_unseen(name, baseline.layout, baseline.size)
+    return _record(baseline, options, outcome | {"status": _status(fault, outcome, parity, options)}, parity)
 
 
-def _why_not(quiet: Undisturbed, name: str) -> str:
+def _why_not(baseline: Baseline, name: str) -> str:
     """Why this fault cannot be tried here; "" where it can."""
     if FAULTS[name].needs == TWO_HOSTS:
-        return f"{quiet.size} ranks do not divide over two hosts" if quiet.size % NUM_HOSTS else why_no_link()
-    if quiet.size == 1 and name in _OF_SEVERAL:
+        return f"{baseline.size} ranks do not divide over two hosts" if baseline.size % NUM_HOSTS else why_no_link()
+    if baseline.size == 1 and name in _OF_SEVERAL:
         return "one rank waits for nobody, and nobody has what it has"
-    return why_no_disk(quiet.run.parent) if FAULTS[name].needs else ""
+    return why_no_disk(baseline.run.parent) if FAULTS[name].needs else ""
 
 
 _OF_SEVERAL = ("stop-rank", "mismatched-collective", "flipped-bit")
@@ -187,64 +187,69 @@ def _limit_seconds(timeout_seconds: float, options: ChaosOptions) -> float:
     return _START_SECONDS + 2 * timeout_seconds + options.steps * _UPDATE_SECONDS
 
 
-def _disk_bytes(quiet: Undisturbed, name: str) -> int:
+def _disk_bytes(baseline: Baseline, name: str) -> int:
     """The size of a disk of its own; 0 where the fault needs none."""
     if FAULTS[name].needs != OWN_DISK:
         return 0
-    files = find_checkpoint(quiet.run).about.files.values()
+    files = find_checkpoint(baseline.run).metadata.files.values()
     return _DISK_CHECKPOINTS * sum(size for size, _ in files) + _DISK_BYTES
 
 
-def _noticed(fault: Fault, first: Attempt, quiet: Undisturbed, rank: int) -> dict[str, Any]:
+def _noticed(fault: Fault, first: TrainerRun, baseline: Baseline, rank: int) -> dict[str, Any]:
     """Whether the fault was noticed, by whom, what was said, and after how many seconds."""
-    bound = quiet.timeout_seconds + _NOTICE_SECONDS
-    told: dict[str, Any] = {"seen_by": fault.seen_by, "bound_seconds": bound, "said": "", "notice_seconds": None}
-    begun = first.struck or first.begun
+    bound = baseline.timeout_seconds + _NOTICE_SECONDS
+    outcome: dict[str, Any] = {"seen_by": fault.seen_by, "bound_seconds": bound, "said": "", "notice_seconds": None}
+    begun = first.injected_at or first.begun
     if not fault.ends:
         lines = [(at, line) for at, line in first.lines if at > begun and fault.is_said_in(line, rank)]
         if lines:
-            told |= {"said": lines[0][1], "notice_seconds": lines[0][0] - begun}
-        return told | {"is_noticed": bool(lines) or (not fault.says and first.status == 0)}
+            outcome |= {"said": lines[0][1], "notice_seconds": lines[0][0] - begun}
+        return outcome | {"is_noticed": bool(lines) or (not fault.says and first.status == 0)}
     if not fault.says:  # whoever was to say it is gone: the others have to see it by themselves
-        return told | {"is_noticed": first.left == 0, "notice_seconds": first.cleared - begun}
+        return outcome | {"is_noticed": first.left == 0, "notice_seconds": first.cleared - begun}
     is_noticed = first.status not in (None, 0) and fault.is_said_in(first.message, rank)
     seconds = first.ended - begun if is_noticed else None
-    return told | {"is_noticed": is_noticed, "said": first.message, "notice_seconds": seconds}
+    return outcome | {"is_noticed": is_noticed, "said": first.message, "notice_seconds": seconds}
 
 
 def _recover(
-    fault: Fault, call: TrainCall, first: Attempt, place: Path, limit: float, draw: random.Random, update: int
+    fault: Fault, call: TrainCall, first: TrainerRun, folder: Path, limit: float, draw: random.Random, update: int
 ) -> dict[str, Any]:
     """Go on as a person would, to the end; what that took."""
-    run, told = Path(call.run), dict[str, Any]()
+    run, outcome = Path(call.run), dict[str, Any]()
     reached = max(update, len(logged_updates(run)))  # the log is some updates behind
     resume, ended = str(run), first.cleared
-    if fault.spoils and (there := checkpoints_of(run)):
-        newest = there[-1]
-        spoil_checkpoint(newest, fault.spoils, draw)
-        refused = attempt(dataclasses.replace(call, resume=resume), place / "refused", limit)
+    if fault.corrupts and (checkpoints := checkpoints_of(run)):
+        newest = checkpoints[-1]
+        corrupt_checkpoint(newest, fault.corrupts, draw)
+        refused = run_trainer(dataclasses.replace(call, resume=resume), folder / "refused", limit)
         is_noticed = refused.status == 2 and fault.is_said_in(refused.message, 0)
-        told |= {"is_noticed": is_noticed, "said": refused.message, "notice_seconds": refused.ended - refused.begun}
+        outcome |= {"is_noticed": is_noticed, "said": refused.message, "notice_seconds": refused.ended - refused.begun}
         good = last_good(newest.path)
         resume, ended = str(good.path) if good is not None else resume, refused.cleared
-        told["left"] = first.left + refused.left
-    whole = [one.about.step for one in checkpoints_of(run) if damage(one) is None]
-    again = attempt(dataclasses.replace(call, resume=resume), place / "again", limit)
-    told["left"] = told.get("left", first.left) + again.left
-    told |= {"resumed_at": None, "updates_lost": None, "recover_seconds": None, "newest_whole": max(whole, default=0)}
+        outcome["left"] = first.left + refused.left
+    whole = [checkpoint.metadata.step for checkpoint in checkpoints_of(run) if damage(checkpoint) is None]
+    again = run_trainer(dataclasses.replace(call, resume=resume), folder / "again", limit)
+    outcome["left"] = outcome.get("left", first.left) + again.left
+    outcome |= {
+        "resumed_at": None,
+        "updates_lost": None,
+        "recover_seconds": None,
+        "newest_whole": max(whole, default=0),
+    }
     if again.status == 0:
         resumed_at = read_records(run / "record.json")[0].provenance["resumed_at_update"]
         back = next((row["time"] for row in logged_updates(run) if row["step"] == max(resumed_at, reached - 1)), None)
         seconds = back - ended if back is not None else None
-        told |= {"resumed_at": resumed_at, "updates_lost": max(0, reached - resumed_at), "recover_seconds": seconds}
+        outcome |= {"resumed_at": resumed_at, "updates_lost": max(0, reached - resumed_at), "recover_seconds": seconds}
     else:
-        told["recovery_failed"] = again.message
-    return told
+        outcome["recovery_failed"] = again.message
+    return outcome
 
 
-def spoil_checkpoint(newest: Checkpoint, how: str, draw: random.Random) -> None:
+def corrupt_checkpoint(newest: Checkpoint, how: str, draw: random.Random) -> None:
     """Cut the largest file of a checkpoint to two thirds, or turn one of its bits round."""
-    path = max((newest.path / name for name in newest.about.files), key=lambda file: file.stat().st_size)
+    path = max((newest.path / name for name in newest.metadata.files), key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
     if how == "cut":
         content = content[: len(content) * 2 // 3]
@@ -253,37 +258,37 @@ def spoil_checkpoint(newest: Checkpoint, how: str, draw: random.Random) -> None:
     path.write_bytes(content)
 
 
-def _status(fault: Fault, told: dict[str, Any], parity: Parity, options: ChaosOptions) -> str:
+def _status(fault: Fault, outcome: dict[str, Any], parity: Parity, options: ChaosOptions) -> str:
     """`held`, `unseen` where a reason is known why nobody can notice it, else what did not hold."""
-    if told["left"]:
+    if outcome["left"]:
         return "processes left"
-    if told.get("reason"):
+    if outcome.get("reason"):
         return "unseen"
-    if not told["is_noticed"]:
+    if not outcome["is_noticed"]:
         return "not noticed"
-    if (told["notice_seconds"] or 0.0) > told["bound_seconds"]:
+    if (outcome["notice_seconds"] or 0.0) > outcome["bound_seconds"]:
         return "noticed late"
-    if "recovery_failed" in told:
+    if "recovery_failed" in outcome:
         return "not recovered"
     if parity.status != "equal":
         return "another training"
-    lost, allowed = told["updates_lost"], options.save_every * (2 if fault.spoils else 1)
+    lost, allowed = outcome["updates_lost"], options.save_every * (2 if fault.corrupts else 1)
     # a launcher that is killed leaves ranks that go on for a moment: they may lose what they did since their last save
     return "held" if lost <= allowed else "too much lost"
 
 
-def _record(quiet: Undisturbed, options: ChaosOptions, told: dict[str, Any], parity: Parity | None) -> Record:
-    source = dict(quiet.record.provenance)
+def _record(baseline: Baseline, options: ChaosOptions, outcome: dict[str, Any], parity: Parity | None) -> Record:
+    source = dict(baseline.record.provenance)
     source["command"] = shlex.join(options.command)
-    source["chaos"] = told | {"steps": options.steps, "save_every": options.save_every, "seed": options.seed}
+    source["chaos"] = outcome | {"steps": options.steps, "save_every": options.save_every, "seed": options.seed}
     return Record(
-        workload=quiet.record.workload,
-        layout=quiet.record.layout,
-        launcher=quiet.record.launcher,
-        backend=quiet.record.backend,
-        device=quiet.record.device,
-        world_size=quiet.record.world_size,
-        parity=parity or Parity("not_verified", reason=told["reason"]),
+        workload=baseline.record.workload,
+        layout=baseline.record.layout,
+        launcher=baseline.record.launcher,
+        backend=baseline.record.backend,
+        device=baseline.record.device,
+        world_size=baseline.record.world_size,
+        parity=parity or Parity("not_verified", reason=outcome["reason"]),
         provenance=source,
     )
 
@@ -304,9 +309,9 @@ def logged_updates(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compare_runs(undisturbed: Path, run: Path, steps: int) -> Parity:
+def compare_runs(baseline: Path, run: Path, steps: int) -> Parity:
     """A run beside the one that nothing happened to: losses, metrics, and all tensors of the last checkpoint."""
-    ours, theirs = ({row["step"]: row["loss"] for row in logged_updates(place)} for place in (run, undisturbed))
+    ours, theirs = ({row["step"]: row["loss"] for row in logged_updates(run_folder)} for run_folder in (run, baseline))
     if ours.keys() != theirs.keys() or len(logged_updates(run)) != steps or not (run / "record.json").exists():
         return Parity("different", first_divergence=f"{len(ours)} of {steps} updates are logged")
     apart = {step: abs(ours[step] - loss) / max(abs(loss), 1e-300) for step, loss in theirs.items()}
@@ -314,11 +319,11 @@ def compare_runs(undisturbed: Path, run: Path, steps: int) -> Parity:
     first = next((f"update {step}" for step, distance in apart.items() if distance != 0.0), None)
     metrics = read_records(run / "record.json")[0].metrics
     exact = first is None
-    if exact and metrics != read_records(undisturbed / "record.json")[0].metrics:
+    if exact and metrics != read_records(baseline / "record.json")[0].metrics:
         first = "the metrics at the end"
     scope = f"{steps} updates, and all tensors of the last checkpoint"
     if first is None or far <= _TOLERANCE:
-        other = _other_tensor(find_checkpoint(run), find_checkpoint(undisturbed), exact)
+        other = _other_tensor(find_checkpoint(run), find_checkpoint(baseline), exact)
         if other is None:
             return Parity("equal", exact, far, _TOLERANCE, scope, first_divergence=first)
         first = first or other
@@ -329,27 +334,31 @@ _TOLERANCE = 1e-12  # of the losses, where a restart changes the order of additi
 _TENSOR_TOLERANCE = 1e-9  # of weights and optimizer state then: small ones are differences of large ones
 
 
-def _other_tensor(one: Checkpoint, other: Checkpoint, exact: bool) -> str | None:
+def _other_tensor(first: Checkpoint, second: Checkpoint, exact: bool) -> str | None:
     """The first tensor that is not the same in both checkpoints: the same bits, or as near as that."""
     import torch
 
     from everyrank.checkpoint.storage import contents_of, read
 
-    both: list[dict[str, Any]] = []
-    for checkpoint in (one, other):
-        kept = contents_of(checkpoint)
-        tensors = {name: torch.zeros(about.size, dtype=about.properties.dtype) for name, about in kept.items()}
+    tensors_of_each: list[dict[str, Any]] = []
+    for checkpoint in (first, second):
+        entries = contents_of(checkpoint)
+        tensors = {
+            name: torch.zeros(metadata.size, dtype=metadata.properties.dtype) for name, metadata in entries.items()
+        }
         read(tensors, checkpoint)
-        both.append(tensors)
-    names = sorted(both[0].keys() | both[1].keys())
-    return next((name for name in names if not _same(both[0].get(name), both[1].get(name), exact)), None)
+        tensors_of_each.append(tensors)
+    names = sorted(tensors_of_each[0].keys() | tensors_of_each[1].keys())
+    return next(
+        (name for name in names if not _same(tensors_of_each[0].get(name), tensors_of_each[1].get(name), exact)), None
+    )
 
 
-def _same(one: Any, other: Any, exact: bool) -> bool:
+def _same(first: Any, second: Any, exact: bool) -> bool:
     import torch
 
-    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+    if first is None or second is None or first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if exact or not one.is_floating_point():  # bits: a state of a generator may hold NaN
-        return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-    return torch.allclose(one, other, rtol=_TENSOR_TOLERANCE, atol=_TENSOR_TOLERANCE, equal_nan=True)
+    if exact or not first.is_floating_point():  # bits: a state of a generator may hold NaN
+        return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+    return torch.allclose(first, second, rtol=_TENSOR_TOLERANCE, atol=_TENSOR_TOLERANCE, equal_nan=True)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from everyrank.errors import RankFailedError
 
-__all__ = ["said"]
+__all__ = ["handshake"]
 
 
-def said(store: dist.Store, name: str, rank: int, where: str, timeout_seconds: float) -> Any:
+def handshake(store: dist.Store, name: str, rank: int, where: str, timeout_seconds: float) -> Any:
     """The JSON under this name, when it is there. `rank` is to come to `where` and say it.
 
     Raises `RankFailedError` that names a rank which does not, or where the store is gone.
@@ -22,9 +22,7 @@ def said(store: dist.Store, name: str, rank: int, where: str, timeout_seconds: f
     try:
         while not store.check([name]):
             if time.monotonic() > deadline:
-                raise RankFailedError(
-                    f"rank {rank} did not come to the {where} within {timeout_seconds:g} s (--timeout)"
-                )
+                raise RankFailedError(f"rank {rank} did not reach the {where} within {timeout_seconds:g} s (--timeout)")
             time.sleep(pause)
             pause = min(0.02, pause * 1.5)
         return json.loads(store.get(name))

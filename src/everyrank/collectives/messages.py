@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Links", "Traffic"]
+__all__ = ["Messages", "Traffic"]
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Links:
+class Messages:
     """One rank's links to the others of a group.
 
     rank      this rank's place in `ranks`
@@ -39,9 +39,9 @@ class Links:
         """How many ranks there are."""
         return len(self.ranks)
 
-    def among(self, places: Sequence[int]) -> Links:
+    def among(self, indices: Sequence[int]) -> Messages:
         """The links between these places alone; what goes over them is counted here, too."""
-        return Links(places.index(self.rank), [self.ranks[place] for place in places], self.group, self.traffic)
+        return Messages(indices.index(self.rank), [self.ranks[index] for index in indices], self.group, self.traffic)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous tensor to the rank at that place. One without elements does not travel."""

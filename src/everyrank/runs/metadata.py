@@ -17,23 +17,23 @@ from typing import IO, Any
 from everyrank.errors import UsageError
 
 __all__ = [
-    "ABOUT",
     "LENGTHS",
+    "METADATA_FILE",
     "NAME",
-    "About",
     "Checkpoint",
+    "CheckpointMetadata",
     "changed_lengths",
-    "check_about",
+    "check_metadata",
     "crc_of",
     "damage",
     "fields_of",
     "open_file",
-    "read_about",
+    "read_metadata",
     "with_sum",
-    "write_about",
+    "write_metadata",
 ]
 
-ABOUT = "about.json"
+METADATA_FILE = "about.json"
 LENGTHS = ("epochs", "steps")
 """Settings that say how long a training lasts: a resumed run may change them."""
 NAME = re.compile(r"step-([0-9]{1,18})(\.old)?")  # .old: whole, and about to be replaced by one of the same step
@@ -43,7 +43,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointMetadata:
     """What a checkpoint says of itself, in about.json.
 
     step           updates done; training goes on with update number `step`
@@ -81,7 +81,7 @@ class About:
     place: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def changed_lengths(saved: About, now: About) -> dict[str, tuple[Any, Any]]:
+def changed_lengths(saved: CheckpointMetadata, now: CheckpointMetadata) -> dict[str, tuple[Any, Any]]:
     """The settings in `LENGTHS` that a resumed run has changed: name -> (saved, now), None where one has none."""
     pairs = {name: (saved.settings.get(name), now.settings.get(name)) for name in LENGTHS}
     return {name: (was, is_now) for name, (was, is_now) in pairs.items() if was != is_now}
@@ -92,28 +92,28 @@ class Checkpoint:
     """A whole checkpoint: its folder, and what it says of itself."""
 
     path: Path
-    about: About
+    metadata: CheckpointMetadata
 
     @property
     def num_bytes(self) -> int:
         """Of all its files."""
-        return sum(size for size, _ in self.about.files.values())
+        return sum(size for size, _ in self.metadata.files.values())
 
 
-def write_about(folder: Path, about: About, name: str = ABOUT) -> None:
+def write_metadata(folder: Path, metadata: CheckpointMetadata, name: str = METADATA_FILE) -> None:
     """The last file of a checkpoint, on the disk when this returns."""
     with (folder / name).open("w", encoding="utf-8") as file:
-        file.write(with_sum(fields_of(about)))
+        file.write(with_sum(fields_of(metadata)))
         file.flush()
         os.fsync(file.fileno())
 
 
-def fields_of(about: About) -> dict[str, Any]:
+def fields_of(metadata: CheckpointMetadata) -> dict[str, Any]:
     """As JSON has them; a place that says nothing is left out."""
-    found = dataclasses.asdict(about)
-    if not about.place:
-        del found["place"]
-    return found
+    fields = dataclasses.asdict(metadata)
+    if not metadata.place:
+        del fields["place"]
+    return fields
 
 
 def with_sum(content: Mapping[str, Any]) -> str:
@@ -126,24 +126,24 @@ def _end(body: bytes) -> bytes:
     return b"%d\n}" % zlib.crc32(body)
 
 
-def read_about(path: Path) -> Checkpoint:
+def read_metadata(path: Path) -> Checkpoint:
     """The checkpoint in this folder. Raises `UsageError` where about.json is missing, changed or foreign."""
     try:
-        with open_file(path / ABOUT) as file:
+        with open_file(path / METADATA_FILE) as file:
             text = file.read(_LONGEST + 1)
         if len(text) > _LONGEST:
             raise ValueError(f"it is longer than {_LONGEST:,} bytes")
         content: Any = json.loads(text)
-        names = {entry.name for entry in dataclasses.fields(About)}
+        names = {entry.name for entry in dataclasses.fields(CheckpointMetadata)}
         content["files"] = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-        about = About(**{name: value for name, value in content.items() if name in names})
-        check_about(about)
-        _check_sum(text, about.schema)
-        _check_name(path, about.step)
+        metadata = CheckpointMetadata(**{name: value for name, value in content.items() if name in names})
+        check_metadata(metadata)
+        _check_sum(text, metadata.schema)
+        _check_name(path, metadata.step)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path}: no checkpoint that can be read ({ABOUT}: {what})") from None
-    return Checkpoint(path, about)
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path}: no checkpoint that can be read ({METADATA_FILE}: {reason})") from None
+    return Checkpoint(path, metadata)
 
 
 def open_file(path: Path) -> IO[bytes]:
@@ -171,29 +171,31 @@ def _check_name(path: Path, step: int) -> None:
         raise ValueError(f"it says step {step}, the folder {int(match[1])}")
 
 
-def check_about(about: About) -> None:
+def check_metadata(metadata: CheckpointMetadata) -> None:
     """Raise `TypeError` or `ValueError` for what `About` cannot hold: the file may be anybody's."""
-    for entry in dataclasses.fields(About):
-        value = getattr(about, entry.name)
+    for entry in dataclasses.fields(CheckpointMetadata):
+        value = getattr(metadata, entry.name)
         kinds = _KINDS[str(entry.type).partition("[")[0]]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise TypeError(f"{entry.name} is {type(value).__name__}")
     for name, least in (("step", 0), ("world_size", 1), ("updates_per_epoch", 0), ("global_batch", 1)):
-        if getattr(about, name) < least:
-            raise ValueError(f"{name} is {getattr(about, name)}")
-    if about.place and (about.place.keys() != {"epoch", "index"} or not all(map(_is_count, about.place.values()))):
-        raise ValueError(f"place is {about.place}")
-    if not all(isinstance(value, int | float) for value in about.metrics.values()):
+        if getattr(metadata, name) < least:
+            raise ValueError(f"{name} is {getattr(metadata, name)}")
+    if metadata.place and (
+        metadata.place.keys() != {"epoch", "index"} or not all(map(_is_count, metadata.place.values()))
+    ):
+        raise ValueError(f"place is {metadata.place}")
+    if not all(isinstance(value, int | float) for value in metadata.metrics.values()):
         raise TypeError("a metric is no number")
-    if not all(isinstance(value, str) for value in (*about.aliases.values(), *about.versions.values())):
+    if not all(isinstance(value, str) for value in (*metadata.aliases.values(), *metadata.versions.values())):
         raise TypeError("an alias or a version is no text")
     # what is shown on a terminal must not be able to speak to it
-    texts = [about.workload, about.layout, about.best_by, about.time, about.data_checksum or ""]
-    texts += [text for pair in (about.aliases | about.versions).items() for text in pair]
-    for text in (*texts, *about.metrics, *about.files, *about.settings):
+    texts = [metadata.workload, metadata.layout, metadata.best_by, metadata.time, metadata.data_checksum or ""]
+    texts += [text for pair in (metadata.aliases | metadata.versions).items() for text in pair]
+    for text in (*texts, *metadata.metrics, *metadata.files, *metadata.settings):
         if not text.isprintable():
             raise ValueError(f"{text!r} has control characters")
-    for name in about.files:
+    for name in metadata.files:
         if Path(name).name != name:
             raise ValueError(f"a file named {name!r}")
 
@@ -216,14 +218,14 @@ def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = 
 
     The sizes alone are compared unless `deep`, which reads everything.
     """
-    for name in checkpoint.about.files if names is None else names:
-        size, crc = checkpoint.about.files[name]
+    for name in checkpoint.metadata.files if names is None else names:
+        size, crc = checkpoint.metadata.files[name]
         path = checkpoint.path / name
         try:
             with open_file(path) as file:
-                found = os.fstat(file.fileno()).st_size
-            if found != size:
-                return f"{name} has {found:,} of its {size:,} bytes"
+                num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes != size:
+                return f"{name} has {num_bytes:,} of its {size:,} bytes"
             if deep and crc_of(path) != crc:
                 return f"{name} is not what was saved (its CRC differs)"
         except OSError as error:

@@ -19,7 +19,7 @@ from typing import IO, Any
 from everyrank.chaos.two_hosts import in_own_network
 from everyrank.launch.job import PYTHON
 
-__all__ = ["Attempt", "TrainCall", "attempt", "why_no_disk"]
+__all__ = ["TrainCall", "TrainerRun", "run_trainer", "why_no_disk"]
 
 _MARK = "EVERYRANK_CHAOS"  # in the environment of all processes of an attempt
 _PAUSE_SECONDS = 2.0
@@ -50,7 +50,7 @@ class TrainCall:
 
 
 @dataclass
-class Attempt:
+class TrainerRun:
     """How an attempt ended.
 
     status          the exit status; -N after signal N; None where it had to be ended here, after `limit_seconds`
@@ -65,14 +65,14 @@ class Attempt:
     status: int | None = None
     message: str = ""
     lines: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
-    struck: float | None = None
+    injected_at: float | None = None
     begun: float = 0.0
     ended: float = 0.0
     cleared: float = 0.0
     left: int = 0
 
 
-def attempt(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int = 0) -> Attempt:
+def run_trainer(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int = 0) -> TrainerRun:
     """Train as `call` says; `folder` is for what is left beside the run.
 
     With `disk_bytes` the run lies on a disk of this size, made for it. A launch of two nodes has two hosts made for it.
@@ -81,7 +81,12 @@ def attempt(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int
     injections = [{**injection, "journal": str(folder / "journal")} for injection in call.injections]
     call = dataclasses.replace(call, injections=injections)
     is_one_host = call.launch["nodes"] == 1
-    command = [*PYTHON, "-m", f"everyrank.chaos.{'person' if is_one_host else 'two_hosts'}", str(folder / "call.json")]
+    command = [
+        *PYTHON,
+        "-m",
+        f"everyrank.chaos.{'trainer_process' if is_one_host else 'two_hosts'}",
+        str(folder / "call.json"),
+    ]
     command = command if is_one_host else in_own_network(f"exec {shlex.join(command)}")
     if disk_bytes:
         disk = folder / "disk"
@@ -89,7 +94,7 @@ def attempt(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int
         call = dataclasses.replace(call, run=str(disk / "run"), kept=call.run)
         command = _on_own_disk(disk, disk_bytes, command)
     (folder / "call.json").write_text(json.dumps(dataclasses.asdict(call)), encoding="utf-8")
-    mark, found = uuid.uuid4().hex, Attempt(begun=time.time())
+    mark, result = uuid.uuid4().hex, TrainerRun(begun=time.time())
     process = subprocess.Popen(  # noqa: S603
         command,
         stdin=subprocess.DEVNULL,
@@ -99,21 +104,21 @@ def attempt(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int
         start_new_session=True,
     )
     assert process.stdout is not None
-    reader = threading.Thread(target=_read, args=(process.stdout, found.lines), daemon=True)
+    reader = threading.Thread(target=_read, args=(process.stdout, result.lines), daemon=True)
     reader.start()
     try:
-        _watch(process, folder / "journal", found, limit_seconds)
+        _watch(process, folder / "journal", result, limit_seconds)
     finally:
-        _clear(mark, found, process)
+        _clear(mark, result, process)
     reader.join(5.0)
-    return _how(folder, found)
+    return _how(folder, result)
 
 
 def _read(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
     lines.extend((time.time(), line.decode(errors="replace").rstrip()) for line in stream)
 
 
-def _watch(process: subprocess.Popen[bytes], journal: Path, found: Attempt, limit_seconds: float) -> None:
+def _watch(process: subprocess.Popen[bytes], journal: Path, result: TrainerRun, limit_seconds: float) -> None:
     """Until the process has ended, or has taken far too long; a rank that pauses is sent SIGCONT after a while."""
     deadline = time.monotonic() + limit_seconds
     continued: set[int] = set()
@@ -125,7 +130,7 @@ def _watch(process: subprocess.Popen[bytes], journal: Path, found: Attempt, limi
                 continued.add(row["update"])
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(row["process"], signal.SIGCONT)
-    found.status, found.ended = process.poll(), time.time()
+    result.status, result.ended = process.poll(), time.time()
 
 
 def _rows(journal: Path) -> list[dict[str, Any]]:
@@ -135,16 +140,16 @@ def _rows(journal: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["time"])
 
 
-def _clear(mark: str, found: Attempt, process: subprocess.Popen[bytes]) -> None:
+def _clear(mark: str, result: TrainerRun, process: subprocess.Popen[bytes]) -> None:
     """Wait until nothing of it runs any more; what does not end by itself is counted, and ended."""
-    if found.status is None:  # the command takes its ranks and folders with it
+    if result.status is None:  # the command takes its ranks and folders with it
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGINT)
     deadline = time.monotonic() + _LEFT_SECONDS
-    while (there := _marked(mark)) and time.monotonic() < deadline:
+    while (running := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    found.left, found.cleared = len(there), time.time()
-    for pid in there:
+    result.left, result.cleared = len(running), time.time()
+    for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -152,23 +157,23 @@ def _clear(mark: str, found: Attempt, process: subprocess.Popen[bytes]) -> None:
 
 def _marked(mark: str) -> list[int]:
     """All processes with the mark in their environment; those that have ended and wait for their parent have none."""
-    found: list[int] = []
+    pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 if f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
-def _how(folder: Path, found: Attempt) -> Attempt:
+def _how(folder: Path, result: TrainerRun) -> TrainerRun:
     rows = _rows(folder / "journal")
-    found.struck = next((row["time"] for row in rows if row["update"] == rows[-1]["update"]), None)
+    result.injected_at = next((row["time"] for row in rows if row["update"] == rows[-1]["update"]), None)
     if (folder / "ended.json").exists():
-        found.message = json.loads((folder / "ended.json").read_text(encoding="utf-8"))["message"]
-    elif found.lines and found.status != -signal.SIGKILL:
-        found.message = found.lines[-1][1]
-    return found
+        result.message = json.loads((folder / "ended.json").read_text(encoding="utf-8"))["message"]
+    elif result.lines and result.status != -signal.SIGKILL:
+        result.message = result.lines[-1][1]
+    return result
 
 
 def _on_own_disk(disk: Path, size: int, command: list[str]) -> list[str]:
@@ -180,12 +185,12 @@ def _on_own_disk(disk: Path, size: int, command: list[str]) -> list[str]:
 
 def why_no_disk(folder: Path) -> str:
     """Why no disk of its own can be made here; "" where it can."""
-    place = folder / "disk-probe"
-    place.mkdir(exist_ok=True)
+    mount_point = folder / "disk-probe"
+    mount_point.mkdir(exist_ok=True)
     try:
-        command = _on_own_disk(place, 1 << 20, ["true"])
+        command = _on_own_disk(mount_point, 1 << 20, ["true"])
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
         return f"no disk of its own: unshare: {error}"
-    said = done.stderr.strip().splitlines() or ["unshare or mount failed"]
-    return "" if done.returncode == 0 else f"no disk of its own: {said[-1]}"
+    error_lines = done.stderr.strip().splitlines() or ["unshare or mount failed"]
+    return "" if done.returncode == 0 else f"no disk of its own: {error_lines[-1]}"
