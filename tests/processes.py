@@ -28,7 +28,7 @@ import pytest
 from everyrank.cli import main
 from everyrank.launch import Launch
 from everyrank.launch.job import WORKER
-from everyrank.launch.mpi import LAUNCHER, render
+from everyrank.launch.mpi import LAUNCHER
 from forkserver import MARK, Forked, ForkServer
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -86,7 +86,7 @@ class Pool:
     def _start_by_mpirun(self, count: int) -> None:
         """MPI starts its ranks itself: they come to a socket, and say which they are."""
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        words = render(Launch("mpi", processes=count), self.folder)[0][: -len(WORKER) - 1]
+        words = LAUNCHER.commands(Launch("mpi", processes=count), self.folder)[0][: -len(WORKER) - 1]
         code = "import processes, sys; processes.come_to(sys.argv[1])"
         with Listener(str(self.folder / "socket"), "AF_UNIX") as listening:
             command = [*words, sys.executable, "-c", code, str(self.folder)]
@@ -148,7 +148,7 @@ class Pool:
 
 def come_to(folder: str) -> None:
     """In a rank that mpirun has started."""
-    info = LAUNCHER.environment.read(os.environ) if LAUNCHER.environment is not None else None
+    info = LAUNCHER.rank_info(os.environ)
     assert info is not None
     pipe = Client(str(Path(folder) / "socket"), "AF_UNIX")
     pipe.send(info.rank)

@@ -235,11 +235,9 @@ SHARED = {
     "LAUNCHER": "a launcher's row",
     "T": "a type variable",
     "add_arguments": "what a command takes",
-    "find": "a launcher's program",
     "main": "a module that is run",
     "prepare": "a strategy",
     "simulate": "a simulation",
-    "render": "a launcher's commands",
     "run": "what a command does; in api.py, the call from Python",
     "workload": "a file of a workload, as a person would write one",
 }

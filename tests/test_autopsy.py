@@ -25,7 +25,7 @@ from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import hang_autopsy
 from everyrank.launch.autopsy.look import RankView
 from everyrank.launch.autopsy.verdict import verdict
-from everyrank.launch.hosts import pid_namespace, start_time
+from everyrank.launch.host_info import pid_namespace, start_time
 from everyrank.world import calls as recorder
 from everyrank.world import open_world
 from processes import Cli, free_port

@@ -43,8 +43,8 @@ def test_horovod_that_is_not_there(everyrank: Any, tmp_path: Path) -> None:
 
 def test_horovodrun_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovodrun, "find_horovodrun", lambda: None)
-    with pytest.raises(CannotRunError, match="there is no horovodrun here; build Horovod"):
-        horovodrun.find()
+    with pytest.raises(CannotRunError, match="horovodrun was not found; build Horovod"):
+        horovodrun.LAUNCHER.find()
     with pytest.raises(UsageError, match=r"--nodes 2: horovodrun reaches hosts that it is told: .*-H n0:2"):
         Launch("horovodrun", processes=4, nodes=2)
 

@@ -30,7 +30,7 @@ from everyrank.cli import main
 from everyrank.commands import report
 from everyrank.launch.autopsy import hang_autopsy
 from everyrank.launch.autopsy.rank_state import STACKS_SIGNAL
-from everyrank.launch.hosts import pid_namespace
+from everyrank.launch.host_info import pid_namespace
 from everyrank.record import Record, read_records, write_records
 from processes import Cli, one_line
 

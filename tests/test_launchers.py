@@ -9,7 +9,7 @@ import importlib
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import pytest
 
@@ -30,8 +30,11 @@ from everyrank.launch import (
     worker,
 )
 from everyrank.launch.environments import is_rank_0_of_all, rank_info_from_environment
-from everyrank.launch.launcher import Environment, Launcher
+from everyrank.launch import launcher as launcher_table
+from everyrank.launch.job import WORKER
+from everyrank.launch.launcher import Launcher, LauncherOptions
 from everyrank.launch.node import main as node_main
+from everyrank.options import Argument
 
 PACKAGE = Path(everyrank.__file__).parent
 LOOK_UPS = ("get", "pop", "startswith", "endswith", "removeprefix")
@@ -108,20 +111,22 @@ def test_each_launcher_is_a_file_with_its_row() -> None:
     for name in LAUNCHERS:
         assert find_launcher(name) == importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
     assert find_launcher("env") is None  # a person
-    with pytest.raises(UsageError, match="--launcher pbs: give one of spawn, torchrun, slurm, mpi, ray, horovodrun"):
+    with pytest.raises(
+        UsageError, match="--launcher pbs: unknown launcher; give one of spawn, torchrun, slurm, mpi, ray, horovodrun"
+    ):
         Launch("pbs")
 
 
 FLAGS = {
-    "takes_arguments": {"torchrun", "slurm", "mpi", "horovodrun"},
-    "one_command_per_host": {"spawn", "torchrun"},
-    "starts_supervisors": {"spawn"},
-    "reads_job_folder": {"slurm", "mpi", "horovodrun"},
-    "rank_0_is_here": {"spawn", "torchrun", "mpi", "ray", "horovodrun"},
-    "needs_sigterm": {"slurm", "mpi", "ray", "horovodrun"},
-    "terminates_ranks": {"torchrun", "horovodrun"},
-    "has_own_rendezvous": {"torchrun"},
-    "output_mark": {"horovodrun"},
+    "accepts_arguments": {"torchrun", "slurm", "mpi", "horovodrun"},
+    "launch_per_node": {"spawn", "torchrun"},
+    "needs_shared_folder": {"slurm", "mpi", "horovodrun"},
+    "graceful_shutdown": {"slurm", "mpi", "ray", "horovodrun"},
+    "terminates_on_failure": {"torchrun", "horovodrun"},
+    "provides_rendezvous": {"torchrun"},
+    "line_prefix": {"horovodrun"},
+    "default_for_backend": {"mpi"},
+    "marker_variable": {"torchrun"},
 }
 
 
@@ -135,7 +140,7 @@ def test_every_launch_has_its_launchers_options() -> None:
     """Their defaults where none are given; they travel to the ranks; those of another launcher are refused."""
     for row in launchers():
         launch = Launch(row.name)
-        assert launch.options == (row.options() if row.options is not None else None)
+        assert launch.options == row.options()
         assert pickle.loads(pickle.dumps(launch)) == launch
         assert dataclasses.replace(launch, processes=2).options == launch.options
     for launcher, options in (
@@ -143,7 +148,7 @@ def test_every_launch_has_its_launchers_options() -> None:
         ("torchrun", ray.RayOptions()),
         ("slurm", "per_node"),
     ):
-        with pytest.raises(UsageError, match=f"not those of --launcher {launcher}"):
+        with pytest.raises(UsageError, match=f"not the options of --launcher {launcher}"):
             Launch(launcher, options=options)
     with pytest.raises(UsageError, match="--restarts -1"):
         Launch("torchrun", options=torchrun.TorchrunOptions(restarts=-1))
@@ -161,7 +166,7 @@ def test_the_launcher_that_starts_the_ranks() -> None:
 
 def test_an_address_that_is_meant() -> None:
     """torchrun's agent has opened its store there; nodes of a small Slurm may be one machine."""
-    trusted = {row.name: [host for host in ("127.0.0.1", "n0") if row.trusts_address(host)] for row in launchers()}
+    trusted = {row.name: [host for host in ("127.0.0.1", "n0") if row.allow_loopback(host)] for row in launchers()}
     nobody = {name: [] for name in ("spawn", "mpi", "ray", "horovodrun")}
     assert trusted == {**nobody, "torchrun": ["127.0.0.1", "n0"], "slurm": ["127.0.0.1"]}
 
@@ -172,7 +177,7 @@ def test_what_a_launcher_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(UsageError, match="there is no allocation"):
         run_ranks(Launch("slurm"), len)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(CannotRunError, match="there is no srun here"):
+    with pytest.raises(CannotRunError, match="srun was not found"):
         run_ranks(Launch("slurm"), len)
     with pytest.raises(UsageError, match="--nodes 2: Ray chooses the hosts itself"):
         Launch("ray", processes=2, nodes=2)
@@ -195,51 +200,66 @@ def test_a_shell_that_srun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
         launched("--launcher", "spawn")
 
 
-# --- one more launcher, as a person would add it
+# --- one more launcher, as a user would add it
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyOptions:
-    """Its own."""
+class ToyOptions(LauncherOptions):
+    """Options of the toy."""
 
-    loud: bool = False
-
-
-def read_toy_options(args: argparse.Namespace, is_chosen: bool) -> ToyOptions:
-    if args.loud and not is_chosen:
-        raise UsageError("--loud: it is the toy's; give --launcher toy too")
-    return ToyOptions(args.loud)
+    loud: Annotated[bool, Argument("toy: print more")] = False
 
 
-def read_toy_variables(environment: Any) -> RankInfo | None:
-    if "TOY_RANK" not in environment:
-        return None
-    return RankInfo(int(environment["TOY_RANK"]), 0, 2, 1, "toy", "tcp://n0:1234")
+class Toy(Launcher):
+    """Starts its ranks as spawn does."""
+
+    name = "toy"
+    program = "toyrun"
+    options = ToyOptions
+    launch_per_node = True
+    rank_variables = (("TOY_RANK", "TOY_LOCAL_RANK", "TOY_SIZE", "TOY_LOCAL_SIZE"),)
+
+    def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
+        """The fork server of this host."""
+        return spawn.LAUNCHER.commands(launch, job_folder)
 
 
-TOY = Launcher(
-    name="toy",
-    render=spawn.render,
-    find=lambda: "here",
-    default_rendezvous=spawn.LAUNCHER.default_rendezvous,
-    options=ToyOptions,
-    add_arguments=lambda group: group.add_argument("--loud", action="store_true"),
-    read_options=read_toy_options,
-    starts_supervisors=True,
-    environment=Environment("toyrun", 0, ("TOY_RANK",), read_toy_variables),
-)
+TOY = Toy()
+
+
+def add_launcher(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    """Add a file and its name to the table, without writing them."""
+    importing = importlib.import_module
+    module = argparse.Namespace(LAUNCHER=launcher)
+    monkeypatch.setattr(launcher_table, "LAUNCHERS", (*LAUNCHERS, launcher.name))
+    monkeypatch.setattr(
+        launcher_table.importlib,
+        "import_module",
+        lambda name: module if name.endswith(f".{launcher.name}") else importing(name),
+    )
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more launcher, `toy`, which starts its ranks as spawn does."""
-    table = importlib.import_module("everyrank.launch.launcher")
-    importing = importlib.import_module
-    module = argparse.Namespace(LAUNCHER=TOY)
-    monkeypatch.setattr(table, "LAUNCHERS", (*LAUNCHERS, "toy"))
-    monkeypatch.setattr(
-        table.importlib, "import_module", lambda name: module if name.endswith(".toy") else importing(name)
-    )
+    add_launcher(monkeypatch, TOY)
+
+
+def test_the_launcher_in_contributing_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's code, with what it needs from other files."""
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    code = page.partition("## A new launcher")[2].partition("```python\n")[2].partition("```")[0]
+    names = {"Launcher": Launcher, "Launch": Launch, "Path": Path, "UsageError": UsageError, "WORKER": WORKER}
+    exec(code, names)  # noqa: S102  (our own page)
+    launcher = names["LAUNCHER"]
+    assert isinstance(launcher, Launcher)
+    add_launcher(monkeypatch, launcher)
+    launch = launched("--launcher", "nice", "--processes", "2", "--device", "cpu")
+    priorities = run_ranks(launch, lambda info: (info.started_by, os.nice(0)))
+    assert {rank: name for rank, (name, _) in priorities.items()} == {0: "nice", 1: "nice"}
+    assert all(nice > os.nice(0) or nice == 19 for _, nice in priorities.values())
+    with pytest.raises(UsageError, match="--nodes 2"):
+        launched("--launcher", "nice", "--processes", "2", "--nodes", "2")
 
 
 def launched(*words: str) -> Launch:
@@ -250,21 +270,23 @@ def launched(*words: str) -> Launch:
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_launcher_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_is_a_file_and_a_row() -> None:
     """With a row alone it has its flags, its options, its variables, and starts ranks."""
     launch = launched("--launcher", "toy", "--loud", "--processes", "2", "--device", "cpu")
     assert launch.options == ToyOptions(loud=True)
-    with pytest.raises(UsageError, match="it is the toy's"):
+    with pytest.raises(UsageError, match=r"--loud.*--launcher toy"):
         launched("--loud")
     found = run_ranks(launch, lambda info: (info.rank, info.size, info.started_by))
     assert found == {rank: (rank, 2, "toy") for rank in range(2)}
-    monkeypatch.setenv("TOY_RANK", "1")
-    info = rank_info_from_environment({"TOY_RANK": "1"})
+    variables = {"TOY_RANK": "1", "TOY_LOCAL_RANK": "0", "TOY_SIZE": "2", "TOY_LOCAL_SIZE": "1"}
+    info = rank_info_from_environment(variables)
     assert info is not None
-    assert (info.rank, info.started_by) == (1, "toy")
-    assert not is_rank_0_of_all({"TOY_RANK": "1"})
-    with pytest.raises(UsageError, match="RANK=0 in the environment, but toyrun says 1"):
-        rank_info_from_environment({"TOY_RANK": "1", "RANK": "0"})
+    assert (info.rank, info.size, info.started_by) == (1, 2, "toy")
+    assert not is_rank_0_of_all(variables)
+    with pytest.raises(UsageError, match="RANK=0 in the environment, but toyrun set 1"):
+        rank_info_from_environment({**variables, "RANK": "0"})
+    with pytest.raises(UsageError, match=r"TOY_RANK, TOY_SIZE but not TOY_LOCAL_RANK.*start with toyrun"):
+        rank_info_from_environment({"TOY_RANK": "1", "TOY_SIZE": "2"})
 
 
 # --- functions by name
@@ -313,7 +335,5 @@ def test_torchrun_of_hosts_that_may_come_later() -> None:
         ("fixed", torchrun.TorchrunOptions("c10d"), False),
         ("static", torchrun.TorchrunOptions("static", None, 1), False),
     ):
-        row = find_launcher("torchrun")
-        assert row is not None
         expected = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if is_elastic else {}
-        assert (row.limits_start(options), row.variables(options)) == (is_elastic, expected), kind
+        assert (options.is_elastic, options.variables) == (is_elastic, expected), kind

@@ -180,10 +180,10 @@ def test_threads_are_chosen_by_one_function_that_says_why() -> None:
 
 def test_a_container_that_may_use_fewer_cores_than_it_sees_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread for each core of the host would be held up by its quota."""
-    monkeypatch.setattr("everyrank.launch.rank_info.cgroup_quota", lambda folder: None)
+    monkeypatch.setattr("everyrank.launch.host_info.cgroup_quota", lambda folder: None)
     seen = num_cores()
     for quota, cores in ((0.5, 1), (1.5, 1), (seen, seen), (seen + 7.5, seen)):
-        monkeypatch.setattr("everyrank.launch.rank_info.cgroup_quota", lambda folder, quota=quota: quota)
+        monkeypatch.setattr("everyrank.launch.host_info.cgroup_quota", lambda folder, quota=quota: quota)
         assert num_cores() == cores
 
 

@@ -12,10 +12,10 @@ from everyrank.doctor import launching as doctor
 from everyrank.errors import CannotRunError
 from everyrank.launch import (
     Launch,
-    hosts,
+    host_info,
     mpi,
 )
-from everyrank.launch.hosts import LOOPBACK
+from everyrank.launch.host_info import LOOPBACK
 from launching import JOB, MPICH, OPEN_MPI, SRUN
 from processes import free_port
 
@@ -95,7 +95,7 @@ def test_doctor_asks_at_another_host(
 
     monkeypatch.setattr(doctor.socket, "create_connection", connect)
     monkeypatch.setattr(doctor, "addresses_of", lambda _: ["10.0.0.1"])
-    monkeypatch.setattr(hosts, "addresses_of", lambda _: ["10.0.0.1"])
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["10.0.0.1"])
     launch = Launch(processes=2, nodes=2, node_rank=1, rendezvous=f"10.0.0.1:{busy}")
     finding = doctor.check_rendezvous(launch)[0]
     assert (finding.status, finding.private) == (status, True)
@@ -104,7 +104,7 @@ def test_doctor_asks_at_another_host(
 
 def test_doctor_sees_a_host_name_that_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """For several hosts; on one it is fine."""
-    monkeypatch.setattr(hosts, "addresses_of", lambda _: ["127.0.1.1"])
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
     launch = Launch(processes=2, nodes=2, node_rank=0, rendezvous="localhost:29500")
     finding = doctor.check_rendezvous(launch)[0]
     assert finding.status == "problem"
@@ -173,7 +173,7 @@ def test_doctor_starts_nothing_after_a_problem(monkeypatch: pytest.MonkeyPatch, 
     assert "rendezvous" in finding.line
 
 
-@pytest.mark.parametrize(("launcher", "fragment"), [("mpi", "no mpirun"), ("slurm", "no srun")])
+@pytest.mark.parametrize(("launcher", "fragment"), [("mpi", "mpirun"), ("slurm", "srun")])
 def test_doctor_sees_a_launcher_that_is_not_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launcher: str, fragment: str
 ) -> None:

@@ -172,10 +172,10 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
     "too high a node": ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "2 nodes"]),
     "negative node": ({**SRUN, "SLURM_NODEID": "-1"}, ["SLURM_NODEID=-1"]),
     # a person's variable beside srun's or mpirun's set
-    "another size": ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun says 6", "--ntasks=8", "unset WORLD_SIZE"]),
-    "another rank": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "mpirun says 2", "unset RANK"]),
-    "another local rank": ({**MPICH, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "mpirun says 3"]),
-    "another local size": ({**SRUN, "LOCAL_WORLD_SIZE": "6"}, ["LOCAL_WORLD_SIZE=6", "srun says 3"]),
+    "another size": ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun set 6", "--ntasks=8", "unset WORLD_SIZE"]),
+    "another rank": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "mpirun set 2", "unset RANK"]),
+    "another local rank": ({**MPICH, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "mpirun set 3"]),
+    "another local size": ({**SRUN, "LOCAL_WORLD_SIZE": "6"}, ["LOCAL_WORLD_SIZE=6", "srun set 3"]),
     # the mistake of Slurm scripts for torchrun
     "a torchrun for each task": (
         {**SRUN, **TORCHRUN},

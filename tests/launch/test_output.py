@@ -22,8 +22,8 @@ def test_marks_are_taken_off(capfd: pytest.CaptureFixture[str], size: int) -> No
     text += "[1]<stdout>:of another\n[0]<stdout>:\n[0]<stdout>:[0]<stdout>: a mark of its own\n[0]<stdout>:end"
     ours, theirs = os.pipe()
     log = io.BytesIO()
-    assert LAUNCHER.output_mark is not None
-    thread = pass_on_output(os.fdopen(ours, "rb"), LAUNCHER.output_mark, log)
+    assert LAUNCHER.line_prefix is not None
+    thread = pass_on_output(os.fdopen(ours, "rb"), LAUNCHER.line_prefix, log)
     data = text.encode()
     for begin in range(0, len(data), size):
         os.write(theirs, data[begin : begin + size])

@@ -27,7 +27,7 @@ from everyrank.launch import (
     torchrun,
 )
 from everyrank.launch.job import FORK_SERVER, WORKER
-from everyrank.launch.slurm import BatchScript, script
+from everyrank.launch.slurm import BatchOptions
 from launching import GOLDEN
 
 
@@ -151,7 +151,7 @@ def test_mpirun_is_told_that_it_runs_as_root(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
     for user, said in ((0, True), (1000, False)):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        assert ("--allow-run-as-root" in mpi.render(Launch("mpi", 2), Path("JOB"))[0]) == said
+        assert ("--allow-run-as-root" in mpi.LAUNCHER.commands(Launch("mpi", 2), Path("JOB"))[0]) == said
 
 
 @pytest.mark.parametrize(("towards", "is_host"), [("10.0.0.1", "1"), ("10.0.0.2", "0"), (None, "0")])
@@ -162,7 +162,7 @@ def test_torchrun_is_told_which_host_opens_the_store(
     monkeypatch.setattr(torchrun, "local_address_towards", lambda _: towards)
     monkeypatch.setattr(torchrun, "addresses_of", lambda _: ["10.0.0.1"])
     launch = Launch("torchrun", 4, nodes=2, rendezvous="n0:29500", options=torchrun.TorchrunOptions("c10d"))
-    [command] = torchrun.render(launch, Path("JOB"))
+    [command] = torchrun.LAUNCHER.commands(launch, Path("JOB"))
     [told] = [word for word in command if word.startswith("--rdzv-conf=")]
     assert f"is_host={is_host}" in told
     assert [word for word in command if word.startswith("--local-addr")] == (
@@ -178,7 +178,7 @@ def test_spawn_gives_each_rank_its_place(monkeypatch: pytest.MonkeyPatch, platfo
     places: list[tuple[int, ...]] = []
     for node_rank in range(3):
         launch = Launch(processes=3 * count, nodes=3, node_rank=node_rank, rendezvous="n0:29500")
-        for command in spawn.render(launch, Path("JOB")):
+        for command in spawn.LAUNCHER.commands(launch, Path("JOB")):
             if tuple(command[:-3]) == FORK_SERVER:
                 first, all_here = map(int, command[-2:])
                 places += [(first + local, local, all_here) for local in range(all_here)]
@@ -198,7 +198,7 @@ def test_a_rendered_command_is_inert_in_a_shell(
 ) -> None:
     """Whatever --launcher-args has in it: pasted into bash, each word arrives as it was, and nothing is run."""
     launch = Launch(launcher, 2, arguments=tuple(ODD))
-    expected = launch.row.render(launch, Path("JOB"))[0]
+    expected = launch.row.commands(launch, Path("JOB"))[0]
     words = ["train", "digits", "--layout", "ddp", "--processes", "2", "--launcher", launcher, "--dry-run"]
     allocation = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"} if launcher == "slurm" else {}
     shown = typed(*words, f"--launcher-args={shlex.join(ODD)}", **allocation)
@@ -302,9 +302,8 @@ def test_odd_names_come_through_a_batch_script(
 
 def test_a_named_option_replaces_ours(tmp_path: Path) -> None:
     """Whoever passes an option of sbatch's own knows why; it is there once."""
-    text = script(
-        Launch("slurm", 4, nodes=2), BatchScript({"job-name": "mine", "output": "o.txt"}), ["x"], tmp_path, "name"
-    )
+    batch = BatchOptions(("job-name=mine", "output=o.txt"))
+    text = slurm.LAUNCHER.batch_script(Launch("slurm", 4, nodes=2), batch, ["x"], tmp_path, "name")
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --job-name=mine" in lines
     assert "#SBATCH --output=o.txt" in lines
@@ -315,7 +314,7 @@ def test_a_named_option_replaces_ours(tmp_path: Path) -> None:
 def test_a_batch_job_has_a_task_for_each_rank_or_one_a_node(tmp_path: Path, per_node: str | None) -> None:
     """ntasks-per-node=1 where spawn or torchrun starts the ranks of the node."""
     launch = Launch("slurm", 8, nodes=2, options=slurm.SlurmOptions(per_node))
-    text = script(launch, BatchScript({}), ["x"], tmp_path, "name")
+    text = slurm.LAUNCHER.batch_script(launch, BatchOptions(), ["x"], tmp_path, "name")
     tasks = 8 if per_node is None else 2
     assert f"#SBATCH --ntasks={tasks}\n" in text
     assert f"#SBATCH --ntasks-per-node={tasks // 2}\n" in text
@@ -326,14 +325,16 @@ def test_a_batch_job_has_a_task_for_each_rank_or_one_a_node(tmp_path: Path, per_
 def test_a_prologue_may_use_variables_that_are_not_set(tmp_path: Path) -> None:
     """`module load` and `conda activate` do."""
     (tmp_path / "prologue").write_text('if [ -z "$NOT_SET_ANYWHERE" ]; then WAS=empty; fi\n')
-    text = script(Launch("slurm"), BatchScript({}, tmp_path / "prologue"), ["echo", "ran"], tmp_path, "name")
+    text = slurm.LAUNCHER.batch_script(
+        Launch("slurm"), BatchOptions((), tmp_path / "prologue"), ["echo", "ran"], tmp_path, "name"
+    )
     said = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
     assert said.stdout == "ran\n", said.stderr
 
 
 def test_a_percent_in_a_folder_is_no_pattern_of_slurms(tmp_path: Path) -> None:
     """`%u` in --output is the user's name to Slurm; %% is a percent."""
-    text = script(Launch("slurm"), BatchScript({}), ["x"], tmp_path / "100%users", "name")
+    text = slurm.LAUNCHER.batch_script(Launch("slurm"), BatchOptions(), ["x"], tmp_path / "100%users", "name")
     assert f"--output={tmp_path}/100%%users/slurm-%j.out\n" in text
 
 

@@ -21,10 +21,16 @@ from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, Us
 from everyrank.launch import (
     Launch,
     RankInfo,
-    hosts,
+    host_info,
     run_ranks,
 )
-from everyrank.launch.hosts import LOOPBACK, check_reachable, choose_interface, local_address_towards, split_endpoint
+from everyrank.launch.host_info import (
+    LOOPBACK,
+    check_reachable,
+    choose_interface,
+    local_address_towards,
+    split_endpoint,
+)
 from everyrank.world import heartbeat
 from everyrank.world.heartbeat import Peer, register_rank, route_to_peers, wait_for_peers
 from everyrank.world.rendezvous import open_store
@@ -46,7 +52,7 @@ def test_an_endpoint_is_split(text: str, expected: tuple[str, int]) -> None:
 def test_a_host_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unknown names and loopback alone are refused; a name with one address outside is not."""
     known = {"n0": ["10.0.0.1"], "both": ["127.0.1.1", "10.0.0.1"], "here": ["127.0.1.1", "::1"]}
-    monkeypatch.setattr(hosts, "addresses_of", lambda name: known.get(name, []))
+    monkeypatch.setattr(host_info, "addresses_of", lambda name: known.get(name, []))
     check_reachable("n0", "--rendezvous")
     check_reachable("both", "--rendezvous")
     with pytest.raises(UsageError, match=r"--rendezvous here: that is 127\.0\.1\.1 here, loopback"):
@@ -96,10 +102,10 @@ def test_a_port_is_looked_at_before_the_start(typed: Any, busy: int) -> None:
 
 def test_a_port_of_another_host_is_not_judged(monkeypatch: pytest.MonkeyPatch, busy: int) -> None:
     """What is taken here may be free there."""
-    monkeypatch.setattr(hosts, "addresses_of", lambda _: ["192.0.2.77"])
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["192.0.2.77"])
     said: list[str] = []
     try:
-        hosts.check_port("n1", busy)
+        host_info.check_port("n1", busy)
     except EveryrankError as error:
         said.append(str(error))
     assert said == []
@@ -218,7 +224,7 @@ def test_mpirun_over_several_hosts_does_not_say_where() -> None:
 
 def test_a_tcp_address_that_is_loopback_for_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a person's MASTER_ADDR says it; a small Slurm of several nodes on one machine means it."""
-    monkeypatch.setattr(hosts, "addresses_of", lambda _: ["127.0.1.1"])
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
     info = RankInfo(0, 0, 4, 2, "env", "tcp://n0:29500", is_store_master=True)
     with pytest.raises(UsageError, match=r"the rendezvous at n0: that is 127\.0\.1\.1 here, loopback"):
         open_store(info, Launch())
@@ -271,7 +277,7 @@ def names() -> Iterator[str]:
 
 def test_ranks_meet_by_way_of_a_server_of_names(names: str) -> None:
     """What an earlier command of the same ranks left there, where nobody answers any more, is passed over."""
-    stale = {"boot": hosts.boot_id(), "host": "n0", "port": int(free_port()), "addresses": []}
+    stale = {"boot": host_info.boot_id(), "host": "n0", "port": int(free_port()), "addresses": []}
     Names.values["/everyrank/address"] = json.dumps(stale).encode()
     launch = Launch(processes=2, timeout_seconds=30)
     infos = [RankInfo(rank, rank, 2, 2, "horovodrun", names) for rank in range(2)]

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from everyrank.commands import doctor as doctor_command
-from everyrank.launch import (
-    hosts,
-)
+from everyrank.launch import host_info
 from launching import DDP, JOB
 from processes import Forge
 
@@ -41,7 +39,7 @@ WRONG_CALLS = [
     (DDP + "--rendezvous n0:65536", ["--rendezvous n0:65536", "1 to 65535"]),
     (DDP + "--rendezvous n0:http", ["--rendezvous n0:http", "1 to 65535"]),
     (DDP + f"--rendezvous n0:{'9' * 5000}", ["1 to 65535"]),
-    (DDP + "--rendezvous-kind etcd", ["--rendezvous-kind etcd", "static or c10d"]),
+    (DDP + "--rendezvous-kind etcd", ["--rendezvous-kind etcd", "--launcher torchrun"]),
     *(
         (DDP + f"--init-method {text}", [f"--init-method {text}", "give env, tcp://HOST:PORT or file:///PATH"])
         for text in (
@@ -63,6 +61,7 @@ WRONG_CALLS = [
     (DDP + f"--processes {'9' * 23} --dry-run", ["--processes 999", "at most 1,000,000"]),
     (DDP + "--processes 8194 --nodes 2 --node-rank 0 --rendezvous n0:1", ["4,097 ranks on a host", "at most 4,096"]),
     # words of one launcher
+    (DDP + "--launcher torchrun --rendezvous-kind etcd", ["--rendezvous-kind etcd", "static or c10d"]),
     (DDP + "--restarts 1", ["--restarts 1", "--launcher torchrun"]),
     (DDP + "--restarts -1 --launcher torchrun", ["--restarts -1", "0 or more"]),
     # hosts that may become fewer
@@ -162,7 +161,7 @@ def test_what_to_type_on_each_host(typed: Any, launcher: str, tmp_path: Path) ->
 
 def test_the_first_host_says_what_to_type_on_the_others(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, before it waits for them."""
-    monkeypatch.setattr(hosts, "addresses_of", lambda _: ["127.0.1.1"])  # so that nothing is started
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])  # so that nothing is started
     words = "train digits --layout ddp --nodes 3 --rendezvous n0:29500"
     shown = typed(words + " --node-rank 0")
     assert [line.partition(":")[0] for line in shown.out.splitlines()] == ["on host 1", "on host 2"]
@@ -172,8 +171,8 @@ def test_the_first_host_says_what_to_type_on_the_others(typed: Any, monkeypatch:
 
 def test_a_rendezvous_that_is_loopback_is_not_tried(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian gives a host's own name 127.0.1.1: the other hosts would wait for a timeout."""
-    monkeypatch.setattr(hosts, "addresses_of", lambda _: ["127.0.1.1"])
-    monkeypatch.setattr(hosts, "usable_interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
+    monkeypatch.setattr(host_info, "usable_interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
     shown = typed(DDP + "--nodes 2 --node-rank 0 --rendezvous n0:29500")
     assert shown.status == 2
     for fragment in ("--rendezvous n0", "127.0.1.1", "loopback", "10.0.0.5"):

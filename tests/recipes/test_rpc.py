@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import recipes.test_recipes as shared
-from everyrank.launch.hosts import usable_interfaces
+from everyrank.launch.host_info import usable_interfaces
 from processes import Forge
 from recipes.test_recipes import RECIPES, _forked_programs, beside, distance, read, text_of, typed
 

@@ -21,7 +21,7 @@ import psutil
 from everyrank.audit.start import ScriptRun
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch.environments import rank_info_from_environment
-from everyrank.launch.hosts import start_time
+from everyrank.launch.host_info import start_time
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.supervisor import write_whole
 

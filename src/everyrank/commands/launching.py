@@ -1,17 +1,19 @@
-"""Words that say how ranks start, for the commands that start some; and what is done instead of starting them."""
+"""The flags for starting ranks, the `Launch` made from them, and what happens instead: dry runs and batch jobs."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from everyrank.api import check_fewer_ranks
+from everyrank.commands.arguments import add_options, options_of
 from everyrank.errors import UsageError
 from everyrank.launch import (
     CPU_PROCESSES,
@@ -19,87 +21,102 @@ from everyrank.launch import (
     Launch,
     Launcher,
     RankInfo,
+    find_launcher,
     launchers,
     num_accelerators,
     rank_info_from_environment,
 )
-from everyrank.launch.environments import environment_of, is_rank_0_of_all
+from everyrank.launch.environments import is_rank_0_of_all
 from everyrank.launch.job import BACKEND_NAMES
-from everyrank.launch.launcher import DEFAULT_LAUNCHER, Scheduler, launcher_named
+from everyrank.launch.launcher import DEFAULT_LAUNCHER, BatchLauncher, LauncherOptions, launcher_named
 from everyrank.layout import Layout, parse_layout
+from everyrank.options import arguments_of
 
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of", "quiet_launch_of"]
 
 
 def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, several_backends: bool = False) -> None:
-    """--processes, --launcher and what belongs to them."""
+    """Add --processes, --launcher, the flags that go with them, and those of each launcher."""
     parser.set_defaults(starts_ranks=True)
-    ranks = (
-        "number of processes over all nodes; default: the visible GPUs, or on CPU "
+    processes = (
+        "total number of processes over all nodes; default: the number of visible GPUs, or on CPU "
         f"{CPU_PROCESSES}; 1 for a layout of one device"
     )
     if several_sizes:
         parser.add_argument(
-            "--processes", type=int, nargs="+", metavar="N", help=f"{ranks}. Several (1 2 4): how each layout scales"
+            "--processes", type=int, nargs="+", metavar="N", help=f"{processes}. Several (1 2 4): measure scaling"
         )
     else:
-        parser.add_argument("--processes", type=int, metavar="N", help=ranks)
-    words = parser.add_argument_group("launching", "where and how the ranks start")
-    words.add_argument(
+        parser.add_argument("--processes", type=int, metavar="N", help=processes)
+    group: Any = parser.add_argument_group("launching", "where and how the ranks start")
+    group.add_argument(
         "--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}; mpi with --backend mpi)"
     )
-    words.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda where there is one")
+    group.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda if there is a GPU")
     backends = "shm, gloo, nccl or mpi; default: shm on CPU, nccl on CUDA"
     if several_backends:
-        words.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}; or horovod. Several take turns")
+        group.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}; or horovod. Several take turns")
     else:
-        words.add_argument("--backend", metavar="B", help=backends)
-    words.add_argument(
+        group.add_argument("--backend", metavar="B", help=backends)
+    group.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
-    words.add_argument(
+    group.add_argument(
         "--start-timeout", type=float, metavar="S", help="the same until the first update is done; default: --timeout"
     )
-    words.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
-    words.add_argument("--nodes", metavar="N", help="hosts; MIN:MAX for torchrun, or a batch job of Slurm")
-    words.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, where each is typed on")
-    words.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: HOST is node 0")
-    words.add_argument("--interface", metavar="I", help="network interface between hosts; default: the way to HOST")
-    words.add_argument(
-        "--init-method", metavar="M", help="env, tcp://HOST:PORT or file:///PATH; default: what suits the launcher"
+    group.add_argument("--dry-run", action="store_true", help="print the commands without running them")
+    group.add_argument("--nodes", metavar="N", help="number of hosts; MIN:MAX for torchrun, or a batch job of Slurm")
+    group.add_argument("--node-rank", type=int, metavar="K", help="number of this host, if you type it on each")
+    group.add_argument("--rendezvous", metavar="HOST:PORT", help="where the hosts meet: HOST is node 0")
+    group.add_argument(
+        "--interface", metavar="I", help="network interface between hosts; default: the one on the route to HOST"
     )
-    for row in launchers():
-        row.add_arguments(words)
-    words.add_argument("--launcher-args", default="", metavar="'...'", help="further words for mpirun, srun, torchrun")
+    group.add_argument(
+        "--init-method",
+        metavar="M",
+        help="env, tcp://HOST:PORT or file:///PATH; default: depends on the launcher",
+    )
+    added: set[str] = set()
+    for options in _options_of_launchers():
+        add_options(group, options, skip=added)
+        added |= arguments_of(options).keys()  # torchrun and ray share --restarts
+    group.add_argument(
+        "--launcher-args", default="", metavar="'...'", help="additional arguments for mpirun, srun, torchrun"
+    )
+
+
+def _options_of_launchers() -> Iterator[type[Any]]:
+    for launcher in launchers():
+        yield launcher.options
+        if isinstance(launcher, BatchLauncher):
+            yield launcher.batch_options
 
 
 _MIN_NODES = (
-    "--nodes MIN:MAX: --launcher torchrun --rendezvous-kind c10d goes on with fewer hosts, and --launcher slurm begins "
-    "with fewer; no other"
+    "--nodes MIN:MAX: not supported by --launcher {}; use --launcher torchrun --rendezvous-kind c10d to continue with "
+    "fewer hosts, or --launcher slurm to start a batch job with fewer"
 )
 
 
 def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout | None = None) -> Launch:
-    """How to start, from the words and from who started this process. Raises `UsageError` where the two disagree.
+    """The `Launch` for these arguments in this environment. Raises `UsageError` if the two contradict each other.
 
-    A `layout` of one process has one, unless another number was asked for.
+    A `layout` of one device gets one process, unless --processes was given.
     """
     info = rank_info_from_environment(os.environ)
     if info is not None:
-        _check_started(args, info, os.environ, layout)
+        _check_rank(args, info, os.environ, layout)
     elif args.launcher is None:
-        _check_forgotten(os.environ)
-    row = _launcher(args)
-    nodes, args.min_nodes = _nodes(args, info, os.environ)
-    options = _own_options(args, row)
-    if args.min_nodes is not None and row.min_nodes(options) is None:
-        raise UsageError(_MIN_NODES)
-    if args.restarts and not row.restarts_ranks(options):
-        raise UsageError(f"--restarts {args.restarts}: give 0 or more, with --launcher torchrun or ray")
-    if info is None and row.one_command_per_host and args.rendezvous is not None:
-        _tell_other_hosts(args, nodes, is_told=row.assigns_node_ranks(options))
+        for launcher in launchers():
+            if isinstance(launcher, BatchLauncher):
+                launcher.check_unused(os.environ)
+    launcher = _launcher(args)
+    nodes, min_nodes = _nodes(args, info, os.environ)
+    options = _launcher_options(args, launcher, min_nodes)
+    if info is None and launcher.launch_per_node and args.rendezvous is not None:
+        _print_commands_of_other_hosts(args, nodes, options.assigns_node_ranks)
     return Launch(
-        launcher=row.name,
+        launcher=launcher.name,
         processes=_processes(args, info, os.environ, layout, nodes, options),
         device=args.device,
         backend=_backend(args),
@@ -118,22 +135,51 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
 
 
 def quiet_launch_of(args: argparse.Namespace, layout: Layout | None = None) -> Launch:
-    """The same, of this host or the first, before anything is printed for the others. Raises `UsageError`."""
+    """The same `Launch`, of this host or the first, without printing the commands for other hosts."""
     quiet = argparse.Namespace(**{**vars(args), "dry_run": True, "node_rank": args.node_rank or 0})
     return launch_of(quiet, layout=layout)
 
 
-def _own_options(args: argparse.Namespace, launcher: Launcher) -> Any:
-    """The launcher's own options. Raises `UsageError` for those of another one, too."""
-    return {row.name: row.read_options(args, row.name == launcher.name) for row in launchers()}[launcher.name]
+def _launcher_options(args: argparse.Namespace, launcher: Launcher, min_nodes: int | None) -> LauncherOptions:
+    """The options of the launcher. Raises `UsageError` for options of other launchers."""
+    for other in launchers():
+        _check_unsupported(args, other.options, launcher)
+    if min_nodes is None:
+        return options_of(args, launcher.options)
+    if "min_nodes" not in {field.name for field in dataclasses.fields(launcher.options)}:
+        raise UsageError(_MIN_NODES.format(launcher.name))
+    return options_of(args, launcher.options, min_nodes=min_nodes)
+
+
+def _check_unsupported(args: argparse.Namespace, options: type[Any], launcher: Launcher) -> None:
+    """Raises `UsageError` for a flag of these `options` that the launcher does not have."""
+    supported = {*arguments_of(launcher.options)}
+    if isinstance(launcher, BatchLauncher):
+        supported |= {*arguments_of(launcher.batch_options)}
+    for name, (_, argument) in arguments_of(options).items():
+        value = getattr(args, name)
+        if name in supported or not value or value == getattr(options, name):
+            continue
+        shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
+        names = [
+            other.name
+            for other in launchers()
+            for kind in (other.options, *([other.batch_options] if isinstance(other, BatchLauncher) else []))
+            if name in arguments_of(kind)
+        ]
+        raise UsageError(
+            f"{argument.flag}{shown}: not supported by --launcher {launcher.name}; add --launcher "
+            f"{' or --launcher '.join(names)}, or leave {argument.flag} out"
+        )
 
 
 def _launcher(args: argparse.Namespace) -> Launcher:
-    """The row of the launcher that was asked for, or that a backend needs. Raises `UsageError` for an unknown name."""
+    """The launcher given by --launcher, or needed by the backend. Raises `UsageError` for an unknown name."""
     if args.launcher is not None:
         return launcher_named(args.launcher)
-    asked = [args.backend] if isinstance(args.backend, str) else args.backend or []
-    return next((row for row in launchers() if row.own_backend in asked), launcher_named(DEFAULT_LAUNCHER))
+    backends = [args.backend] if isinstance(args.backend, str) else args.backend or []
+    needed = (launcher for launcher in launchers() if launcher.default_for_backend in backends)
+    return next(needed, launcher_named(DEFAULT_LAUNCHER))
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -143,47 +189,44 @@ def _split(text: str) -> tuple[str, ...]:
         raise UsageError(f"--launcher-args {text!r}: {error}; close the quotes") from error
 
 
-def _tell_other_hosts(args: argparse.Namespace, nodes: int, is_told: bool) -> None:
-    """Print what to type on which host. Raises `UsageError` where this one does not know which it is."""
+def _print_commands_of_other_hosts(args: argparse.Namespace, nodes: int, assigns_node_ranks: bool) -> None:
+    """Print what to type on which host. Raises `UsageError` if the number of this host is needed and was not given."""
     if nodes == 1 or args.dry_run:
         return
     if args.node_rank in (None, 0):
         others = range(nodes) if args.node_rank is None else range(1, nodes)
-        print("\n".join(typed_on(args.words, None if is_told else node, node) for node in others), flush=True)
-    if args.node_rank is None and not is_told:
-        raise UsageError(f"--nodes {args.nodes}: which of them is this? type the line above of each host there")
+        for node in others:
+            print(_typed_on_host(args.words, None if assigns_node_ranks else node, node), flush=True)
+    if args.node_rank is None and not assigns_node_ranks:
+        raise UsageError(f"--nodes {args.nodes}: the number of this host was not given; type the line above for it")
 
 
-def _check_started(
+def _check_rank(
     args: argparse.Namespace, info: RankInfo, environment: Mapping[str, str], layout: Layout | None
 ) -> None:
-    """Raises `UsageError` for words that contradict whoever has started this rank."""
-    outside = environment_of(info)
-    hint = outside.shell_hint if outside is not None and info.size == 1 else ""
+    """Raises `UsageError` for arguments that contradict the external launcher that started this rank."""
+    launcher = find_launcher(info.started_by)
+    processes = _largest_size(args)
+    hint = ""
+    if isinstance(launcher, BatchLauncher):
+        hint = launcher.shell_hint if info.size == 1 else ""
     if args.launcher is not None:
         raise UsageError(
             f"--launcher {args.launcher}: {info.started_by} has already started this rank; leave it out{hint}"
         )
-    asked = _asked(args)
-    if outside is not None:
+    if isinstance(launcher, BatchLauncher):
         uses_devices = args.device != "cpu" and (layout is None or layout.axis is not None)
-        outside.check_started(environment, info, asked, uses_devices)
-    if asked not in (None, info.size):
-        raise UsageError(f"--processes {asked}: {info.started_by} started {info.size}; leave it out{hint}")
-
-
-def _check_forgotten(environment: Mapping[str, str]) -> None:
-    for row in launchers():
-        if row.scheduler is not None:
-            row.scheduler.check_forgotten(environment)
+        launcher.check_tasks(environment, info, processes, uses_devices)
+    if processes not in (None, info.size):
+        raise UsageError(f"--processes {processes}: {info.started_by} started {info.size}; leave it out{hint}")
 
 
 def _nodes(args: argparse.Namespace, info: RankInfo | None, environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """(nodes, at least so many); those of the allocation where nothing was said, or where it was to choose."""
+    """(nodes, minimum of nodes or None): those of the allocation by default, and within MIN:MAX."""
     if info is not None:
         return 1, None
-    scheduler = _launcher(args).scheduler
-    allocated = scheduler.allocated_nodes(environment) if scheduler is not None else None
+    launcher = _launcher(args)
+    allocated = launcher.allocated_nodes(environment) if isinstance(launcher, BatchLauncher) else None
     if args.nodes is None:
         return (1 if allocated is None else allocated), None
     least, colon, most = args.nodes.rpartition(":")
@@ -202,128 +245,125 @@ def _processes(
     environment: Mapping[str, str],
     layout: Layout | None,
     nodes: int,
-    options: Any,
+    options: LauncherOptions,
 ) -> int:
     if info is not None:
         return info.size
-    asked = _asked(args)
-    if asked is not None:
-        return asked * nodes // _most_nodes(args, nodes)
+    processes = _largest_size(args)
+    if processes is not None:
+        # --processes counts the ranks on the most nodes of MIN:MAX, whatever the allocation has
+        most_nodes = int(args.nodes.rpartition(":")[2]) if args.nodes is not None and ":" in args.nodes else 0
+        return processes * nodes // (most_nodes or nodes)
     if layout is not None and layout.axis is None:
         return 1
-    scheduler = _launcher(args).scheduler
-    tasks = scheduler.allocated_processes(environment, options) if scheduler is not None else None
-    if tasks is not None:
-        return tasks
-    here = 0 if args.device == "cpu" else num_accelerators()
-    return here * nodes or max(CPU_PROCESSES, nodes)
+    launcher = _launcher(args)
+    if isinstance(launcher, BatchLauncher):
+        allocated = launcher.allocated_processes(environment, options)
+        if allocated is not None:
+            return allocated
+    num_gpus = 0 if args.device == "cpu" else num_accelerators()
+    return num_gpus * nodes or max(CPU_PROCESSES, nodes)
 
 
-def _most_nodes(args: argparse.Namespace, nodes: int) -> int:
-    """The nodes that --processes counts on: of MIN:MAX the most, whatever the allocation has."""
-    return int(args.nodes.rpartition(":")[2]) or nodes if args.nodes is not None and ":" in args.nodes else nodes
-
-
-def _asked(args: argparse.Namespace) -> int | None:
-    """--processes; of several, the most."""
-    asked: int | list[int] | None = args.processes
-    return max(asked) if isinstance(asked, list) else asked
+def _largest_size(args: argparse.Namespace) -> int | None:
+    """--processes; the largest of several."""
+    sizes: int | list[int] | None = args.processes
+    return max(sizes) if isinstance(sizes, list) else sizes
 
 
 def _backend(args: argparse.Namespace) -> str | None:
-    """--backend; of several the one that asks most of the ranks: to be started by MPI, or to share memory."""
-    asked: str | list[str] | None = args.backend
-    if not isinstance(asked, list):
-        return asked
+    """--backend; of several the one that ranks must be started for: mpi, else shm."""
+    backends: str | list[str] | None = args.backend
+    if not isinstance(backends, list):
+        return backends
     known = (*BACKEND_NAMES, "horovod")
-    for name in asked:
+    for name in backends:
         if name not in known:
             raise UsageError(f"--backend {name}: give {', '.join(known)}")
-    asked = [name for name in asked if name != "horovod"]  # which starts beside any of them
-    return next((name for name in ("mpi", "shm") if name in asked), asked[0] if asked else None)
+    backends = [name for name in backends if name != "horovod"]  # it runs next to any of them
+    return next((name for name in ("mpi", "shm") if name in backends), backends[0] if backends else None)
 
 
 def dry_run_or_submit(args: argparse.Namespace) -> int | None:
-    """What is done instead of starting ranks from here: a dry run, or a batch job. None where neither was asked for.
+    """Print the commands (--dry-run) or submit a batch job, and return the exit status; None if ranks start here.
 
-    The exit status otherwise. Raises `UsageError` for words and an environment that no start can come of: all ranks
-    of a launcher outside see the same, so one of them is to say it (`is_reporting_rank`).
+    Raises `UsageError` for arguments that cannot start in this environment. All ranks of an external launcher raise
+    the same error, so only one of them should print it (`is_reporting_rank`).
     """
-    layout = getattr(args, "layout", None)
-    one = parse_layout(layout) if isinstance(layout, str) else None
-    row = _launcher(args)
-    scheduler = row.scheduler
-    is_queued = scheduler is not None and not scheduler.has_allocation(os.environ)
+    text = getattr(args, "layout", None)
+    layout = parse_layout(text) if isinstance(text, str) else None
+    launcher = _launcher(args)
+    is_submitted = isinstance(launcher, BatchLauncher) and launcher.allocated_nodes(os.environ) is None
     info = rank_info_from_environment(os.environ)
     if info is None:
         for other in launchers():
-            if other.scheduler is not None and other is not row:
-                other.scheduler.check_options(args)
+            if isinstance(other, BatchLauncher):
+                _check_unsupported(args, other.batch_options, launcher)
     if args.dry_run and info is not None:
         if info.rank == 0:
-            print(f"nothing is left to start: {info.started_by} has started rank 0 of {info.size}")
+            print(f"there is nothing to start: {info.started_by} has already started rank 0 of {info.size}")
         return 0
-    if args.dry_run and args.node_rank is None and row.one_command_per_host:
-        _print_for_each_host(args, row, one)
+    if args.dry_run and args.node_rank is None and launcher.launch_per_node:
+        _print_for_each_host(args, launcher, layout)
         return 0
-    if not args.dry_run and not is_queued:
-        # the words are looked at before a rank is waited for; the command itself prints what others have to type
-        quiet_launch_of(args, one)
+    if not args.dry_run and not is_submitted:
+        # Check the arguments before a rank waits for others. The command itself prints the commands of other hosts.
+        quiet_launch_of(args, layout)
         return None
-    launch = launch_of(args, layout=one)
-    if scheduler is None or not is_queued:
-        print(commands_text(launch))
-        return 0
-    return _submit(args, launch, scheduler, one)
+    launch = launch_of(args, layout=layout)
+    if isinstance(launcher, BatchLauncher) and is_submitted:
+        return _submit(args, launch, launcher, layout)
+    print(_commands_text(launch))
+    return 0
 
 
-def _print_for_each_host(args: argparse.Namespace, row: Launcher, layout: Layout | None) -> None:
-    """What would run, on each host where the command is typed on each."""
-    nodes, args.min_nodes = _nodes(args, None, os.environ)
-    if row.assigns_node_ranks(_own_options(args, row)):
-        nodes = 1  # the command is the same on each host but for what it finds out there
+def _print_for_each_host(args: argparse.Namespace, launcher: Launcher, layout: Layout | None) -> None:
+    """Print the commands of each host, where the user types the command on each."""
+    nodes, min_nodes = _nodes(args, None, os.environ)
+    if _launcher_options(args, launcher, min_nodes).assigns_node_ranks:
+        nodes = 1  # all hosts run the same command
     for args.node_rank in range(max(1, nodes)):
-        print(f"# on host {args.node_rank}\n" * (nodes > 1) + commands_text(launch_of(args, layout=layout)))
+        print(f"# on host {args.node_rank}\n" * (nodes > 1) + _commands_text(launch_of(args, layout=layout)))
 
 
-def _submit(args: argparse.Namespace, launch: Launch, scheduler: Scheduler, layout: Layout | None) -> int:
-    """Hand the command to the scheduler's queue, or print what would be handed to it."""
+def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, layout: Layout | None) -> int:
+    """Submit the command to the batch queue, or print the script (--dry-run)."""
     folder = Path.cwd()
     name = f"everyrank-{Path(args.workload.partition(':')[0]).stem}"
     command = [sys.executable, "-P", "-m", "everyrank", *(word for word in args.words if word != "--dry-run")]
-    text = scheduler.script(launch, args, command, folder, name)
+    script = launcher.batch_script(launch, options_of(args, launcher.batch_options), command, folder, name)
     if args.dry_run:
-        print(f"{text}\n# in the allocation:\n{commands_text(launch)}")
+        print(f"{script}\n# in the allocation:\n{_commands_text(launch)}")
         return 0
     if layout is not None and getattr(args, "evaluate", None) is False:
         check_fewer_ranks(layout, launch, args.out)
     path = folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sbatch"
-    job = scheduler.submit(text, path)
-    print(f"submitted job {job}: {path}; what it prints: {folder / scheduler.output(job)}")
+    job, output = launcher.submit(script, path)
+    print(f"submitted job {job}: {path}; its output: {folder / output}")
     return 0
 
 
 def is_reporting_rank() -> bool:
-    """Whether this process is the one that reports an error for all that a launcher outside has started with it."""
+    """Whether this process prints an error for all ranks of an external launcher."""
     return is_rank_0_of_all(os.environ)
 
 
-# --- commands as text: what runs, ready to be read, and what to type on other hosts
+# --- commands as text
 
 
-def commands_text(launch: Launch) -> str:
-    """Every command, ready to be read; JOB is a folder made for each run."""
-    row = launch.row
-    variables = [f"{name}={value}" for name, value in row.variables(launch.options).items()]
-    before = ["env", *variables] if variables else []
-    return "\n".join(shlex.join([*before, *command]) for command in row.render(launch, Path("JOB")))
+def _commands_text(launch: Launch) -> str:
+    """Every command, quoted for a shell. JOB stands for a folder made for each run."""
+    options: LauncherOptions = launch.options
+    variables = [f"{name}={value}" for name, value in options.variables.items()]
+    prefix = ["env", *variables] if variables else []
+    return "\n".join(shlex.join([*prefix, *command]) for command in launch.row.commands(launch, Path("JOB")))
 
 
-def typed_on(typed: Sequence[str], node_rank: int | None, host: int) -> str:
-    """What was typed, for another host; there it may have to be told which one it is."""
-    words = ["everyrank", *typed]
+def _typed_on_host(words: Sequence[str], node_rank: int | None, host: int) -> str:
+    """The command line to type on another host, with its --node-rank if it needs one."""
+    words = ["everyrank", *words]
     if "--node-rank" in words:
-        place = words.index("--node-rank")
-        del words[place : place + 2]
+        index = words.index("--node-rank")
+        del words[index : index + 2]
     words += ["--node-rank", str(node_rank)] if node_rank is not None else []
     return f"on host {host}:  {shlex.join(words)}"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any
 
+from everyrank.commands.arguments import add_options, options_of
 from everyrank.commands.launching import add_launching
 from everyrank.errors import CHECK_FAILED, CannotRunError, UnsupportedLayoutError, UsageError, printable
 from everyrank.layout import STRATEGIES, Layout, parse_layout
-from everyrank.options import Argument, arguments_of
 from everyrank.record import Record, write_records, write_text
 from everyrank.workload import LR_RULES, Source, check_place, parse_settings
 
@@ -35,8 +34,6 @@ __all__ = [
     "status_of",
     "workload_words",
 ]
-
-_Options = TypeVar("_Options")
 
 
 def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, records: bool = True) -> None:
@@ -75,38 +72,6 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     """--html and --markdown."""
     parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page")
     parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
-
-
-def add_options(parser: argparse.ArgumentParser, options: type[Any], **special: Mapping[str, Any]) -> None:
-    """An argument for each field of the dataclass `options` that has an `Argument`.
-
-    `special` is what argparse is told besides, by the field's name.
-    """
-    for name, (kind, argument) in arguments_of(options).items():
-        default = getattr(options, name, dataclasses.MISSING)
-        keywords: dict[str, Any] = {**_keywords(kind, argument, default), **special.get(name, {})}
-        parser.add_argument(argument.flag, dest=name, help=argument.help, **keywords)
-
-
-def _keywords(kind: Any, argument: Argument, default: Any) -> dict[str, Any]:
-    """What argparse is told of a field of this type: bool, tuple[str, ...], or int, str or Path, perhaps None.
-
-    Of a field that takes several types the command line has to say how it is read (`special`).
-    """
-    if kind is bool:
-        return {"action": "store_true"}
-    if kind == tuple[str, ...]:
-        return {"nargs": "+", "action": "extend", "default": [], "metavar": argument.metavar}
-    kind = next(one for one in get_args(kind) or [kind] if one is not type(None))
-    if default is dataclasses.MISSING:
-        return {"type": kind, "required": True, "metavar": argument.metavar}
-    return {"type": kind, "default": default, "metavar": argument.metavar}
-
-
-def options_of(args: argparse.Namespace, options: type[_Options], **others: Any) -> _Options:
-    """The options as they were typed; `others` replace some of them, or are fields that cannot be typed."""
-    typed = {name: getattr(args, name) for name in arguments_of(options)}
-    return options(**{**typed, **others})
 
 
 def source_of(args: argparse.Namespace) -> Source:

@@ -13,7 +13,7 @@ from everyrank.doctor.network import check_network
 from everyrank.doctor.results import PROBLEM, CheckResult, absent, ok, problem, warning
 from everyrank.errors import EveryrankError, UsageError
 from everyrank.launch import Launch, run_ranks
-from everyrank.launch.hosts import (
+from everyrank.launch.host_info import (
     addresses_of,
     check_port,
     check_reachable,

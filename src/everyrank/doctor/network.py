@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from everyrank.doctor.results import CheckResult, ok, problem, warning
 from everyrank.errors import UsageError
 from everyrank.launch import rank_info_from_environment
-from everyrank.launch.hosts import addresses_of, usable_interfaces
+from everyrank.launch.host_info import addresses_of, usable_interfaces
 
 __all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_rendezvous_port"]
 

@@ -14,7 +14,7 @@ from torch.distributed import rpc
 
 from everyrank._version import __version__
 from everyrank.launch import Launch, RankInfo
-from everyrank.launch.hosts import host_name
+from everyrank.launch.host_info import host_name
 from everyrank.world import World, open_world, store_barrier
 
 __all__ = ["introduce_rank", "selftest_rank"]

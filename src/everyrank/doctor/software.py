@@ -35,9 +35,9 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "jinja2": ("HTML reports", "pip install 'everyrank[html]'"),
     "matplotlib": ("HTML reports", "pip install 'everyrank[html]'"),
     **{
-        row.needs_package[0]: (f"--launcher {row.name}", row.needs_package[1])
-        for row in launchers()
-        if row.needs_package is not None
+        launcher.package: (f"--launcher {launcher.name}", launcher.install_hint)
+        for launcher in launchers()
+        if launcher.package and launcher.install_hint
     },
     "horovod": ("--layout horovod and --launcher horovodrun", "build 0.28.1 for this torch: docs/horovod.md"),
     "accelerate": ("benchmarks/overhead.py", "pip install -e '.[benchmarks]'"),
@@ -51,9 +51,9 @@ _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
 }
 _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
     **{
-        row.needs_program[0]: (f"--launcher {row.name}", row.needs_program[1])
-        for row in launchers()
-        if row.needs_program is not None
+        launcher.program: (f"--launcher {launcher.name}", launcher.install_hint)
+        for launcher in launchers()
+        if launcher.program and launcher.install_hint
     },
     "gcc": ("--layout ...:compile on CPU", "apt install gcc"),
     "nvidia-smi": ("GPU use in reports", "it comes with the NVIDIA driver"),

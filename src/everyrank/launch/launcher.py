@@ -1,16 +1,16 @@
-"""The table of launchers, and what a row of it says."""
+"""The base class of launchers, and the table of them. A launcher is a way to start rank processes."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyrank.errors import UsageError
-from everyrank.launch.rank_info import RankInfo
+from everyrank.launch.rank_info import RankInfo, rank_info_of_task, whole_numbers
 
 if TYPE_CHECKING:
     from everyrank.launch.job import Launch
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_LAUNCHER",
     "LAUNCHERS",
-    "Environment",
+    "BatchLauncher",
     "Launcher",
-    "Scheduler",
+    "LauncherOptions",
     "find_launcher",
     "launcher_named",
     "launchers",
@@ -34,168 +34,182 @@ LAUNCHERS = (
     "ray",
     "horovodrun",
 )
-"""Each is a file of this folder that holds its row as `LAUNCHER`. Adding a launcher is adding its file and its name."""
+"""Each name is a file in this folder that defines `LAUNCHER`, an instance of its subclass of `Launcher`."""
 DEFAULT_LAUNCHER = "spawn"
-
-Variables = Mapping[str, str]
-
-
-def address_file(directory: Path) -> str:
-    """Rank 0 opens a store on a port that the system chooses, and writes down where in the job's folder."""
-    return "meet://" + (directory / "address").absolute().as_uri().removeprefix("file://")
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """One way of starting rank processes: a row of the table, defined in the launcher's own file.
+class LauncherOptions:
+    """The options of a launcher, and what everyrank derives from them. The base class has none.
 
-    name                  as --launcher takes it, and as Records have it
-    render                (launch, the job's folder) -> the argv of each process to start on this host. Each ends in
-                          [*WORKER, str(folder)]; without an `environment` RANK LOCAL_RANK LOCAL_SIZE follow (worker.py)
-                          or [*FORK_SERVER, str(folder), FIRST, COUNT], which starts them all (fork_server.py)
-    find                  where it is on this machine, in words; raises `CannotRunError` where it is not
-    check                 raises `UsageError` for a `Launch` that it cannot start
-    check_start           raises `UsageError` where it cannot start one from this environment
-    default_rendezvous    (the job's folder) -> where its ranks meet, unless somebody names a place
-    render_on_node        (the node's task, ranks of the node, the job's folder) -> the argv of each process that a task
-                          of node.py starts; None where it starts no ranks of one node
+    A subclass is a frozen dataclass. Each field annotated with an `Argument` becomes a flag of the command line:
 
-    options               the dataclass of its own options (`Launch.options`); None: it has none
-    add_arguments         adds its own flags to a group of argparse
-    read_options          (the parsed words, whether it is the launcher) -> its options; raises `UsageError`, also for
-                          options of its own beside another launcher
-    takes_arguments       whether further words (--launcher-args) can be handed on to it
-    rank_launcher         (its options) -> the name of the launcher that starts the rank processes, where that is
-                          another one; None: itself
+        restarts: Annotated[int, Argument("start all ranks again up to K times", "K")] = 0
 
-    one_command_per_host  the command is typed on each host, and starts the ranks of that host
-    assigns_node_ranks    (its options) -> whether a host need not be told which one it is
-    restarts_ranks        (its options) -> whether it starts all ranks again after a failure
-    min_nodes             (its options) -> it goes on with so few hosts, and takes new ones in; None: the number stays
-    min_processes         (its options) -> the same for ranks, where it chooses the hosts itself
-    limits_start          (its options) -> whether it has a limit of its own for the wait until its ranks start
-    variables             (its options) -> what it wants in its environment
-    starts_supervisors    what is started here are the supervisors themselves, one for each rank, or a fork server over
-                          them; else a program of the launcher's stands between, whose messages go to a log
-    reads_job_folder      its ranks may be on other hosts, which read the job's folder: it is on shared storage
-    rank_0_is_here        rank 0 runs on the host on which the command is typed
-    needs_sigterm         it ends its ranks in order when it gets SIGTERM; without one they may stay
-    terminates_ranks      it sends SIGTERM to ranks when another has failed: there that is no request to save
-    has_own_rendezvous    it tells its ranks where they meet
-    output_mark           a regular expression of what it puts before each line that rank 0 prints; None: nothing
-    trusts_address        (a host's address) -> whether one that other hosts may not reach (loopback) is meant
+    min_nodes, min_processes  fields of launchers that can run with fewer nodes or ranks; None: the number is fixed
+    """
 
-    own_backend           the backend that ranks of no other launcher can have: with it this launcher is the default
+    # Without annotations these are no dataclass fields, so a subclass declares the one that it supports.
+    min_nodes = None
+    min_processes = None
 
-    environment           what its processes find in their environment; None: nothing of its own
-    scheduler             for a launcher with a batch queue
-    needs_program         (a program that has to be here, how to get it), for `everyrank doctor`
-    needs_package         the same of a Python package
+    @property
+    def restarts_ranks(self) -> bool:
+        """Whether the launcher starts all ranks again after a failure."""
+        return False
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ranks may join a running job, so that the launcher limits the wait for them, not everyrank."""
+        return False
+
+    @property
+    def assigns_node_ranks(self) -> bool:
+        """Whether the launcher numbers the nodes, so that `--node-rank` is not needed."""
+        return False
+
+    @property
+    def rank_launcher(self) -> str | None:
+        """The name of a second launcher that starts the ranks on each node; None: this launcher starts them."""
+        return None
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Environment variables to set for the launcher's own process."""
+        return {}
+
+
+class Launcher(ABC):
+    """A way to start rank processes. A subclass has a `name`, overrides `commands`, and changes what differs.
+
+    name                    as typed after --launcher, and as stored in Records
+    options                 the dataclass of its options (`Launch.options`)
+    program                 the program that starts the ranks, for messages and `everyrank doctor`: mpirun, srun
+    package                 the Python package it needs, for `everyrank doctor`
+    install_hint            how to install that program or package; "": `everyrank doctor` does not look for it
+    accepts_arguments       --launcher-args are passed to it (`Launch.arguments`)
+    launch_per_node         the command is typed on each node and starts the ranks of that node only
+    needs_shared_folder     ranks on other hosts read the job's folder, which therefore is below the home directory
+    graceful_shutdown       it needs SIGTERM to end its ranks; after SIGKILL some would stay
+    terminates_on_failure   it sends SIGTERM to the other ranks when one fails, so SIGTERM is no request to save
+    provides_rendezvous     it tells its ranks where they meet
+    line_prefix             regular expression of what it prints before each line of rank 0; None: nothing
+    default_for_backend     the backend that only its ranks can use; with that backend it is the default launcher
+
+    How a process recognizes that this launcher has started it (`rank_info`):
+
+    rank_variables    environment variables for rank, local rank, world size and local world size; one tuple for each
+                      version of the launcher, the rank first. Empty: its ranks find their numbers in their command
+    nesting_level     launchers may be nested, and the innermost counts: slurm 1, mpi 2, horovodrun 3, variables set
+                      by the user 4, torchrun 5
+    marker_variable   variable that tells its ranks from those that a user starts with the same variables; a launcher
+                      with a marker also sets OMP_NUM_THREADS=1
     """
 
     name: str
-    render: Callable[[Launch, Path], list[list[str]]]
-    find: Callable[[], str]
-    check: Callable[[Launch], None] = lambda _: None
-    check_start: Callable[[Launch, Variables], None] = lambda _, __: None
-    default_rendezvous: Callable[[Path], str] = address_file
-    render_on_node: Callable[[RankInfo, int, str], list[list[str]]] | None = None
-    options: type[Any] | None = None
-    add_arguments: Callable[[Any], None] = lambda _: None
-    read_options: Callable[[argparse.Namespace, bool], Any] = lambda _, __: None
-    takes_arguments: bool = True
-    rank_launcher: Callable[[Any], str | None] = lambda _: None
-    one_command_per_host: bool = False
-    assigns_node_ranks: Callable[[Any], bool] = lambda _: False
-    restarts_ranks: Callable[[Any], bool] = lambda _: False
-    min_nodes: Callable[[Any], int | None] = lambda _: None
-    min_processes: Callable[[Any], int | None] = lambda _: None
-    limits_start: Callable[[Any], bool] = lambda _: False
-    variables: Callable[[Any], Mapping[str, str]] = lambda _: {}
-    starts_supervisors: bool = False
-    reads_job_folder: bool = False
-    rank_0_is_here: bool = True
-    needs_sigterm: bool = False
-    terminates_ranks: bool = False
-    has_own_rendezvous: bool = False
-    output_mark: bytes | None = None
-    trusts_address: Callable[[str], bool] = lambda _: False
-    own_backend: str | None = None
-    environment: Environment | None = None
-    scheduler: Scheduler | None = None
-    needs_program: tuple[str, str] | None = None
-    needs_package: tuple[str, str] | None = None
+    options: type[LauncherOptions] = LauncherOptions
+    program: str = ""
+    package: str = ""
+    install_hint: str = ""
+    accepts_arguments: bool = False
+    launch_per_node: bool = False
+    needs_shared_folder: bool = False
+    graceful_shutdown: bool = False
+    terminates_on_failure: bool = False
+    provides_rendezvous: bool = False
+    line_prefix: bytes | None = None
+    default_for_backend: str | None = None
+    rank_variables: Sequence[tuple[str, ...]] = ()
+    nesting_level: int = 0
+    marker_variable: str | None = None
+
+    @abstractmethod
+    def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
+        """The commands to start on this host.
+
+        Each ends with `[*WORKER, str(job_folder)]`. Where ranks find their numbers in no variables, `RANK LOCAL_RANK
+        LOCAL_WORLD_SIZE` follow.
+        """
+
+    def find(self) -> str:
+        """Where the launcher is on this machine. Raises `CannotRunError` if it is not installed."""
+        return "starts in this Python"
+
+    def check(self, launch: Launch) -> None:  # noqa: B027  (most launchers support every `Launch`)
+        """Raises `UsageError` for a `Launch` that this launcher does not support."""
+
+    def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
+        """The rank of a process started by this launcher; None if its variables are missing or incomplete."""
+        for names in self.rank_variables:
+            if all(environment.get(name) for name in names):
+                rank, local_rank, size, local_size = whole_numbers(environment, names)
+                return rank_info_of_task(self.name, environment, (rank, local_rank, size, local_size))
+        return None
+
+    def allow_loopback(self, host: str) -> bool:
+        """Whether ranks may meet at this address without a check that other hosts can reach it."""
+        del host
+        return False
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What the processes that a launcher has started find in their environment.
+class BatchLauncher(Launcher):
+    """A launcher with a batch queue. Inside an allocation it starts ranks; outside, the command is submitted.
 
-    program         what starts them: mpirun, srun
-    depth           launchers are nested (torchrun in mpirun in srun), and the innermost started this process: of
-                    several full sets that of the greatest depth counts: slurm 1, mpi 2, horovodrun 3, the six of
-                    a person 4, torchrun 5
-    rank_variables  the variable that holds the rank, in each version of the launcher
-    sets_threads    it sets OMP_NUM_THREADS=1 where nobody has: the number counts that stood there before
-    marker          a variable without which these are not the launcher's own; None: they always are
-    read            (variables) -> the ranks they give this process; None where the set is not complete
-    missing         (variables) -> (names that are there, names that are not) of an incomplete set that has the rank;
-                    ([], []) for any other
-    check_nested    (variables, the launcher inside) raises `UsageError` where it should have been started otherwise
-    check_started   (variables, the ranks they give, the ranks that were asked for, whether it would use all
-                    devices) raises `UsageError` where other tasks were started than were meant
-    shell_hint      ends an error of a single rank: it may be a shell that was started by the launcher
+    batch_options   dataclass of the options of a batch job, as flags of the command line
+    shell_hint      end of error messages in a process that may be an interactive shell of the scheduler
     """
 
-    program: str
-    depth: int
-    rank_variables: Sequence[str]
-    read: Callable[[Variables], RankInfo | None]
-    marker: str | None = None
-    sets_threads: bool = False
-    missing: Callable[[Variables], tuple[list[str], list[str]]] = lambda _: ([], [])
-    check_nested: Callable[[Variables, Launcher], None] = lambda _, __: None
-    check_started: Callable[[Variables, RankInfo, int | None, bool], None] = lambda *_: None
+    batch_options: type[Any]
     shell_hint: str = ""
 
+    @abstractmethod
+    def allocated_nodes(self, environment: Mapping[str, str]) -> int | None:
+        """The number of nodes of the allocation; None outside of one."""
 
-@dataclass(frozen=True)
-class Scheduler:
-    """What a batch scheduler adds to a launcher.
+    @abstractmethod
+    def allocated_processes(self, environment: Mapping[str, str], options: Any) -> int | None:
+        """The number of ranks for which the allocation was made; None if unknown."""
 
-    has_allocation       whether this process is inside a job; outside of one the command is submitted
-    allocated_nodes      of the job; None outside of one
-    allocated_processes  (variables, options) -> tasks of the job, where each is a rank; None where it does not say
-    check_forgotten      raises `UsageError` in a job of several tasks when nobody has said how to use them
-    check_options        raises `UsageError` for options of a batch job beside another launcher
-    script               (launch, the parsed words, the command to run, its folder, the job's name) -> the batch script
-    submit               (script, the file to write it to) -> the number of the job; raises `CannotRunError`
-    output               (the number of the job) -> the name of the file in which it prints
-    """
+    @abstractmethod
+    def check_unused(self, environment: Mapping[str, str]) -> None:
+        """Raises `UsageError` in an allocation of several tasks if no launcher was given."""
 
-    has_allocation: Callable[[Variables], bool]
-    allocated_nodes: Callable[[Variables], int | None]
-    allocated_processes: Callable[[Variables, Any], int | None]
-    check_forgotten: Callable[[Variables], None]
-    check_options: Callable[[argparse.Namespace], None]
-    script: Callable[[Launch, argparse.Namespace, Sequence[str], Path, str], str]
-    submit: Callable[[str, Path], str]
-    output: Callable[[str], str]
+    @abstractmethod
+    def check_allocation(self, launch: Launch, environment: Mapping[str, str]) -> None:
+        """Raises `UsageError` if there is no allocation or it does not match `launch`."""
+
+    @abstractmethod
+    def check_nested(self, environment: Mapping[str, str], inner: Launcher) -> None:
+        """Raises `UsageError` if its tasks do not fit a launcher that runs inside of them."""
+
+    @abstractmethod
+    def check_tasks(
+        self, environment: Mapping[str, str], info: RankInfo, processes: int | None, uses_devices: bool
+    ) -> None:
+        """Raises `UsageError` if fewer tasks were started than `processes`, or than a node has GPUs."""
+
+    @abstractmethod
+    def batch_script(self, launch: Launch, batch: Any, command: Sequence[str], folder: Path, name: str) -> str:
+        """The script of a batch job called `name`, which runs `command` in `folder`. `batch`: its `batch_options`."""
+
+    @abstractmethod
+    def submit(self, script: str, path: Path) -> tuple[str, str]:
+        """Write the script to `path` and submit it; (job number, name of its output file)."""
 
 
 def launcher_named(name: str) -> Launcher:
-    """The row of a launcher. Raises `UsageError` for a name that none has."""
+    """The launcher of this name. Raises `UsageError` for an unknown one."""
     if name not in LAUNCHERS:
-        raise UsageError(f"--launcher {name}: give one of {', '.join(LAUNCHERS)}")
-    row: Launcher = importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
-    return row
+        raise UsageError(f"--launcher {name}: unknown launcher; give one of {', '.join(LAUNCHERS)}")
+    launcher: Launcher = importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
+    return launcher
 
 
 def find_launcher(name: str) -> Launcher | None:
-    """The row of whatever has started a rank (`RankInfo.started_by`); None where that was a person."""
+    """The launcher that started a rank (`RankInfo.started_by`); None if the user set the variables."""
     return launcher_named(name) if name in LAUNCHERS else None
 
 
 def launchers() -> list[Launcher]:
-    """All rows, in the order of the table."""
+    """All launchers, in the order of the table."""
     return [launcher_named(name) for name in LAUNCHERS]

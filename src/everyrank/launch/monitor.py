@@ -17,12 +17,11 @@ from typing import IO, Any
 
 from everyrank.errors import RankFailedError, signal_text
 from everyrank.launch.autopsy import FOLDER, hang_autopsy
-from everyrank.launch.hosts import host_name
-from everyrank.launch.job import Launch
-from everyrank.launch.rank_info import has_driver
+from everyrank.launch.host_info import has_driver, host_name
+from everyrank.launch.job import Launch, starts_supervisors
 from everyrank.launch.reports import Reports, ranks_text
 from everyrank.launch.signals import Stop, catch_signals
-from everyrank.launch.silence import wake_supervisors
+from everyrank.launch.stalled_ranks import resume_stopped
 
 __all__ = ["ProcessMonitor", "pass_on_output"]
 
@@ -42,10 +41,12 @@ class ProcessMonitor:
         self.stop = stop
         self.launcher_log: IO[bytes] | None = None
         self.output: threading.Thread | None = None
+        self.commands = self.launcher.commands(launch, directory)
+        self.starts_supervisors = starts_supervisors(self.commands)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.beat_at = 0.0
         # where each host starts its own, only theirs report here
-        is_one_of_several = launch.nodes > 1 and self.launcher.one_command_per_host
+        is_one_of_several = launch.nodes > 1 and self.launcher.launch_per_node
         count = launch.processes_per_node if is_one_of_several else launch.processes
         first = (launch.node_rank or 0) * count if is_one_of_several else 0
         expected = range(first, first + count)
@@ -56,11 +57,11 @@ class ProcessMonitor:
             with contextlib.suppress(FileNotFoundError):
                 stale.replace(stale.with_name(stale.name + ".before"))
         # A launcher's own messages are kept away from the screen: what it says of a failure is not what failed.
-        if not self.launcher.starts_supervisors:
+        if not self.starts_supervisors:
             self.launcher_log = (self.logs / self._launcher_log_name).open("wb")
         self._beat()
         try:
-            for command in self.launcher.render(self.launch, self.directory):
+            for command in self.commands:
                 self.processes.append(self._start(command))
         except BaseException:  # Ctrl-C between two starts: `__exit__` would not be called
             self._end()
@@ -83,16 +84,16 @@ class ProcessMonitor:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if self.launcher.output_mark is not None else None,
+            stdout=subprocess.PIPE if self.launcher.line_prefix is not None else None,
             stderr=self.launcher_log,
-            env={**_child_environment(), **self.launcher.variables(self.launch.options)},
+            env={**_child_environment(), **self.launch.options.variables},
             # Ctrl-C reaches this process alone, which then ends them all in order.
             start_new_session=True,
         )
-        if self.launcher.output_mark is not None:
+        if self.launcher.line_prefix is not None:
             assert process.stdout is not None
             assert self.launcher_log is not None, "it starts no supervisors itself"
-            self.output = pass_on_output(process.stdout, self.launcher.output_mark, self.launcher_log)
+            self.output = pass_on_output(process.stdout, self.launcher.line_prefix, self.launcher_log)
         return process
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -117,7 +118,7 @@ class ProcessMonitor:
 
     def _wait(self, question: Stop) -> None:
         # a host that comes to a running job waits until the others take it in; a spare one, until they need it
-        has_limit = not self.launcher.limits_start(self.launch.options)
+        has_limit = not self.launch.is_elastic
         deadline = time.monotonic() + self.launch.start_seconds if has_limit else 0
         is_asked = False
         while True:
@@ -155,7 +156,7 @@ class ProcessMonitor:
         self.beat_at = time.monotonic()
         with contextlib.suppress(OSError):  # of storage elsewhere
             (self.directory / "alive").touch()
-        wake_supervisors(self.directory)
+        resume_stopped(self.directory)
 
     @property
     def _is_asked(self) -> bool:
@@ -165,7 +166,7 @@ class ProcessMonitor:
     def _dead(self) -> list[dict[str, Any]]:
         """Rank processes that ended without a result or an error, earliest first."""
         codes: dict[int, int | None] = {}
-        if self.launcher.starts_supervisors:
+        if self.starts_supervisors:
             started = zip(self.reports.expected, itertools.cycle(self.processes), strict=False)  # or one fork server
             codes = {rank: process.poll() for rank, process in started}
         return self.reports.dead(codes)
@@ -203,13 +204,13 @@ class ProcessMonitor:
         groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
         ranks = self.reports.processes()
         # ranks that catch signals take SIGTERM for a request to stop; these launchers must end in order all the same
-        if self.stop is None or self.launcher.needs_sigterm:
+        if self.stop is None or self.launcher.graceful_shutdown:
             _signal(os.killpg, groups, signal.SIGTERM)
             deadline = time.monotonic() + _END_SECONDS
             while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
                 time.sleep(0.02)
         _signal(os.killpg, groups, signal.SIGKILL)
-        if not self.launcher.starts_supervisors:  # their ranks have groups of their own; on other hosts supervisors see
+        if not self.starts_supervisors:  # their ranks have groups of their own; on other hosts supervisors see
             mine = os.getpgrp()
             _signal(os.kill, [pid for pid, _ in ranks], signal.SIGKILL)
             _signal(os.killpg, [group for _, group in ranks if group != mine], signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""One task on each node, which starts the ranks there.
+"""One task on each node, which starts the ranks of that node (`--launcher slurm --per-node spawn`).
 
-`python -P -m everyrank.launch.node LAUNCHER COUNT DIRECTORY`
+`python -P -m everyrank.launch.node LAUNCHER COUNT JOB_FOLDER`
 
-rank = node x COUNT + local rank. Slurm says which node this is.
+Rank = node x COUNT + local rank. Slurm's variables tell which node this is.
 """
 
 from __future__ import annotations
@@ -12,49 +12,61 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 from everyrank.launch.environments import rank_info_from_environment
-from everyrank.launch.launcher import launcher_named
+from everyrank.launch.job import Launch, starts_supervisors
 
 __all__ = ["main"]
 
-_GRACE_SECONDS = 3.0  # after the first failure, for the others to say what they saw
+_GRACE_SECONDS = 3.0  # after the first failure, so that other ranks can report theirs
 
 
 def main() -> int:
-    """0 when all ranks of this node ended well; else the status of the first that did not."""
-    launcher, count, directory = launcher_named(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """0 if all ranks of this node succeeded; else the exit status of the first that failed."""
+    name, count, job_folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     task = rank_info_from_environment(os.environ)
     assert task is not None, "srun sets the environment of its tasks"
-    assert launcher.render_on_node is not None, f"{launcher.name} starts no ranks of one node"
-    commands = launcher.render_on_node(task, count, directory)
-    if launcher.starts_supervisors:
-        return _start(commands)
+    launch = Launch(
+        name,
+        processes=task.size * count,
+        nodes=task.size,
+        node_rank=task.rank,
+        rendezvous=task.rendezvous_url.removeprefix("tcp://") if task.size > 1 else None,
+    )
+    assert launch.row.launch_per_node, f"{name} starts no ranks of one node"
+    commands = launch.row.commands(launch, job_folder)
+    if starts_supervisors(commands):
+        return _run(commands)
     [command] = commands
-    return os.execv(command[0], command)  # noqa: S606  (takes the place of this process)
+    return os.execv(command[0], command)  # noqa: S606  (replaces this process)
 
 
-def _start(commands: list[list[str]]) -> int:
-    """Start all, and wait; one that fails ends the others."""
-    started = [subprocess.Popen(command) for command in commands]
+def _run(commands: list[list[str]]) -> int:
+    """Start all commands and wait for them; when one fails, end the others."""
+    processes = [subprocess.Popen(command) for command in commands]
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        for process in started:
+    def forward(number: int, _: FrameType | None) -> None:
+        for process in processes:
             process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, pass_on)
-    while any(process.poll() is None for process in started):
-        failed = [code for process in started if (code := process.poll())]
+        signal.signal(number, forward)
+    while any(process.poll() is None for process in processes):
+        failed = [code for process in processes if (code := process.poll())]
         if failed:
             time.sleep(_GRACE_SECONDS)
-            for process in started:
+            for process in processes:
                 process.kill()
-            return 128 - failed[0] if failed[0] < 0 else failed[0]
+            return _status(failed[0])
         time.sleep(0.1)
-    codes = [process.returncode for process in started if process.returncode]
-    return 0 if not codes else 128 - codes[0] if codes[0] < 0 else codes[0]
+    return next((_status(process.returncode) for process in processes if process.returncode), 0)
+
+
+def _status(code: int) -> int:
+    """The exit status of a shell for a return code of `Popen`: 128 + N after signal N."""
+    return 128 - code if code < 0 else code
 
 
 if __name__ == "__main__":

@@ -32,8 +32,16 @@ from everyrank.errors import (
 )
 from everyrank.launch.autopsy import last_words
 from everyrank.launch.environments import rank_info_from_environment, threads_asked
-from everyrank.launch.hosts import check_known, check_port, check_reachable, host_name, pid_namespace, split_endpoint
+from everyrank.launch.host_info import (
+    check_known,
+    check_port,
+    check_reachable,
+    host_name,
+    pid_namespace,
+    split_endpoint,
+)
 from everyrank.launch.job import Job, Launch, named_function
+from everyrank.launch.launcher import BatchLauncher
 from everyrank.launch.monitor import ProcessMonitor
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.reports import rank_of
@@ -84,7 +92,7 @@ def run_ranks(
 @contextlib.contextmanager
 def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Path, Path]]:
     """The job's folder, and that of the logs, which stays where it was asked for or an error names a log in it."""
-    make_folder = _shared_folder if launch.row.reads_job_folder else _temporary_folder
+    make_folder = _shared_folder if launch.row.needs_shared_folder else _temporary_folder
     directory = make_folder("everyrank-")
     logs = launch.logs or make_folder("everyrank-logs-")
     keep_logs = launch.logs is not None
@@ -128,11 +136,13 @@ def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Pa
 
 def _check(launch: Launch) -> None:
     """Whether this launch can be tried here. Raises `UsageError` or `CannotRunError`."""
-    launch.row.check_start(launch, os.environ)
+    if isinstance(launch.row, BatchLauncher):
+        launch.row.check_allocation(launch, os.environ)
     launch.row.find()
     _check_files(launch.loader_workers)
     method = launch.init_method
-    if isinstance(method, str) and method.startswith("tcp://") and launch.row.rank_0_is_here:
+    is_local = not isinstance(launch.row, BatchLauncher)  # else rank 0 is in the allocation
+    if isinstance(method, str) and method.startswith("tcp://") and is_local:
         host, port = split_endpoint(method.removeprefix("tcp://"), "--init-method tcp://")
         check_known(host, "--init-method")
         check_port(host, port)
@@ -152,9 +162,13 @@ def _check_files(workers: int) -> None:
 
 def _rendezvous_url(launch: Launch, directory: Path) -> str | None:
     """Where the ranks meet unless an init method was asked for; None where their launcher tells them."""
-    if launch.rank_launcher.has_own_rendezvous:
+    if launch.rank_launcher.provides_rendezvous:
         return None
-    return f"tcp://{launch.rendezvous}" if launch.rendezvous is not None else launch.row.default_rendezvous(directory)
+    if launch.rendezvous is not None:
+        return f"tcp://{launch.rendezvous}"
+    if launch.row.launch_per_node:  # all ranks are on this host: they meet in a file, without an open port
+        return (directory / "rendezvous").absolute().as_uri()
+    return "meet://" + (directory / "address").absolute().as_uri().removeprefix("file://")
 
 
 def _call_here(info: RankInfo, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -1,37 +1,49 @@
-"""The place of one process among all, and what this host has for it."""
+"""The numbers of one rank among all (`RankInfo`), and reading them from environment variables."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from everyrank.errors import UsageError
+from everyrank.launch.host_info import start_time
 
-__all__ = ["CPU_PROCESSES", "RankInfo", "cgroup_quota", "has_driver", "num_accelerators", "num_cores"]
+__all__ = [
+    "USER_VARIABLES",
+    "RankInfo",
+    "rank_info_of_one_host",
+    "rank_info_of_task",
+    "rank_info_of_user",
+    "whole_number",
+    "whole_numbers",
+]
+
+USER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of one process among all.
+    """The numbers of one rank among all, and where the ranks meet.
 
     rank, size              over all hosts
     local_rank, local_size  on this host
-    started_by              spawn, torchrun, slurm, mpi, ray or env
-    rendezvous_url          where the ranks meet: file:///path, tcp://host:port, or meet:///path (a file in which
-                            rank 0 says where it has opened a store); empty where nobody has said
-    is_store_master         whether this process opens the tcp store (else somebody else has it open)
-    restart_count           how often an elastic launcher has started all ranks again; not by how many it has changed
-                            their number, and of several hosts each has a count of its own
-    store_round             what tells this start from earlier ones in a store that outlives them; 0: it does not
-    threads                 CPU threads of each process that a person has asked for (OMP_NUM_THREADS); None: nobody has
-    fail                    ends this process with an error, where its main thread waits for others and cannot
-    keep                    leaves a result so far with whoever started the ranks, for the case that there is no other
+    started_by              the name of a launcher, or env if the user set the variables
+    rendezvous_url          where the ranks meet: file:///path, tcp://host:port, http://host:port (Horovod's server), or
+                            meet:///path (a file to which rank 0 writes the address of its store); "" if unknown
+    is_store_master         whether this process opens the TCP store (else another process has it open)
+    restart_count           how often an elastic launcher has restarted all ranks. It does not count the ranks that
+                            joined or left, and each host has its own count
+    store_round             number of this start in a store that survives restarts; 0 where none does
+    threads                 CPU threads per process set by the user (OMP_NUM_THREADS); None: not set
+    fail                    ends this process with an error, for threads other than the main thread
+    keep                    stores a preliminary result with the caller of `run_ranks`, used if the rank returns none
 
-    Raises `UsageError` when the numbers contradict each other.
+    Raises `UsageError` for numbers that contradict each other.
     """
 
     rank: int
@@ -57,37 +69,100 @@ class RankInfo:
             )
 
 
-def num_cores() -> int:
-    """Cores that this process may use: those it may run on, or fewer where its container may use fewer on average."""
-    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cgroup_quota(Path("/sys/fs/cgroup"))
-    return seen if quota is None else max(1, min(seen, int(quota)))
+def whole_numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[int]:
+    """The values of these variables as integers. Raises `UsageError` for one that is not an integer."""
+    numbers: list[int] = []
+    for name in names:
+        try:
+            numbers.append(int(environment[name]))
+        except ValueError:
+            raise UsageError(f"{name}={environment[name]} in the environment: it must be a whole number") from None
+    return numbers
 
 
-def cgroup_quota(folder: Path) -> float | None:
-    """Cores that the container may use on average (cgroup 2, then 1); None without a limit, or where none is read."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        text = (folder / "cpu.max").read_text().split()
-        return None if text[0] == "max" else int(text[0]) / int(text[1])
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-        quota = int((folder / "cpu" / "cpu.cfs_quota_us").read_text())
-        return quota / int((folder / "cpu" / "cpu.cfs_period_us").read_text()) if quota > 0 else None
-    return None
+def whole_number(environment: Mapping[str, str], name: str, default: str) -> int:
+    """The value of one variable as an integer. Raises `UsageError`."""
+    return whole_numbers({name: default, **environment}, (name,))[0]
 
 
-CPU_PROCESSES = 2
-"""Processes where nobody says how many and there is no GPU: the fewest with which a parallel layout does something."""
+def rank_info_of_user(environment: Mapping[str, str]) -> RankInfo | None:
+    """The rank according to `USER_VARIABLES`; None if one of the six is missing.
+
+    It also reads torchrun's restart count, and whether torchrun's agent has the store open.
+    """
+    if not all(environment.get(name) for name in USER_VARIABLES):
+        return None
+    rank, local_rank, size, local_size = whole_numbers(environment, USER_VARIABLES[:4])
+    port, restart_count = whole_numbers(
+        {"TORCHELASTIC_RESTART_COUNT": "0", **environment}, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    )
+    is_agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankInfo(
+        rank=rank,
+        local_rank=local_rank,
+        size=size,
+        local_size=local_size,
+        started_by="env",
+        rendezvous_url=f"tcp://{environment['MASTER_ADDR']}:{port}",
+        is_store_master=rank == 0 and not is_agent_store,
+        restart_count=restart_count,
+        store_round=restart_count if is_agent_store else 0,
+    )
 
 
-def num_accelerators() -> int:
-    """CUDA devices that torch sees. Without a driver there are none, and torch is not imported."""
-    if not has_driver():
-        return 0
-    import torch
+def rank_info_of_one_host(environment: Mapping[str, str]) -> RankInfo | None:
+    """The rank according to RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only, as torch's env:// reads them.
 
-    return torch.cuda.device_count()
+    These do not tell which ranks share a host, so the result is None unless all do (a loopback address, or one rank).
+    """
+    values = {name: environment.get(name, "") for name in USER_VARIABLES if not name.startswith("LOCAL_")}
+    has_local = any(environment.get(name) for name in USER_VARIABLES if name.startswith("LOCAL_"))
+    if has_local or not all(values.values()):
+        return None
+    host = values["MASTER_ADDR"]
+    if not (host in ("localhost", "::1") or host.startswith("127.") or values["WORLD_SIZE"] == "1"):
+        return None
+    return rank_info_of_user({**environment, "LOCAL_RANK": values["RANK"], "LOCAL_WORLD_SIZE": values["WORLD_SIZE"]})
 
 
-def has_driver() -> bool:
-    """Whether there is the device file of a driver of GPUs: on Linux, under WSL, of ROCm."""
-    return any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+def rank_info_of_task(
+    started_by: str,
+    environment: Mapping[str, str],
+    numbers: tuple[int, int, int, int],
+    first_address: Callable[[], str] | None = None,
+    default_port: int | None = None,
+) -> RankInfo:
+    """The rank of a task whose launcher does not tell where the ranks meet.
+
+    numbers         rank, local rank, world size, local world size
+    first_address   returns the address of the first host, if MASTER_ADDR is not set
+    default_port    used if MASTER_PORT is not set
+    """
+    rank, local_rank, size, local_size = numbers
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if address is None and local_size == size:
+        # Through a file that only these ranks know: no port is opened.
+        return RankInfo(rank, local_rank, size, local_size, started_by, _private_file().as_uri())
+    if first_address is not None:
+        address = address or first_address()
+    if default_port is not None:
+        port = port or str(default_port)
+    rendezvous = f"tcp://{address}:{port}" if address and port else ""
+    return RankInfo(rank, local_rank, size, local_size, started_by, rendezvous, is_store_master=rank == 0)
+
+
+def _private_file() -> Path:
+    """A file named after the start of the ranks on this host, in a folder that only this user can open."""
+    folder = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:  # a file of that name, or a folder without write permission
+        raise UsageError(f"{folder}: {error.strerror}; set TMPDIR to a folder of your own") from error
+    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+        raise UsageError(f"{folder}: the folder belongs to another user; set TMPDIR to a folder of your own")
+    start = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    if "PMIX_NAMESPACE" in os.environ:
+        start = [os.environ["PMIX_NAMESPACE"]]
+    elif not start[0]:  # MPICH does not name a start, so its process does; no wrapper may stand between
+        start = [str(os.getppid()), f"{start_time(os.getppid()):.2f}"]
+    return folder / re.sub(r"[^\w.-]", "_", "-".join(["meeting", *start]))

@@ -1,53 +1,92 @@
 """ray: Ray places one actor for each rank, and each actor starts its rank on its own host.
 
-The driver is a process of its own (ray_driver.py), so that this module, like all of them, imports neither.
+The actors are created by a process of its own (ray_driver.py), so that this module does not import Ray.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.launch.job import PYTHON, Launch
-from everyrank.launch.launcher import Launcher
+from everyrank.launch.launcher import Launcher, LauncherOptions
+from everyrank.options import Argument
 
-__all__ = ["LAUNCHER", "RayOptions", "find", "render", "visible_devices"]
+__all__ = ["LAUNCHER", "RayOptions", "visible_devices"]
 
 
 @dataclass(frozen=True)
-class RayOptions:
-    """Ray's own options.
+class RayOptions(LauncherOptions):
+    """Options of Ray.
 
-    address         of its cluster; None: one of this machine, started for the run
-    restarts        how often all ranks are placed and started again after one, or its actor or node, was lost
-    min_processes   begin with as few ranks where the cluster has no more room, go on with as few where a node was lost,
-                    and take new ones in; None: their number stays
+    address         of the cluster; None: start a cluster on this machine for the run
+    restarts        how often all ranks are placed and started again after a rank, its actor or its node was lost
+    min_processes   start with at least this many ranks where the cluster has no room for more, continue with them
+                    when a node is lost, and add ranks when there is room again; None: the number is fixed
     """
 
-    address: str | None = None
-    restarts: int = 0
-    min_processes: int | None = None
+    address: Annotated[str | None, Argument("ray: address of the cluster; default: one on this machine", "A")] = None
+    restarts: Annotated[int, Argument("torchrun, ray: start all ranks again up to K times", "K")] = 0
+    min_processes: Annotated[
+        int | None, Argument("ray: continue with at least N ranks, and add ranks when there is room", "N")
+    ] = None
+
+    @property
+    def restarts_ranks(self) -> bool:
+        """After a failure, or when their number changes."""
+        return self.restarts > 0 or self.is_elastic
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of ranks may change."""
+        return self.min_processes is not None
 
 
-def render(launch: Launch, directory: Path) -> list[list[str]]:
-    """One argv: the driver, which asks the cluster for a place for each rank."""
-    devices = {"cuda": "gpu", "cpu": "cpu"}.get(launch.device or "", "any")
-    options: RayOptions = launch.options
-    count = f"{launch.processes}" if options.min_processes is None else f"{options.min_processes}:{launch.processes}"
-    command = [*PYTHON, "-m", "everyrank.launch.ray_driver", str(directory), count, devices]
-    restarts = [str(options.restarts)] if options.restarts else []
-    return [[*command, options.address or "local", *restarts]]
+class Ray(Launcher):
+    """One driver, which asks the cluster for an actor for each rank."""
+
+    name = "ray"
+    options = RayOptions
+    package = "ray"
+    install_hint = "pip install 'everyrank[ray]'"
+    graceful_shutdown = True
+
+    def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
+        """The command of the driver."""
+        devices = {"cuda": "gpu", "cpu": "cpu"}.get(launch.device or "", "any")
+        options: RayOptions = launch.options
+        count = f"{launch.processes}"
+        if options.min_processes is not None:
+            count = f"{options.min_processes}:{launch.processes}"
+        command = [*PYTHON, "-m", "everyrank.launch.ray_driver", str(job_folder), count, devices]
+        restarts = [str(options.restarts)] if options.restarts else []
+        return [[*command, options.address or "local", *restarts]]
+
+    def find(self) -> str:
+        """Whether Ray is installed."""
+        if importlib.util.find_spec("ray") is None:
+            raise CannotRunError("--launcher ray: Ray is not installed; pip install 'everyrank[ray]'")
+        return super().find()
+
+    def check(self, launch: Launch) -> None:
+        """Ray chooses the hosts itself."""
+        options: RayOptions = launch.options
+        if options.restarts < 0:
+            raise UsageError(f"--restarts {options.restarts}: give 0 or more")
+        if options.min_processes is not None and not 1 <= options.min_processes <= launch.processes:
+            raise UsageError(f"--min-processes {options.min_processes}: give 1 to {launch.processes} (--processes)")
+        if launch.nodes > 1:
+            raise UsageError(f"--nodes {launch.nodes}: Ray chooses the hosts itself; leave --nodes out")
 
 
 def visible_devices(devices: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that show a rank these devices ("0,1"; "": as it is), where Ray has shown its actor one alone.
+    """Variables that make these GPUs visible to a rank ("0,1"); {} for "". Ray shows an actor only its own GPU.
 
-    ROCm goes by HIP_VISIBLE_DEVICES, which Ray sets there, and looks at CUDA's name where that is not set.
+    ROCm reads HIP_VISIBLE_DEVICES, which Ray sets there, and CUDA_VISIBLE_DEVICES where that is not set.
     """
     names = ["CUDA_VISIBLE_DEVICES"]
     if "HIP_VISIBLE_DEVICES" in environment:
@@ -55,54 +94,4 @@ def visible_devices(devices: str, environment: Mapping[str, str]) -> dict[str, s
     return dict.fromkeys(names, devices) if devices else {}
 
 
-def find() -> str:
-    """Raises `CannotRunError` where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise CannotRunError("--launcher ray: Ray is not installed here; pip install 'everyrank[ray]'")
-    return "starts in this Python"
-
-
-def _check(launch: Launch) -> None:
-    options: RayOptions = launch.options
-    if options.restarts < 0:
-        raise UsageError(f"--restarts {options.restarts}: give 0 or more")
-    if options.min_processes is not None and not 1 <= options.min_processes <= launch.processes:
-        raise UsageError(f"--min-processes {options.min_processes}: give 1 to {launch.processes} (--processes)")
-    if launch.nodes > 1:
-        raise UsageError(f"--nodes {launch.nodes}: Ray chooses the hosts itself; leave it out")
-
-
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--address", metavar="A", help="ray: of the cluster; default: one on this machine")
-    group.add_argument(
-        "--min-processes", type=int, metavar="N", help="ray: go on with as few ranks, and take new ones in"
-    )
-
-
-def _read_options(args: argparse.Namespace, is_chosen: bool) -> RayOptions:
-    if args.address is not None and not is_chosen:
-        raise UsageError(f"--address {args.address}: it is that of a Ray cluster; give --launcher ray too")
-    if args.min_processes is not None and not is_chosen:
-        raise UsageError(f"--min-processes {args.min_processes}: it is Ray that has places; give --launcher ray too")
-    return RayOptions(args.address, args.restarts if is_chosen else 0, args.min_processes)
-
-
-def _is_elastic(options: RayOptions) -> bool:
-    return options.min_processes is not None
-
-
-LAUNCHER = Launcher(
-    name="ray",
-    render=render,
-    find=find,
-    check=_check,
-    options=RayOptions,
-    add_arguments=_add_arguments,
-    read_options=_read_options,
-    takes_arguments=False,
-    restarts_ranks=lambda options: options.restarts > 0 or _is_elastic(options),
-    min_processes=lambda options: options.min_processes,
-    limits_start=_is_elastic,
-    needs_sigterm=True,
-    needs_package=("ray", "pip install 'everyrank[ray]'"),
-)
+LAUNCHER = Ray()

@@ -24,8 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
-from everyrank.launch.job import Job
-from everyrank.launch.spawn import WORKER
+from everyrank.launch.job import WORKER, Job
 from everyrank.launch.supervisor import end_with_parent
 
 __all__ = ["main"]
@@ -62,7 +61,7 @@ class Place:
         import dataclasses
         import subprocess
 
-        from everyrank.launch.hosts import pid_namespace
+        from everyrank.launch.host_info import pid_namespace
         from everyrank.launch.ray import visible_devices
 
         here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, kind_named, signal_text
-from everyrank.launch.hosts import host_name
+from everyrank.launch.host_info import host_name
 from everyrank.launch.job import Launch
-from everyrank.launch.silence import is_a_wait, of_silent
+from everyrank.launch.stalled_ranks import diagnose_stalled, is_a_wait
 
 __all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
 
@@ -127,7 +127,7 @@ class Reports:
         silent = [rank for rank in self.expected if rank not in {row["rank"] for row in errors}]
         if not is_a_wait(first["message"]) or not silent or len(self.expected) < self.size:
             return None
-        found = of_silent(self.directory, silent)
+        found = diagnose_stalled(self.directory, silent)
         who, states = ranks_text(list(found)), "; ".join(dict.fromkeys(found.values()))
         launch, is_started = self.launch, first.get("is_started", True)
         seconds = launch.timeout_seconds if is_started else launch.start_seconds

@@ -19,7 +19,7 @@ from types import FrameType
 
 import psutil
 
-from everyrank.launch.hosts import host_name, pid_namespace
+from everyrank.launch.host_info import host_name, pid_namespace
 from everyrank.launch.job import Job
 
 __all__ = ["end_with_parent", "supervise", "write_whole"]

@@ -23,7 +23,7 @@ from typing import Any
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.launch.autopsy import FOLDER, current_state, keep_state, last_words
 from everyrank.launch.environments import rank_info_from_environment
-from everyrank.launch.hosts import host_name, pid_namespace
+from everyrank.launch.host_info import host_name, pid_namespace
 from everyrank.launch.job import Job
 from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.supervisor import supervise, write_whole

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from everyrank.errors import UsageError
-from everyrank.launch.hosts import host_name, pid_namespace
+from everyrank.launch.host_info import host_name, pid_namespace
 
 __all__ = ["LOCK", "hold"]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from everyrank.errors import printable
-from everyrank.launch.rank_info import has_driver
+from everyrank.launch.host_info import has_driver
 from everyrank.options import TrainOptions
 from everyrank.record import Record
 from everyrank.runs import checkpoint_named

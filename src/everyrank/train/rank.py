@@ -105,7 +105,7 @@ def train_rank(
 def _stop_handlers(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
     """Install the handlers of stop signals."""
     # if the launcher sends SIGTERM when another rank has died, only SIGUSR1 is a stop request
-    is_end = launch.rank_launcher.terminates_ranks
+    is_end = launch.rank_launcher.terminates_on_failure
     heard = [signal.SIGUSR1] if is_end else [signal.SIGTERM, signal.SIGUSR1]
     return catch_signals(*heard, same_seconds=_DEBOUNCE_SECONDS)
 

@@ -21,7 +21,7 @@ from everyrank.checkpoint import SaveError, Saver
 from everyrank.data import Update, Updates, epoch_of, is_uncounted
 from everyrank.errors import DivergedError, EveryrankError, NotFiniteError, WorkloadError
 from everyrank.launch import Stop
-from everyrank.launch.hosts import host_name
+from everyrank.launch.host_info import host_name
 from everyrank.loop import run_updates
 from everyrank.loop.finite import check_finite, nonfinite_loss_error
 from everyrank.measure.clock import interval

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from everyrank._version import __version__
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, describe
-from everyrank.launch.hosts import boot_id, host_name, local_address_towards
+from everyrank.launch.host_info import boot_id, host_name, local_address_towards
 
 __all__ = [
     "Peer",

@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from everyrank.errors import CannotRunError, RankFailedError, UsageError, describe
-from everyrank.launch.hosts import LOOPBACK, usable_interfaces
+from everyrank.launch.host_info import LOOPBACK, usable_interfaces
 from everyrank.world.barrier import broadcast_text, store_barrier
 from everyrank.world.world import World
 

@@ -20,7 +20,7 @@ from everyrank.backends import PythonGroup, no_shared_memory, register_backend
 from everyrank.errors import CannotRunError
 from everyrank.launch import Launch, RankInfo, num_cores
 from everyrank.launch.autopsy import current_state
-from everyrank.launch.hosts import choose_interface, usable_interfaces
+from everyrank.launch.host_info import choose_interface, usable_interfaces
 from everyrank.world.barrier import store_barrier
 from everyrank.world.calls import KEPT_CALLS, recorded_calls
 from everyrank.world.heartbeat import (

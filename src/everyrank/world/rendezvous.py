@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from everyrank.errors import RankFailedError, UsageError, WorkloadError, describe
 from everyrank.launch import Launch, RankInfo, find_launcher
-from everyrank.launch.hosts import (
+from everyrank.launch.host_info import (
     addresses_of,
     boot_id,
     check_known,
@@ -85,7 +85,7 @@ def open_store(info: RankInfo, launch: Launch) -> Rendezvous:
     host, port = split_endpoint(address, "--init-method tcp://")
     is_alone = info.local_size == info.size
     launcher = find_launcher(info.started_by)
-    if launcher is None or not launcher.trusts_address(host):
+    if launcher is None or not launcher.allow_loopback(host):
         (check_known if is_alone else check_reachable)(host, "the rendezvous at")
     store = _tcp(host, port, is_store_master, timeout, is_alone)
     local_address = None if is_alone or info.rank == 0 else local_address_towards(host)

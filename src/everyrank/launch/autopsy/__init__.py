@@ -16,7 +16,7 @@ from everyrank.errors import describe
 from everyrank.launch.autopsy.look import look_at_ranks
 from everyrank.launch.autopsy.rank_state import FOLDER, RankState, current_state, keep_state
 from everyrank.launch.autopsy.verdict import verdict
-from everyrank.launch.silence import concerns_others
+from everyrank.launch.stalled_ranks import concerns_others
 
 __all__ = ["FOLDER", "RankState", "current_state", "hang_autopsy", "keep_state", "last_words"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from everyrank.launch.autopsy.rank_state import STACKS_SIGNAL
-from everyrank.launch.hosts import pid_namespace, start_time
+from everyrank.launch.host_info import pid_namespace, start_time
 
 __all__ = ["Frame", "RankView", "look_at_ranks"]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from everyrank.launch.hosts import host_name, pid_namespace, start_time
+from everyrank.launch.host_info import host_name, pid_namespace, start_time
 
 __all__ = ["FOLDER", "STACKS_SIGNAL", "RankState", "current_state", "keep_state"]
 

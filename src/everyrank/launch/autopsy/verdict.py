@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from everyrank.errors import is_own, printable
 from everyrank.launch.autopsy.look import Frame, RankView
-from everyrank.launch.silence import concerns_others
+from everyrank.launch.stalled_ranks import concerns_others
 
 __all__ = ["verdict"]
 

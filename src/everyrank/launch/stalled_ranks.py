@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["concerns_others", "is_a_wait", "of_silent", "wake_supervisors"]
+__all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "resume_stopped"]
 
 # what a backend says when the time is up in which another rank had to come
 _WAITED = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
@@ -33,7 +33,7 @@ def concerns_others(message: str) -> bool:
     return is_a_wait(message) or bool(_CALLED.search(message))
 
 
-def of_silent(directory: Path, silent: Sequence[int]) -> dict[int, str]:
+def diagnose_stalled(directory: Path, silent: Sequence[int]) -> dict[int, str]:
     """What the ranks that say nothing are doing; where some of them have been stopped, those alone."""
     states = {rank: _state(directory / f"rank{rank}.pid") for rank in silent}
     stopped = {rank: text for rank, text in states.items() if "stopped" in text}
@@ -51,7 +51,7 @@ def _state(path: Path) -> str:
     return "it says nothing"
 
 
-def wake_supervisors(directory: Path) -> None:
+def resume_stopped(directory: Path) -> None:
     """Let supervisors go on that somebody has stopped, when their rank has ended: nobody else would say so."""
     for path in directory.glob("rank*.pid"):
         with contextlib.suppress(OSError, ValueError, IndexError, psutil.Error):
