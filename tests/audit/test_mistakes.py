@@ -129,11 +129,11 @@ MUTATIONS = [
      "model.module(inputs)"),
     ("classifier", "    dist.all_reduce(totals)\n",
      "    accuracy = totals[1] / totals[2]\n    dist.all_reduce(accuracy)\n    dist.all_reduce(totals)\n",
-     "eval.averaged a rank's own ratio, by 12 and 11, ", "dist.all_reduce(accuracy)"),
+     "eval.averaged by 12 and 11, ", "dist.all_reduce(accuracy)"),
     ("classifier", "    dist.all_reduce(totals)\n",
      "    percent = torch.tensor([(100.0 * (totals[1] / totals[2]).double()).item()], dtype=torch.float64)\n"
      "    dist.all_reduce(percent)\n    dist.all_reduce(totals)\n",
-     "eval.averaged a rank's own ratio, by 12 and 11, ", "dist.all_reduce(percent)"),
+     "eval.averaged by 12 and 11, ", "dist.all_reduce(percent)"),
     ("classifier", "    dist.all_reduce(totals)\n",
      "    perplexity = (totals[0] / totals[2]).exp()\n    dist.all_reduce(perplexity)\n    dist.all_reduce(totals)\n",
      "eval.averaged an exponential of a rank's own mean", "dist.all_reduce(perplexity)"),
@@ -265,7 +265,7 @@ NOT_CHECKED = [
     ("classifier", "= DistributedDataParallel(model)",
      '= type("DeepSpeedEngine", (DistributedDataParallel,), {})(model)', "gradients and replicas under DeepSpeed"),
     ("classifier", "= DistributedDataParallel(model)", "= DistributedDataParallel(nn.DataParallel(model))",
-     "what the copies of DataParallel compute"),
+     "the replicas of DataParallel"),
     ("classifier", "= DistributedDataParallel(model)",
      "= DistributedDataParallel(model)\n"
      "    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"

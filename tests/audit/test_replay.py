@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from auditing import SCRIPTS, audit_forked, lines_with
 from everyrank.audit import Audit, examine
+from everyrank.audit.events import LossTerm
 from everyrank.audit.rules.gradients import check_gradients
 from everyrank.audit.watch.kept import KeptBackward
 from everyrank.audit.watch.replay import term_weights
@@ -298,7 +299,7 @@ def test_without_the_live_oracle_the_replay_names_a_wrong_scale(
 
 def piece(*losses: tuple[float, float, str]) -> KeptBackward:
     rows = [
-        {"name": "cross_entropy", "line": f"train.py:{place}", "scale": scale, "terms": terms, "reduction": reduction}
+        LossTerm("cross_entropy", f"train.py:{place}", terms, reduction, scale=scale)
         for place, (scale, terms, reduction) in enumerate(losses)
     ]
     return dataclasses.replace(KeptBackward(None, []), losses=rows)

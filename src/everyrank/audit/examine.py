@@ -13,6 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from everyrank.audit.events import (
+    Altered,
+    Backward,
+    Batch,
+    Collective,
+    GroupOpened,
+    OptimizerStep,
+    SourceFiles,
+    Stopped,
+    Unchecked,
+    Wrap,
+)
 from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Finding, Findings, short_place
 from everyrank.audit.outside import rank_from_outside, remove_shared_folder, shared_folder, together
@@ -204,14 +216,14 @@ def _other_number(run: ScriptRun, evidence: Evidence, script: Path | None, num_r
     """
     if num_ranks == 1:
         return 2 if _imports_ranks(evidence) else None
-    is_used = any(evidence.all_of("group")) or any(evidence.all_of("collective")) or any(evidence.all_of("wrap"))
+    is_used = any(evidence.all_of(GroupOpened)) or any(evidence.all_of(Collective)) or any(evidence.all_of(Wrap))
     is_certain = script is None or are_distributed([str(script)]) or is_used or run.status != "finished"
     return None if is_certain else 1
 
 
 def _imports_ranks(evidence: Evidence) -> bool:
     """Whether the script has imported files of the user that know of ranks."""
-    return any(are_distributed(event["files"]) for event in evidence.all_of("sources"))
+    return any(are_distributed(event.files) for event in evidence.all_of(SourceFiles))
 
 
 def _audit_from_outside(
@@ -287,7 +299,7 @@ def _judge(
             with contextlib.suppress(Exception):  # rules expect the events of a script that has not crashed
                 error.audit = _judged(words, run, evidence, options, settings)
         raise error
-    if not evidence.ranks or not evidence.all_of("step"):
+    if not evidence.ranks or not evidence.all_of(OptimizerStep):
         _raise_never_trained(words, run, evidence, options)
     return _judged(words, run, evidence, options, settings)
 
@@ -304,15 +316,15 @@ def _judged(
         findings.not_checked(
             "what ranks do to each other: it is one process; `everyrank new ddp_torchrun` shows how it becomes more"
         )
-    for event in evidence.all_of("unchecked"):
-        findings.not_checked(event["what"])
+    for event in evidence.all_of(Unchecked):
+        findings.not_checked(event.message)
     if run.status == "long":
         findings.not_checked(f"what comes later: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
         findings.not_checked("collectives, losses, dropout, evaluations by shards, waits: --watch leaves them out")
-    if any(event["is_after_jump"] for event in evidence.all_of("batch")):
+    if any(event.is_after_jump for event in evidence.all_of(Batch)):
         findings.not_checked(f"the middle of an epoch: {_BATCHES} to {_BATCHES + 3} batches and the last one are run")
-    altered = [event["what"] for event in evidence.all_of("altered")]
+    altered = [event.message for event in evidence.all_of(Altered)]
     if not settings.batches and not options.watch:
         altered.append("epochs are run whole: with shortened ones the script had failed")
     elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.after_jumps:
@@ -343,14 +355,14 @@ def _doubt(run: ScriptRun, evidence: Evidence) -> str:
         return "ended by --limit before enough was seen"
     if run.world_size == 1 and _imports_ranks(evidence):
         return _ONE_RANK
-    if not evidence.all_of("backward"):
+    if not evidence.all_of(Backward):
         return "no backward was seen, so gradients were not checked"
     return ""
 
 
 def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
     """Whether we have ended all ranks, or some, and the others have failed of that: they waited for these."""
-    ended = [rank for rank in evidence.ranks if evidence.of(rank, "finish")]
+    ended = [rank for rank in evidence.ranks if evidence.of(rank, Stopped)]
     if len(ended) == len(evidence.ranks) or evidence.calls_by_rpc:  # there the first that has seen enough ends all
         return bool(ended)
     failed = _failed_by_themselves(run)
@@ -418,7 +430,7 @@ def _raise_never_trained(words: Sequence[str], run: ScriptRun, evidence: Evidenc
         raise EveryrankError(said + (f": {places}" if places else ""))
     if run.status == "long":
         raise EveryrankError(f"{name}: no update within {options.limit_seconds:g} s; --limit gives it longer")
-    if evidence.ranks and evidence.all_of("backward"):
+    if evidence.ranks and evidence.all_of(Backward):
         raise UsageError(
             f"{name}: backward is called, and no optimizer of torch.optim steps: there is nothing to audit"
         )

@@ -9,7 +9,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.events import Collective, EvalLoss, ReduceResult
+from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.evaluation import loss_passes
 
@@ -24,27 +25,30 @@ def check_averages(evidence: Evidence, findings: Findings) -> None:
     if evidence.world_size < 2 or evidence.is_split:
         return
     means = [[_mean(events) for events in loss_passes(evidence, rank)] for rank in evidence.ranks]
-    for events in _results(evidence):
-        values = [event["result"]["value"] for event in events]
+    for results in _results(evidence):
+        values = [result.value for _, result in results]
         if not all(map(math.isfinite, values)) or math.isclose(min(values), max(values), rel_tol=_EQUAL):
             continue
-        if all(event["result"].get("is_exponential") for event in events) or _are_exponentials(values, means):
+        if all(result.is_exponential for _, result in results) or _are_exponentials(values, means):
             text = "an exponential of a rank's own mean (a perplexity) is added up over the ranks"
             fix = "all-reduce the sum and the count of the losses, divide, and only then take the exponential"
         else:
-            text, fix = _ratios(events), "all-reduce the counts above and below the line, then divide"
+            text, fix = (
+                _ratios([result for _, result in results]),
+                "all-reduce the counts above and below the line, then divide",
+            )
         if text:
             shown = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in zip(evidence.ranks, values, strict=True))
-            findings.add("WARN", "eval.averaged", events[0]["lines"][0], f"{text}: {shown}", fix)
+            findings.add("WARN", "eval.averaged", results[0][0], f"{text}: {shown}", fix)
     _say_equal_counts(evidence, findings)
 
 
 def _say_equal_counts(evidence: Evidence, findings: Findings) -> None:
     """Ratios by a count that was the same on all ranks, and another in the next evaluation: of what, is not known."""
     counts: dict[str, set[float]] = defaultdict(set)
-    for events in _results(evidence):
-        below = {event["result"].get("below", 0.0) for event in events}
-        counts[events[0]["lines"][0]] |= below if len(below) == 1 else {math.nan}
+    for results in _results(evidence):
+        denominators = {result.denominator or 0.0 for _, result in results}
+        counts[results[0][0]] |= denominators if len(denominators) == 1 else {math.nan}
     for line, own in counts.items():
         if len(own) > 1 and all(count.is_integer() for count in own):
             shown = ", ".join(f"{count:g}" for count in sorted(own))
@@ -54,30 +58,31 @@ def _say_equal_counts(evidence: Evidence, findings: Findings) -> None:
             )
 
 
-def _results(evidence: Evidence) -> Iterator[tuple[Event, ...]]:
-    """The all-reduces of one number in evaluations, by line and in order: that of each rank."""
-    own: list[dict[str, list[Event]]] = []
+def _results(evidence: Evidence) -> Iterator[tuple[tuple[str, ReduceResult], ...]]:
+    """The all-reduces of one number in evaluations, by line and in order: the line and the number of each rank."""
+    by_rank: list[dict[str, list[tuple[str, ReduceResult]]]] = []
     for rank in evidence.ranks:
-        found: dict[str, list[Event]] = defaultdict(list)
-        for event in evidence.of(rank, "collective"):
-            if "result" in event and event["reduction"] in (_SUM, _AVERAGE) and event["lines"]:
-                found[event["lines"][0]].append(event)
-        own.append(found)
-    for line in own[0]:
-        yield from zip(*(found[line] for found in own), strict=False)
+        by_line: dict[str, list[tuple[str, ReduceResult]]] = defaultdict(list)
+        for event in evidence.of(rank, Collective):
+            if event.result is not None and event.reduction in (_SUM, _AVERAGE) and event.lines:
+                by_line[event.line].append((event.line, event.result))
+        by_rank.append(by_line)
+    for line in by_rank[0]:
+        yield from zip(*(by_line[line] for by_line in by_rank), strict=False)
 
 
-def _ratios(events: Sequence[Event]) -> str:
-    """The words where these are ratios by counts that differ, and their mean is another number than that of all."""
-    parts = [event["result"] for event in events]
-    if any(not float(part.get("below", 0.5)).is_integer() or part["below"] <= 0 for part in parts):
+def _ratios(results: Sequence[ReduceResult]) -> str:
+    """A sentence where these are ratios by different counts, whose mean is not the ratio over all ranks; else ""."""
+    numerators = [result.numerator or 0.0 for result in results]
+    counts = [result.denominator or 0.0 for result in results]
+    if any(not count.is_integer() or count <= 0 for count in counts):
         return ""
-    mean = sum(part["value"] for part in parts) / len(parts)
-    of_all = sum(part["above"] for part in parts) / sum(part["below"] for part in parts)
-    if len({part["below"] for part in parts}) == 1 or math.isclose(mean, of_all, rel_tol=_EQUAL):
+    mean = sum(result.value for result in results) / len(results)
+    over_all = sum(numerators) / sum(counts)
+    if len(set(counts)) == 1 or math.isclose(mean, over_all, rel_tol=_EQUAL):
         return ""
-    counts = " and ".join(f"{part['below']:g}" for part in parts)
-    return f"a rank's own ratio, by {counts}, is added up over the ranks; their mean is {mean:.6g}, of all {of_all:.6g}"
+    shown = " and ".join(f"{count:g}" for count in counts)
+    return f"ratios of the ranks, by {shown}, are added up: their mean is {mean:.6g}, the ratio over all {over_all:.6g}"
 
 
 def _are_exponentials(values: Sequence[float], means: Sequence[Sequence[float]]) -> bool:
@@ -88,5 +93,5 @@ def _are_exponentials(values: Sequence[float], means: Sequence[Sequence[float]])
     )
 
 
-def _mean(events: Sequence[Event]) -> float:
-    return sum(event["value"] * event["terms"] for event in events) / max(1, sum(event["terms"] for event in events))
+def _mean(events: Sequence[EvalLoss]) -> float:
+    return sum(event.value * event.terms for event in events) / max(1, sum(event.terms for event in events))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from everyrank.audit.events import Batch, Forward, LoaderEpoch
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
@@ -23,16 +24,16 @@ def check_batches(evidence: Evidence, findings: Findings) -> None:
     rows = [[set(batches[number][0]) for number in sorted(batches)[:most]] for batches in own[:2]]
     if any(a & b or not a for a, b in zip(*rows, strict=True)):
         return  # all read the same batches: one division
-    loader = evidence.of(evidence.ranks[0], "loader")[0]
+    loader = evidence.of(evidence.ranks[0], LoaderEpoch)[0]
     nth = {2: "2nd", 3: "3rd"}.get(num, f"{num}th")
     findings.add(
         "FAIL",
         "data.skipped",
-        loader["line"],
+        loader.line,
         f"each rank trains on every {nth} batch of its loader, as if all read the same ones, and the loaders give each "
         "rank samples of its own: the others are read by nobody",
         "divide the samples once: in the dataset (or sampler), or in the loop",
-        (loader["at"],),
+        (loader.used_at,),
     )
 
 
@@ -41,10 +42,10 @@ def _used(evidence: Evidence, rank: int) -> dict[int, tuple[list[str], bool]]:
     found: dict[int, tuple[list[str], bool]] = {}
     first, last = next((key for key, kind in evidence.epochs[rank].items() if kind == "train"), None), 0
     for event in evidence.events[rank]:
-        if event["kind"] == "batch":
-            last = event["number"] if (event["loader"], event["epoch"]) == first else 0
-            if last and not event["is_after_jump"]:
-                found[last] = event["rows"], False
-        elif event["kind"] == "forward" and event["is_grad"] and last in found:
+        if isinstance(event, Batch):
+            last = event.number if (event.loader, event.epoch) == first else 0
+            if last and not event.is_after_jump:
+                found[last] = event.row_checksums, False
+        elif isinstance(event, Forward) and event.is_grad and last in found:
             found[last] = found[last][0], True
     return found

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+from everyrank.audit.events import Clip, Collective
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
@@ -18,25 +19,25 @@ _UPDATES = 3  # that have to agree
 
 def check_clipping(evidence: Evidence, findings: Findings) -> None:
     """The scale at each clip, and the norms that the ranks found."""
-    for event in evidence.all_of("clip"):
-        if event["scale"] != 1.0:
+    for event in evidence.all_of(Clip):
+        if event.scale != 1.0:
             findings.add(
                 "FAIL",
                 "clip.scaled",
-                event["line"],
-                f"clips gradients that are still multiplied by the loss scale {event['scale']:g}",
+                event.line,
+                f"clips gradients that are still multiplied by the loss scale {event.scale:g}",
                 "scaler.unscale_(optimizer) before clip_grad_norm_",
             )
     if evidence.is_split:
         _check_norm_of_parts(evidence, findings)
         return
-    for events in zip(*(evidence.of(rank, "clip") for rank in evidence.ranks), strict=False):
-        norms = [event["norm"] for event in events if event["norm"] is not None and math.isfinite(event["norm"])]
+    for events in zip(*(evidence.of(rank, Clip) for rank in evidence.ranks), strict=False):
+        norms = [event.norm for event in events if event.norm is not None and math.isfinite(event.norm)]
         if len(norms) == len(events) > 1 and max(norms) - min(norms) > _SAME_NORM * max(norms):
             findings.add(
                 "FAIL",
                 "clip.local",
-                events[0]["line"],
+                events[0].line,
                 f"the ranks clip by different norms ({', '.join(f'{norm:.4g}' for norm in norms)}): before the "
                 "gradients are averaged, or of a shard alone",
                 "clip after the last backward of an update, which averages",
@@ -49,10 +50,10 @@ def _check_norm_of_parts(evidence: Evidence, findings: Findings) -> None:
     Those of parameters that all ranks hold alike count on one of them; those that are split, on each.
     """
     said: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-    sums = [[one for one in evidence.of(rank, "collective") if one.get("squares")] for rank in evidence.ranks]
+    sums = [[one for one in evidence.of(rank, Collective) if one.squares] for rank in evidence.ranks]
     for events in zip(*sums, strict=False):
-        text = _about_squares([event["value"] for event in events], [event["squares"] for event in events])
-        lines = events[0]["lines"]
+        text = _about_squares([event.value for event in events], [event.squares for event in events])
+        lines = events[0].lines
         if text and lines:
             said[lines[0], text[0]].append((text[1], lines[1] if len(lines) > 1 else ""))
     for (line, fix), found in said.items():

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.events import Collective, ProcessStart
+from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.watch.place import is_own_file
 
@@ -24,8 +25,8 @@ def check_collectives(evidence: Evidence, findings: Findings) -> None:
         calls = {
             rank: [
                 event
-                for event in evidence.of(rank, "collective")
-                if event["group"] == group and not event["op"].startswith(_POINT_TO_POINT)
+                for event in evidence.of(rank, Collective)
+                if event.group == group and not event.op.startswith(_POINT_TO_POINT)
             ]
             for rank in evidence.ranks
         }
@@ -34,28 +35,24 @@ def check_collectives(evidence: Evidence, findings: Findings) -> None:
             _compare(evidence, calls, findings)
         elif calls and group == "0" and evidence.world_size > 1:
             (rank, events), *_ = calls.items()
-            text = f"only rank {rank} calls {events[0]['op']}: the others never come"
-            findings.add("FAIL", "collective.one-rank", _line(events[0]), text, "call it on all ranks")
+            text = f"only rank {rank} calls {events[0].op}: the others never come"
+            findings.add("FAIL", "collective.one-rank", events[0].line, text, "call it on all ranks")
     if evidence.run.status == "hangs":
         _explain_hang(evidence, findings)
 
 
-def _line(event: Event) -> str:
-    return event["lines"][0] if event["lines"] else ""
+def _said(rank: int, event: Collective) -> str:
+    shape = f" {event.shapes[0]}" if event.shapes else ""
+    phase = "" if event.phase == "script" else f" ({event.phase.partition(' at ')[0]})"
+    return f"rank {rank} calls {event.op}{shape}{phase} at {short_place(event.line)}"
 
 
-def _said(rank: int, event: Event) -> str:
-    shape = f" {event['shapes'][0]}" if event["shapes"] else ""
-    phase = "" if event["phase"] == "script" else f" ({event['phase'].partition(' at ')[0]})"
-    return f"rank {rank} calls {event['op']}{shape}{phase} at {short_place(_line(event))}"
+def _are_same(one: Collective, other: Collective) -> bool:
+    are_alike = one.shapes == other.shapes and one.reduction == other.reduction
+    return one.op == other.op and (are_alike or one.op in _UNEVEN)
 
 
-def _are_same(one: Event, other: Event) -> bool:
-    are_alike = one["shapes"] == other["shapes"] and one["reduction"] == other["reduction"]
-    return one["op"] == other["op"] and (are_alike or one["op"] in _UNEVEN)
-
-
-def _compare(evidence: Evidence, calls: dict[int, list[Event]], findings: Findings) -> None:
+def _compare(evidence: Evidence, calls: dict[int, list[Collective]], findings: Findings) -> None:
     first, *others = calls
     for place in range(min(map(len, calls.values()))):
         for rank in others:
@@ -64,10 +61,10 @@ def _compare(evidence: Evidence, calls: dict[int, list[Event]], findings: Findin
                 findings.add(
                     "FAIL",
                     "collective.order",
-                    _line(one),
+                    one.line,
                     f"collective {place} of a group differs: {_said(first, one)}; {_said(rank, other)}",
                     "all ranks of a group call the same collectives, with the same shapes, in the same order",
-                    (_line(other),),
+                    (other.line,),
                 )
                 return
         _compare_layouts([events[place] for events in calls.values()], findings)
@@ -79,28 +76,28 @@ def _compare(evidence: Evidence, calls: dict[int, list[Event]], findings: Findin
         findings.add(
             "FAIL",
             "collective.missing",
-            _line(events[shortest]),
+            events[shortest].line,
             f"{_said(rank, events[shortest])}, and rank {', '.join(map(str, missing))} never comes: "
             + "; ".join(f"rank {other} stands at {stands(evidence, other) or '?'}" for other in missing),
             "call it on all ranks, equally often: uneven loaders need Join, drop_last, or a common length",
-            tuple(_line(calls[other][-1]) for other in missing),
+            tuple(calls[other][-1].line for other in missing),
         )
 
 
-def _compare_layouts(events: Sequence[Event], findings: Findings) -> None:
+def _compare_layouts(events: Sequence[Collective], findings: Findings) -> None:
     """One collective on each rank: tensors of one shape whose elements lie in memory in different orders."""
-    layouts = list(dict.fromkeys(layout for event in events for layout in event.get("layouts", ())))
-    if len(layouts) > 1 and len({shape for event in events for shape in event["shapes"]}) == 1:
-        in_backward = events[0]["phase"].startswith("backward")
+    layouts = list(dict.fromkeys(layout for event in events for layout in event.strides))
+    if len(layouts) > 1 and len({shape for event in events for shape in event.shapes}) == 1:
+        in_backward = events[0].phase.startswith("backward")
         what = " (a gradient that is a view, in the backward of a gather)" if in_backward else ""
         findings.add(
             "FAIL",
             "collective.strides",
-            _line(events[0]),
-            f"{events[0]['op']} of {events[0]['shapes'][0]}{what} between tensors of strides {' and '.join(layouts)}: "
+            events[0].line,
+            f"{events[0].op} of {events[0].shapes[0]}{what} between tensors of strides {' and '.join(layouts)}: "
             "elements are sent in the order of memory, and arrive in other places",
             "send contiguous tensors: .contiguous() before the collective; after a gather, of what is computed of it",
-            tuple(_line(event) for event in events[1:]),
+            tuple(event.line for event in events[1:]),
         )
 
 
@@ -117,8 +114,8 @@ def _explain_hang(evidence: Evidence, findings: Findings) -> None:
 
 def stands(evidence: Evidence, rank: int) -> str:
     """The person's line at which a rank stood when the run was ended; "" where it did not say."""
-    for event in evidence.of(rank, "start"):
-        path = Path(evidence.run.folder / f"stack{event['pid']}")
+    for event in evidence.of(rank, ProcessStart):
+        path = Path(evidence.run.folder / f"stack{event.pid}")
         if path.exists():
             for filename, line, _ in _FRAME.findall(path.read_text(errors="replace")):
                 if is_own_file(filename):

@@ -6,7 +6,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from everyrank.audit.evidence import Event, Evidence, are_cut_off
+from everyrank.audit.events import Batch, Collective, LoaderEpoch
+from everyrank.audit.evidence import Evidence, are_cut_off
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_data"]
@@ -18,14 +19,14 @@ _FEW = 8  # samples: too few to judge an order by
 def check_data(evidence: Evidence, findings: Findings) -> None:
     """Loaders and samplers first; then the rows that reach the model, whoever read them."""
     ranks = evidence.ranks
-    orders: dict[int, list[Event]] = defaultdict(list)
+    orders: dict[int, list[LoaderEpoch]] = defaultdict(list)
     own = {rank: evidence.loaders(rank) for rank in ranks}
     trained = [key for key, kind in evidence.epochs[ranks[0]].items() if kind == "train"]
     for key in trained:
         if all(key in own[rank] for rank in ranks):
             loaders = {rank: own[rank][key] for rank in ranks}
             is_common = _check_dataset(loaders, findings)
-            if loaders[ranks[0]].get("indices"):
+            if loaders[ranks[0]].indices:
                 if is_common and not _have_own_data(loaders):
                     _check_indices(evidence, loaders, findings)
                 orders[key[0]].append(loaders[ranks[0]])
@@ -41,10 +42,10 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     _check_rows(evidence, findings)
 
 
-def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> bool:
+def _check_dataset(loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bool:
     """Whether all ranks have made the same dataset; says where not."""
-    line = next(iter(loaders.values()))["line"]
-    are_common = len({loader.get("subset") for loader in loaders.values()}) == 1 or _are_disjoint(loaders)
+    line = next(iter(loaders.values())).line
+    are_common = len({loader.subset for loader in loaders.values()}) == 1 or _are_disjoint(loaders)
     if not are_common:
         findings.add(
             "FAIL",
@@ -54,7 +55,7 @@ def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> bool:
             "split with a generator of a fixed seed: random_split(data, sizes, torch.Generator().manual_seed(0))",
             _made_at(loaders),
         )
-    elif len({loader["content"] for loader in loaders.values() if "content" in loader}) > 1 and _are_divided(loaders):
+    elif len({loader.content for loader in loaders.values()} - {None}) > 1 and _are_divided(loaders):
         findings.add(
             "WARN",
             "data.content",
@@ -66,34 +67,34 @@ def _check_dataset(loaders: Mapping[int, Event], findings: Findings) -> bool:
     return are_common
 
 
-def _have_own_data(loaders: Mapping[int, Event]) -> bool:
+def _have_own_data(loaders: Mapping[int, LoaderEpoch]) -> bool:
     """Whether each rank has a dataset of its own: then equal index numbers are not equal samples."""
-    seeded = [loader.get("seeded") for loader in loaders.values()]
+    seeded = [loader.seeded for loader in loaders.values()]
     return None not in seeded and len(set(seeded)) > 1
 
 
-def _are_divided(loaders: Mapping[int, Event]) -> bool:
+def _are_divided(loaders: Mapping[int, LoaderEpoch]) -> bool:
     """Whether the samplers give each rank other numbers, as if all had the same dataset."""
-    orders = [set(loader.get("indices") or ()) for loader in loaders.values()]
+    orders = [set(loader.indices or ()) for loader in loaders.values()]
     first, second = [*orders, set[object](), set[object]()][:2]
     return bool(first and second) and 2 * len(first & second) < min(len(first), len(second))
 
 
-def _are_disjoint(loaders: Mapping[int, Event]) -> bool:
+def _are_disjoint(loaders: Mapping[int, LoaderEpoch]) -> bool:
     """Whether each rank has a part of the dataset of its own: the script divides it by `Subset`."""
-    orders = [set(loader["indices"] or ()) for loader in loaders.values()]
+    orders = [set(loader.indices or ()) for loader in loaders.values()]
     return sum(map(len, orders)) == len(set[object]().union(*orders))
 
 
-def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: Findings) -> None:
+def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findings: Findings) -> None:
     """What the samplers of the ranks give in one epoch."""
     first = next(iter(loaders.values()))
-    if len(loaders) < 2 or "Weighted" in first["sampler"]:
+    if len(loaders) < 2 or "Weighted" in first.sampler:
         return
-    orders = [loader["indices"] for loader in loaders.values()]
+    orders = [loader.indices for loader in loaders.values()]
     if are_cut_off(loaders.values()) and orders[0] != orders[1]:
         findings.not_checked(
-            f"which samples each rank reads at {first['line']}: of more than {len(orders[0])} only the first are known"
+            f"which samples each rank reads at {first.line}: of more than {len(orders[0])} only the first are known"
         )
         return
     indices = {rank: _one_pass(loader, len(loaders)) for rank, loader in loaders.items()}
@@ -101,10 +102,10 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: F
         return  # drawn with replacement
     own, other, *_ = sets = [set(order) for order in indices.values()]
     num_read, total = len(own.union(*sets)), sum(map(len, indices.values()))
-    batch = sum(max(loader["sizes"]) for loader in loaders.values())
-    line, length = first["line"], first["length"] or 0
+    batch = sum(max(loader.sizes) for loader in loaders.values())
+    line, length = first.line, first.length or 0
     if len(own) > 1 and len(own & other) >= _MOST * len(own | other):  # the last batch may be dropped
-        if not (length <= batch and first["batch_sampler"] == "BatchSamplerShard"):
+        if not (length <= batch and first.batch_sampler == "BatchSamplerShard"):
             _check_same(evidence, loaders, indices, num_read, findings)
     elif total - num_read > batch and length > batch:
         findings.add(
@@ -124,7 +125,7 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, Event], findings: F
 
 def _check_same(
     evidence: Evidence,
-    loaders: Mapping[int, Event],
+    loaders: Mapping[int, LoaderEpoch],
     indices: Mapping[int, list[object]],
     num_read: int,
     findings: Findings,
@@ -133,10 +134,10 @@ def _check_same(
     first = next(iter(loaders.values()))
     if evidence.is_split:
         text = "every rank reads the same samples: right where layers are split"
-        findings.add("NOTE", "data.same", first["line"], text)
+        findings.add("NOTE", "data.same", first.line, text)
     elif _divides_itself(evidence, loaders):
         text = "every rank reads the same samples, and feeds the model a part of each batch"
-        findings.add("NOTE", "data.same", first["line"], text)
+        findings.add("NOTE", "data.same", first.line, text)
     else:
         in_order = all(order == indices[evidence.ranks[0]] for order in indices.values())
         how = "the same samples in the same order" if in_order else "all samples, each rank in its own order"
@@ -144,87 +145,87 @@ def _check_same(
         findings.add(
             "FAIL",
             "data.same",
-            first["line"],
-            f"every rank reads {how}: {num_read} samples are read {total} times an epoch ({first['sampler']})",
+            first.line,
+            f"every rank reads {how}: {num_read} samples are read {total} times an epoch ({first.sampler})",
             "divide them: DataLoader(data, sampler=DistributedSampler(data)), and sampler.set_epoch(epoch)",
             _made_at(loaders),
         )
 
 
-def _one_pass(loader: Event, num_ranks: int) -> list[object]:
+def _one_pass(loader: LoaderEpoch, num_ranks: int) -> list[object]:
     """What is read of the data once: a sampler of a person's own may go over it several times."""
-    indices: list[object] = loader["indices"]
+    indices: list[object] = list(loader.indices)
     has_repeats = len(set(indices)) < len(indices)
-    return indices[: (loader["length"] or len(indices)) // num_ranks] if has_repeats else indices
+    return indices[: (loader.length or len(indices)) // num_ranks] if has_repeats else indices
 
 
-def _divides_itself(evidence: Evidence, loaders: Mapping[int, Event]) -> bool:
+def _divides_itself(evidence: Evidence, loaders: Mapping[int, LoaderEpoch]) -> bool:
     """Whether the script cuts each batch: fewer samples reach the model, or others on each rank in the same step."""
     forwards = [evidence.training_forwards[rank] for rank in loaders]
-    largest = max(max(loader["sizes"]) for loader in loaders.values())
+    largest = max(max(loader.sizes) for loader in loaders.values())
     updates = sorted({update for own in forwards for update, _ in own})
     fed = [[[one for key, one in own.items() if key[0] == update] for update in updates] for own in forwards]
-    if all(0 < sum(one["size"] for one in update) < largest for own in fed for update in own):
+    if all(0 < sum(one.num_samples for one in update) < largest for own in fed for update in own):
         return True
-    orders = [loader["indices"] for loader in loaders.values()]
-    rows = [[{row for one in update for row in one["rows"]} for update in own] for own in fed[:2]]
+    orders = [loader.indices for loader in loaders.values()]
+    rows = [[{row for one in update for row in one.row_checksums} for update in own] for own in fed[:2]]
     return orders[0] == orders[1] and bool(updates) and not any(a & b for a, b in zip(*rows, strict=True))
 
 
-def _made_at(loaders: Mapping[int, Event]) -> tuple[str, ...]:
+def _made_at(loaders: Mapping[int, LoaderEpoch]) -> tuple[str, ...]:
     """Where the sampler and the part of the dataset were made."""
-    return tuple(line for line in next(iter(loaders.values()))["made_at"] if line)
+    return tuple(line for line in next(iter(loaders.values())).made_at if line)
 
 
-def _check_skipped(loaders: Mapping[int, Event], num_read: int, batch: int, findings: Findings) -> None:
+def _check_skipped(loaders: Mapping[int, LoaderEpoch], num_read: int, batch: int, findings: Findings) -> None:
     first = next(iter(loaders.values()))
-    length = first["length"] or 0
+    length = first.length or 0
     if not are_cut_off(loaders.values()) and length - num_read > batch:
         findings.add(
-            "WARN" if first["sampler"] == "DistributedSampler" and length == first["sampled"] else "NOTE",
+            "WARN" if first.sampler == "DistributedSampler" and length == first.sampled_length else "NOTE",
             "data.skipped",
-            first["line"],
+            first.line,
             f"{length - num_read} of {length} samples are never read in an epoch",
             "give the sampler the whole dataset, and the number of ranks that read it",
             _made_at(loaders),
         )
 
 
-def _check_epochs(evidence: Evidence, epochs: list[Event], findings: Findings) -> None:
+def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findings) -> None:
     """Whether a second epoch has the order of the first."""
-    epochs.sort(key=lambda loader: loader["epoch"])
-    if len(epochs) < 2 or len(epochs[0]["indices"]) <= _FEW or epochs[0]["indices"] != epochs[1]["indices"]:
+    epochs.sort(key=lambda loader: loader.epoch)
+    if len(epochs) < 2 or len(epochs[0].indices) <= _FEW or epochs[0].indices != epochs[1].indices:
         return
-    if "content" in epochs[0] and _read_differently(evidence, *epochs[:2]):
+    if epochs[0].content is not None and _read_differently(evidence, *epochs[:2]):
         return  # a dataset that chooses by itself what a number stands for in each epoch
-    order = epochs[0]["indices"]
-    is_meant = order == sorted(order) or epochs[1]["shuffles"] is False
-    if is_meant or epochs[1]["sampler_epoch"] is None:
+    order = epochs[0].indices
+    is_meant = order == sorted(order) or epochs[1].shuffles is False
+    if is_meant or epochs[1].sampler_epoch is None:
         findings.add(
             "WARN" if is_meant else "FAIL",
             "data.epoch",
-            epochs[1]["line"],
+            epochs[1].line,
             "the second epoch has the order of the first: nothing shuffles",
             "shuffle: DistributedSampler(data) does, after sampler.set_epoch(epoch)",
-            (epochs[1]["at"],),
+            (epochs[1].used_at,),
         )
     else:
         findings.add(
             "FAIL",
             "data.epoch",
-            epochs[1]["at"],
+            epochs[1].used_at,
             "the second epoch has the order of the first: set_epoch is not called, or with one number",
             "before the loop over the loader: loader.sampler.set_epoch(epoch)",
-            (epochs[1]["line"],),
+            (epochs[1].line,),
         )
 
 
-def _read_differently(evidence: Evidence, *epochs: Event) -> bool:
+def _read_differently(evidence: Evidence, *epochs: LoaderEpoch) -> bool:
     """Whether the batches of two epochs hold different samples, under the same numbers, and without random draws."""
     rows: list[dict[int, set[str]]] = []
     for epoch in epochs:
-        own = [event for event in evidence.of(evidence.ranks[0], "batch") if event["epoch"] == epoch["epoch"]]
-        rows.append({event["number"]: set(event["rows"]) for event in own if event["loader"] == epoch["loader"]})
+        own = [event for event in evidence.of(evidence.ranks[0], Batch) if event.epoch == epoch.epoch]
+        rows.append({event.number: set(event.row_checksums) for event in own if event.loader == epoch.loader})
     first, second = rows
     common = [number for number in first if number in second and first[number] and second[number]]
     return 2 * sum(first[number] != second[number] for number in common) > len(common)
@@ -237,10 +238,10 @@ def _check_rows(evidence: Evidence, findings: Findings) -> None:
     forwards = evidence.training_forwards
     first = forwards[evidence.ranks[0]]
     common = [key for key in first if all(key in forwards[rank] for rank in evidence.ranks)]
-    together = {event["update"] for event in evidence.all_of("collective")}
+    together = {event.update for event in evidence.all_of(Collective)}
     common = [key for key in common if key[0] in together] or common  # not what each rank does for itself before
     if evidence.world_size > 1 and not findings.has("data.same"):
-        rows = {rank: [set(forwards[rank][key]["rows"]) for key in common] for rank in evidence.ranks[:2]}
+        rows = {rank: [set(forwards[rank][key].row_checksums) for key in common] for rank in evidence.ranks[:2]}
         _compare_ranks(evidence, common, list(rows.values()), findings)
     for rank in evidence.ranks:
         _check_repeats(evidence, rank, findings)
@@ -265,7 +266,7 @@ def _compare_ranks(
         text += "; right for tensor or context parallelism only" if level != "FAIL" else ""
         fix = "divide each batch by rank, or draw with a seed that contains the rank"
         fix = fix if level != "NOTE" else ""
-        findings.add(level, "data.rows", first[same[0]]["line"], text, fix, _read_at(evidence))
+        findings.add(level, "data.rows", first[same[0]].line, text, fix, _read_at(evidence))
         return
     if evidence.calls_by_rpc:
         return  # a server may well do again what its trainers did
@@ -276,7 +277,7 @@ def _compare_ranks(
         findings.add(
             "FAIL",
             "data.rows",
-            first[common[0]]["line"],
+            first[common[0]].line,
             f"{both} of {smaller} samples that rank 0 feeds the model are fed by rank 1 too, at another step",
             "divide the samples by rank: these ranks draw from one random stream, shifted",
             _read_at(evidence),
@@ -286,14 +287,18 @@ def _compare_ranks(
 def _differs_otherwise(evidence: Evidence, key: tuple[int, int]) -> bool:
     """Whether the rows of both ranks are one tensor, and what else goes into the model is not: nodes of a graph."""
     first, second = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
-    return bool(first["rows"]) and first["rows"] == second["rows"] and first["others"] != second["others"]
+    return (
+        bool(first.row_checksums)
+        and first.row_checksums == second.row_checksums
+        and first.other_inputs != second.other_inputs
+    )
 
 
 def _read_at(evidence: Evidence) -> tuple[str, ...]:
     """The loaders that are trained from: where the script makes them, and where it loops over them."""
     own = evidence.loaders(evidence.ranks[0])
     trained = [key for key, kind in evidence.epochs[evidence.ranks[0]].items() if kind == "train"]
-    return tuple(dict.fromkeys(own[key][place] for key in trained if key in own for place in ("line", "at")))
+    return tuple(dict.fromkeys(line for key in trained if key in own for line in (own[key].line, own[key].used_at)))
 
 
 def _until_repeated(rows: list[set[str]]) -> set[str]:
@@ -312,22 +317,22 @@ def _has_failed(findings: Findings) -> bool:
 
 def _check_repeats(evidence: Evidence, rank: int, findings: Findings) -> None:
     """Whether a stream gives the samples of the step before once more, within an epoch."""
-    streams = [loader for loader in evidence.of(rank, "loader") if loader.get("num_batches") is None]
-    workers = max((loader["workers"] for loader in streams), default=0)
+    streams = [loader for loader in evidence.of(rank, LoaderEpoch) if loader.num_batches is None]
+    workers = max((loader.workers for loader in streams), default=0)
     if workers < 2:
         return
-    epochs = {event["update"]: (event["loader"], event["epoch"]) for event in evidence.of(rank, "batch")}
+    epochs = {event.update: (event.loader, event.epoch) for event in evidence.of(rank, Batch)}
     forwards = sorted(evidence.training_forwards[rank].items())
-    steps = [(epochs.get(key[0]), event["rows"]) for key, event in forwards]
+    steps = [(epochs.get(key[0]), event.row_checksums) for key, event in forwards]
     pairs = [(before[1], after[1]) for before, after in itertools.pairwise(steps) if before[0] == after[0]]
     repeated = sum(before == after != [] for before, after in pairs)
     if repeated and 3 * repeated >= len(pairs):
         findings.add(
             "FAIL",
             "data.repeat",
-            streams[0]["line"],
+            streams[0].line,
             f"rank {rank} feeds the model samples of the step before again, in {repeated} of {len(pairs)} steps: each "
             f"of {workers} workers reads the whole stream",
             "divide the stream by rank and by torch.utils.data.get_worker_info()",
-            (streams[0]["at"], next(iter(evidence.training_forwards[rank].values()))["line"]),
+            (streams[0].used_at, next(iter(evidence.training_forwards[rank].values())).line),
         )

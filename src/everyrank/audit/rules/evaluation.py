@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import re
 
-from everyrank.audit.evidence import Event, Evidence, are_cut_off
+from everyrank.audit.events import (
+    Backward,
+    Batch,
+    Collective,
+    EvalForward,
+    EvalLoss,
+    EvalSlice,
+    Forward,
+    ForwardEnd,
+    LoaderEpoch,
+)
+from everyrank.audit.evidence import EpochKey, Evidence, are_cut_off
 from everyrank.audit.finding import Findings, short_place
 
 __all__ = ["check_evaluation", "loss_passes"]
@@ -18,35 +29,35 @@ _DIGITS = 4  # of a printed number that are enough to know it again
 
 def check_evaluation(evidence: Evidence, findings: Findings) -> None:
     """Loaders under no_grad, what is sent between the ranks afterwards, and the numbers that the script prints."""
-    normalises = any(event["num_batch_norms"] for event in evidence.all_of("forward"))
-    for event in evidence.all_of("evaluated"):
-        if event["is_training"] and (normalises or event["dropouts"]):
+    normalises = any(event.num_batch_norms for event in evidence.all_of(Forward))
+    for event in evidence.all_of(EvalForward):
+        if event.is_training and (normalises or event.num_dropouts):
             findings.add(
                 "WARN",
                 "eval.mode",
-                event["line"],
+                event.line,
                 "evaluates in training mode: dropout drops, and batch norm takes the statistics of this batch",
                 "model.eval() before the evaluation, model.train() after it",
             )
-    for event in evidence.all_of("evaluated"):
-        if not event["is_training"] and event["dropouts"]:
+    for event in evidence.all_of(EvalForward):
+        if not event.is_training and event.num_dropouts:
             findings.add(
                 "WARN",
                 "eval.dropout",
-                event["line"],
-                f"evaluates with {event['dropouts']} dropouts that do not know of eval mode",
+                event.line,
+                f"evaluates with {event.num_dropouts} dropouts that do not know of eval mode",
                 "F.dropout(x, p, training=self.training), or nn.Dropout",
             )
     _check_training_mode(evidence, findings)
     evaluated = dict.fromkeys(
         key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"
     )
-    if not any(not event["is_grad"] for event in evidence.all_of("forward")):
+    if not any(not event.is_grad for event in evidence.all_of(Forward)):
         findings.not_checked("evaluation: the script did not come to one in the part that ran")
     if evidence.world_size > 1 and evidence.sees_functions and not _only_some_evaluate(evidence, findings):
         for key in evaluated:
             loaders = {rank: evidence.loaders(rank).get(key) for rank in evidence.ranks}
-            found = {rank: loader for rank, loader in loaders.items() if loader is not None and loader.get("indices")}
+            found = {rank: loader for rank, loader in loaders.items() if loader is not None and loader.indices}
             if len(found) == len(loaders):
                 _check_shards(evidence, key, found, findings)
     _check_means(evidence, findings)
@@ -55,79 +66,79 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
 def _check_training_mode(evidence: Evidence, findings: Findings) -> None:
     """A model that was trained in train mode, was evaluated, and goes on in eval mode."""
     rank = evidence.ranks[0]
-    has_dropout = any(one["dropouts"] for one in evidence.of(rank, "forward_end"))
+    has_dropout = any(one.num_dropouts for one in evidence.of(rank, ForwardEnd))
     was_training = False
     for event in _trained_forwards(evidence, rank):
-        was_training |= event["is_training"]
-        if was_training and not event["is_training"] and (event["num_batch_norms"] or has_dropout):
+        was_training |= event.is_training
+        if was_training and not event.is_training and (event.num_batch_norms or has_dropout):
             findings.add(
                 "FAIL",
                 "train.mode",
-                event["line"],
+                event.line,
                 "trains in eval mode since the first evaluation: no dropout, and batch norm learns nothing more",
                 "model.train() after each evaluation",
             )
             return
 
 
-def _trained_forwards(evidence: Evidence, rank: int) -> list[Event]:
+def _trained_forwards(evidence: Evidence, rank: int) -> list[Forward]:
     """The last forward before each backward: others may be evaluations without `torch.no_grad`."""
-    found: list[Event] = []
-    last: Event | None = None
+    found: list[Forward] = []
+    last: Forward | None = None
     for event in evidence.events[rank]:
-        if event["kind"] == "forward" and event["is_grad"]:
+        if isinstance(event, Forward) and event.is_grad:
             last = event
-        elif event["kind"] == "backward" and last is not None:
+        elif isinstance(event, Backward) and last is not None:
             found.append(last)
             last = None
     return found
 
 
 def _only_some_evaluate(evidence: Evidence, findings: Findings) -> bool:
-    evaluating = [rank for rank in evidence.ranks if any(not one["is_grad"] for one in evidence.of(rank, "forward"))]
+    evaluating = [rank for rank in evidence.ranks if any(not one.is_grad for one in evidence.of(rank, Forward))]
     if not evaluating or len(evaluating) == evidence.world_size:
         return False
-    event = next(one for one in evidence.of(evaluating[0], "forward") if not one["is_grad"])
-    risk = " through DistributedDataParallel, whose broadcast of buffers would hang" if event["broadcasts"] else ""
+    event = next(one for one in evidence.of(evaluating[0], Forward) if not one.is_grad)
+    risk = " through DistributedDataParallel, whose broadcast of buffers would hang" if event.broadcasts_buffers else ""
     text = f"only rank {', '.join(map(str, evaluating))} evaluates{risk}; the others wait at their next collective"
-    findings.add("NOTE", "eval.one-rank", event["line"], text)
+    findings.add("NOTE", "eval.one-rank", event.line, text)
     return True
 
 
-def _sent_after(evidence: Evidence, key: tuple[int, int]) -> list[Event]:
+def _sent_after(evidence: Evidence, key: EpochKey) -> list[Collective]:
     """Rank 0's own collectives between the first batch of this evaluation and the training that follows."""
     rank = evidence.ranks[0]
-    found: list[Event] = []
+    found: list[Collective] = []
     is_on = False
     for event in evidence.events[rank]:
-        if event["kind"] == "batch" and (event["loader"], event["epoch"]) == key:
+        if isinstance(event, Batch) and (event.loader, event.epoch) == key:
             is_on = True
-        elif is_on and event["kind"] == "forward" and event["is_grad"]:
+        elif is_on and isinstance(event, Forward) and event.is_grad:
             break
         elif (
             is_on
-            and event["kind"] == "collective"
-            and event["phase"] == "script"
-            and not event["op"].startswith(_SENDS_NO_RESULTS)
-            and not _OTHER_SENDERS.intersection(event["through"])
+            and isinstance(event, Collective)
+            and event.phase == "script"
+            and not event.op.startswith(_SENDS_NO_RESULTS)
+            and not _OTHER_SENDERS.intersection(event.library_calls)
         ):
             found.append(event)
     return found
 
 
-def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, Event], findings: Findings) -> None:
+def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEpoch], findings: Findings) -> None:
     first = loaders[evidence.ranks[0]]
-    sets = [set(loader["indices"]) for loader in loaders.values()]
-    union, total = set[object]().union(*sets), sum(len(loader["indices"]) for loader in loaders.values())
-    num, line = len(union), first["line"]
+    sets = [set(loader.indices) for loader in loaders.values()]
+    union, total = set[object]().union(*sets), sum(len(loader.indices) for loader in loaders.values())
+    num, line = len(union), first.line
     if are_cut_off(loaders.values()):
         findings.not_checked(
-            f"which samples each rank evaluates at {line}: of {first['num_indices']} only the first are known"
+            f"which samples each rank evaluates at {line}: of {first.num_indices} only the first are known"
         )
         return
     sent = _sent_after(evidence, key)
-    has_split = len({loader.get("subset") for loader in loaders.values()}) > 1
-    if has_split and sent and first["sampler"] == "DistributedSampler":
+    has_split = len({loader.subset for loader in loaders.values()}) > 1
+    if has_split and sent and first.sampler == "DistributedSampler":
         return  # each rank has split the dataset differently: said of the training
     if sets[0] == sets[1]:
         if len(sets[0]) > 2:
@@ -135,11 +146,11 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
         return
     if not sent:
         _judge_unsent(evidence, key, first, f"{len(sets[0])} of {num}", findings)
-    elif total > num and any(evidence.all_of("cut")):
+    elif total > num and any(evidence.all_of(EvalSlice)):
         findings.not_checked("whether samples that were repeated are counted: the evaluation cuts tensors by hand")
-    elif total > num and not any("gather_for_metrics" in event["through"] for event in sent):
-        calls = sorted({event["through"][0] for event in sent if event["through"]})
-        what = f", by {', '.join(calls)} at {short_place(sent[0]['lines'][0])}" if calls and sent[0]["lines"] else ""
+    elif total > num and not any("gather_for_metrics" in event.library_calls for event in sent):
+        calls = sorted({event.library_calls[0] for event in sent if event.library_calls})
+        what = f", by {', '.join(calls)} at {short_place(sent[0].lines[0])}" if calls and sent[0].lines else ""
         findings.add(
             "FAIL",
             "eval.padded",
@@ -147,60 +158,60 @@ def _check_shards(evidence: Evidence, key: tuple[int, int], loaders: dict[int, E
             f"{total - num} of {num} samples are evaluated twice (the sampler fills up the ranks) and counted "
             f"twice{what}",
             "drop what is beyond len(dataset), or give each rank Subset(data, range(rank, len(data), world_size))",
-            tuple(sent[0]["lines"][:1]),
+            tuple(sent[0].lines[:1]),
         )
     _check_dropped(evidence, key, loaders, union, findings)
 
 
-def _judge_unsent(evidence: Evidence, key: tuple[int, int], loader: Event, share: str, findings: Findings) -> None:
+def _judge_unsent(evidence: Evidence, key: EpochKey, loader: LoaderEpoch, share: str, findings: Findings) -> None:
     passed = _evaluated_in(evidence, key)
-    if passed and all(event["is_prediction"] for event in passed):
+    if passed and all(event.is_prediction for event in passed):
         return  # each rank has its own part of the predictions: no number is made of them
-    is_lightning = any(event["is_lightning"] for event in passed)
+    is_lightning = any(event.is_lightning for event in passed)
     findings.add(
         "FAIL",
         "eval.shard",
-        loader["line"],
+        loader.line,
         f"rank 0 evaluates {share} samples, and nothing is sent between the ranks before training goes on: its number "
         "is that of its shard",
         "self.log(..., sync_dist=True)" if is_lightning else "all-reduce the sums and the counts, then divide",
-        tuple(event["line"] for event in passed[:1]),
+        tuple(event.line for event in passed[:1]),
     )
 
 
-def _evaluated_in(evidence: Evidence, key: tuple[int, int]) -> list[Event]:
+def _evaluated_in(evidence: Evidence, key: EpochKey) -> list[EvalForward]:
     """What rank 0's model was called on with the batches of this evaluation."""
-    found: list[Event] = []
+    found: list[EvalForward] = []
     last = None
     for event in evidence.events[evidence.ranks[0]]:
-        if event["kind"] == "batch":
-            last = (event["loader"], event["epoch"])
-        elif event["kind"] == "evaluated" and last == key:
+        if isinstance(event, Batch):
+            last = (event.loader, event.epoch)
+        elif isinstance(event, EvalForward) and last == key:
             found.append(event)
     return found
 
 
 def _check_dropped(
-    evidence: Evidence, key: tuple[int, int], loaders: dict[int, Event], union: set[object], findings: Findings
+    evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEpoch], union: set[object], findings: Findings
 ) -> None:
     """Samples that no rank evaluates: of the loader's own dataset, and where it is not cut up, of the whole."""
     first = loaders[evidence.ranks[0]]
-    length = first["length"] or 0
+    length = first.length or 0
     num = sum(
-        (loader["length"] or 0) - loader["num_indices"]
+        (loader.length or 0) - loader.num_indices
         for loader in loaders.values()
-        if loader["sampler"] in ("SequentialSampler", "RandomSampler") and loader["batch_sampler"] == "BatchSampler"
+        if loader.sampler in ("SequentialSampler", "RandomSampler") and loader.batch_sampler == "BatchSampler"
     )
-    if "subset" not in first and len(union) < length:
+    if first.subset is None and len(union) < length:
         others: set[object] = set()
         for rank in evidence.ranks:
             for other, loader in evidence.loaders(rank).items():
-                if other != key and loader.get("indices"):
-                    others |= set(loader["indices"])
+                if other != key and loader.indices:
+                    others |= set(loader.indices)
         num = max(num, len(set(range(length)) - union - others))
     if num > 0:
         text = f"{num} of {max(length, len(union) + num)} samples are not evaluated"
-        findings.add("WARN", "eval.dropped", first["line"], text, "drop_last=False where it is counted")
+        findings.add("WARN", "eval.dropped", first.line, text, "drop_last=False where it is counted")
 
 
 # --- means
@@ -216,33 +227,33 @@ def _check_means(evidence: Evidence, findings: Findings) -> None:
         _check_mean(output, list(of_all), findings)
 
 
-def loss_passes(evidence: Evidence, rank: int) -> list[list[Event]]:
+def loss_passes(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
     """The losses of each evaluation of a rank."""
-    passes, current = list[list[Event]](), list[Event]()
+    passes, current = list[list[EvalLoss]](), list[EvalLoss]()
     for event in evidence.events[rank]:
-        if event["kind"] == "eval_loss":
+        if isinstance(event, EvalLoss):
             current.append(event)
-        elif event["kind"] == "forward" and event["is_grad"] and current:
+        elif isinstance(event, Forward) and event.is_grad and current:
             passes.append(current)
             current = []
     return [*passes, *([current] if current else [])]
 
 
-def _check_mean(output: str, parts: list[list[Event]], findings: Findings) -> None:
+def _check_mean(output: str, parts: list[list[EvalLoss]], findings: Findings) -> None:
     """`parts` are the losses of one evaluation, by rank."""
     events = [event for part in parts for event in part]
-    terms = sum(event["terms"] for event in events)
-    if len(events) < 2 or len({event["terms"] for event in events}) < 2 or not terms:
+    terms = sum(event.terms for event in events)
+    if len(events) < 2 or len({event.terms for event in events}) < 2 or not terms:
         return
-    of_means = sum(sum(event["value"] for event in part) / len(part) for part in parts) / len(parts)
-    of_terms = sum(event["value"] * event["terms"] for event in events) / terms
+    of_means = sum(sum(event.value for event in part) / len(part) for part in parts) / len(parts)
+    of_terms = sum(event.value * event.terms for event in events) / terms
     shown = _shown(output, of_means, of_terms)
     if shown and not _shown(output, of_terms, of_means):
-        counts = [event["terms"] for event in events]
+        counts = [event.terms for event in events]
         findings.add(
             "FAIL",
             "eval.mean-of-means",
-            events[0]["line"],
+            events[0].line,
             f"the script prints {shown}, the mean of {len(events)} means of {min(counts):g} to {max(counts):g} terms; "
             f"the mean over all terms is {of_terms:.6g}",
             "add up loss * number of terms, and divide by the number of all terms",

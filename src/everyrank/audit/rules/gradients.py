@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from everyrank.audit.events import Backward, DiscardedGradients, NoSync
 from everyrank.audit.evidence import Evidence, Samples
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
@@ -74,9 +75,9 @@ class _Update:
 def check_gradients(evidence: Evidence, findings: Findings) -> None:
     """Each update that was written down; says what could not be judged."""
     judged = 0
-    zeros = [steps[evidence.ranks[0]]["is_zero"] for steps in evidence.steps.values()]
+    zeros = [steps[evidence.ranks[0]].is_zero for steps in evidence.steps.values()]
     if zeros and all(zeros):
-        line = next(iter(evidence.steps.values()))[evidence.ranks[0]]["line"]
+        line = next(iter(evidence.steps.values()))[evidence.ranks[0]].line
         text = f"all gradients are exactly zero in all {len(zeros)} updates: nothing is trained"
         findings.add("FAIL", "gradient.zero", line, text, "look at the loss: is it constant, or of one class only?")
         return
@@ -93,16 +94,18 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             _judge(evidence, update, findings)
     if not judged:
         findings.not_checked("gradients: no update in which all ranks step the same tensors was written down")
-    lost = evidence.all_of("thrown_away")
-    num_backwards = Counter((event["rank"], event["update"]) for event in evidence.all_of("backward"))
+    lost = evidence.all_of(DiscardedGradients)
+    num_backwards = Counter((event.rank, event.update) for event in evidence.all_of(Backward))
     usual = Counter(num_backwards.values()).most_common(1)[0][0] if num_backwards else 0
     for event in lost[:1]:
-        is_skipped = usual == event["num"] == 1 and len(lost) <= len(evidence.steps)  # on both ranks: half of them
+        is_skipped = usual == event.num_backwards == 1 and len(lost) <= len(
+            evidence.steps
+        )  # on both ranks: half of them
         findings.add(
             "NOTE" if is_skipped else "WARN",  # as a loss scaler of their own skips a step
             "gradient.thrown-away",
-            event["line"],
-            f"zero_grad throws away the gradient of {event['num']} backwards before any optimizer step",
+            event.line,
+            f"zero_grad throws away the gradient of {event.num_backwards} backwards before any optimizer step",
             "zero_grad belongs after the step, or before the first backward of an update",
         )
 
@@ -112,24 +115,24 @@ def _check_lost(evidence: Evidence, findings: Findings) -> None:
 
     Where all ranks compute the same loss of all features, each has the whole gradient of its own.
     """
-    for events in zip(*(evidence.of(rank, "backward") for rank in evidence.ranks), strict=False):
-        values = [event.get("value") for event in events]
-        if None in values or max(values) - min(values) <= _TOLERANCE * max(map(abs, values)):
+    for events in zip(*(evidence.of(rank, Backward) for rank in evidence.ranks), strict=False):
+        losses = [event.gathered_loss for event in events if event.gathered_loss is not None]
+        if len(losses) < len(events) or max(losses) - min(losses) <= _TOLERANCE * max(map(abs, losses)):
             continue
-        if events[0]["is_cut_off"]:
+        if events[0].is_detached:
             findings.not_checked(
-                f"the gradient of what is gathered at {short_place(events[0]['gathered_at'])}: it is cut off before "
+                f"the gradient of what is gathered at {short_place(events[0].gathered_at)}: it is cut off before "
                 "(detach, no_grad), which may be meant so"
             )
         else:
             findings.add(
                 "WARN",
                 "gradient.lost",
-                events[0]["gathered_at"],
+                events[0].gathered_at,
                 "features go into the loss through all_gather, which has no backward: what the losses of other ranks "
                 "say of this rank's features is lost",
                 "torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks",
-                (events[0]["line"],),
+                (events[0].line,),
             )
             return
 
@@ -142,7 +145,7 @@ def _read(evidence: Evidence, number: int) -> _Update | None:
         return None
     steps = evidence.steps[number]
     stepping = {rank: {**samples.steps, **samples.clipped} for rank, samples in own.items()}
-    if any(step["is_sharded"] for step in steps.values()):
+    if any(step.is_sharded for step in steps.values()):
         whole = _put_together(list(stepping.values()))
         stepping = dict.fromkeys(stepping, whole)
     names = [name for name in stepping[evidence.ranks[0]] if all(name in each for each in stepping.values())]
@@ -152,13 +155,13 @@ def _read(evidence: Evidence, number: int) -> _Update | None:
         return None
     first = steps[evidence.ranks[0]]
     return _Update(
-        first["origin"],
-        first["line"],
+        first.backward_update,
+        first.line,
         names,
         pieces,
         stepping,
         _carried(own, names),
-        _TOLERANCE if first["loss_scale"] == 1.0 else _SCALED_TOLERANCE,
+        _TOLERANCE if first.loss_scale == 1.0 else _SCALED_TOLERANCE,
     )
 
 
@@ -240,7 +243,7 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
     is_rounded = rule == "unexplained" and residual < _ROUNDED
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
-    also = tuple(dict.fromkeys(event["line"] for event in evidence.of(ranks[0], "no_sync")))
+    also = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
     findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix, also)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.events import Fetch, ForwardEnd, LoaderEpoch
+from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_randomness"]
@@ -25,14 +26,14 @@ def check_randomness(evidence: Evidence, findings: Findings) -> None:
 def _check_dropout(evidence: Evidence, findings: Findings) -> None:
     own, other = evidence.ranks[:2]
     forwards = evidence.training_forwards
-    drawn = {(event["update"], event["micro"]): event["dropouts"] for event in evidence.of(own, "forward_end")}
+    drawn = {(event.update, event.micro): event.num_dropouts for event in evidence.of(own, ForwardEnd)}
     common = [key for key in forwards[own] if key in forwards[other] and drawn.get(key)]
-    same = [key for key in common if forwards[own][key]["generator"] == forwards[other][key]["generator"]]
+    same = [key for key in common if forwards[own][key].generator == forwards[other][key].generator]
     if common and 2 * len(same) >= len(common) and not evidence.is_split:
         findings.add(
             "WARN",
             "random.dropout",
-            forwards[own][same[0]]["line"],
+            forwards[own][same[0]].line,
             f"dropout draws the same masks on all ranks: {len(same)} of {len(common)} forwards begin with one state",
             "after the model has been built: torch.manual_seed(seed + rank)",
         )
@@ -60,7 +61,7 @@ def _check_noise(evidence: Evidence, findings: Findings) -> None:
             f"{sum(same[0] in drawn for drawn in own.values())} steps, and the samples are others"
             + (f"; seed {next(iter(seeds))} on each rank" if len(seeds) == 1 else ""),
             "a seed that contains the rank: torch.Generator().manual_seed(seed + rank)",
-            (*same[1:], evidence.training_forwards[evidence.ranks[0]][keys[0]]["line"]),
+            (*same[1:], evidence.training_forwards[evidence.ranks[0]][keys[0]].line),
         )
 
 
@@ -72,9 +73,9 @@ def _noise(evidence: Evidence, rank: int) -> _Noise:
     """Before the first forward of each backward, and inside of it."""
     found: _Noise = defaultdict(lambda: defaultdict(list))
     forwards = evidence.training_forwards[rank]
-    for event in [*forwards.values(), *evidence.of(rank, "forward_end")]:
-        for line, drawn, seed in event["noise"] if (event["update"], event["micro"]) in forwards else ():
-            found[event["update"], event["micro"]][line].append((drawn, seed))
+    for event in [*forwards.values(), *evidence.of(rank, ForwardEnd)]:
+        for line, drawn, seed in event.noise if (event.update, event.micro) in forwards else ():
+            found[event.update, event.micro][line].append((drawn, seed))
     return found
 
 
@@ -90,17 +91,17 @@ def _same_noise(evidence: Evidence, line: str, own: _Noise, other: _Noise) -> li
 def _are_disjoint(evidence: Evidence, key: tuple[int, int]) -> bool:
     """Whether two ranks feed the model other rows in this step; other inputs, where these have no rows to compare."""
     own, other = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
-    if not own["rows"] or not other["rows"]:
-        return own["others"] != other["others"]
-    return not set(own["rows"]) & set(other["rows"])
+    if not own.row_checksums or not other.row_checksums:
+        return own.other_inputs != other.other_inputs
+    return not set(own.row_checksums) & set(other.row_checksums)
 
 
-def _drawn_alike(own: Event, other: Event) -> str:
+def _drawn_alike(own: Fetch, other: Fetch) -> str:
     """The generators from which both have drawn, and which then stand at one state.
 
     That before does not say it: a stream may seed its generators when it begins, after we have looked.
     """
-    states = zip(_GENERATORS, own["before"], own["after"], other["before"], other["after"], strict=True)
+    states = zip(_GENERATORS, own.before, own.after, other.before, other.after, strict=True)
     return ", ".join(name for name, a, after, b, others in states if after == others and after not in (a, b))
 
 
@@ -119,20 +120,20 @@ def _check_augmentation(evidence: Evidence, findings: Findings) -> None:
             )
 
 
-def _fetches(evidence: Evidence, rank: int) -> dict[tuple[int, int, str], list[Event]]:
+def _fetches(evidence: Evidence, rank: int) -> dict[tuple[int, int, str], list[Fetch]]:
     """By worker, number and dataset; each time that a loader began."""
-    found: dict[tuple[int, int, str], list[Event]] = defaultdict(list)
-    for event in evidence.of(rank, "fetch"):
-        found[event["worker"], event["number"], event["dataset"]].append(event)
+    found: dict[tuple[int, int, str], list[Fetch]] = defaultdict(list)
+    for event in evidence.of(rank, Fetch):
+        found[event.worker, event.number, event.dataset].append(event)
     return found
 
 
 def _check_workers(evidence: Evidence, findings: Findings) -> None:
     """Workers of one loader that draw alike: numpy's generator is copied into each of them where torch is old."""
-    found = {(event["worker"], event["dataset"]): event for event in evidence.of(evidence.ranks[0], "fetch")[::-1]}
+    found = {(event.worker, event.dataset): event for event in evidence.of(evidence.ranks[0], Fetch)[::-1]}
     for (worker, dataset), event in found.items():
         first = found.get((0, dataset))
-        if worker > 0 and first is not None and event["number"] == first["number"]:
+        if worker > 0 and first is not None and event.number == first.number:
             hit = _drawn_alike(first, event)
             if hit:
                 findings.add(
@@ -145,5 +146,5 @@ def _check_workers(evidence: Evidence, findings: Findings) -> None:
 
 
 def _line_of(evidence: Evidence, dataset: str) -> str:
-    loaders = [event for event in evidence.of(evidence.ranks[0], "loader") if event["dataset"] == dataset]
-    return loaders[0]["line"] if loaders else ""
+    loaders = [event for event in evidence.of(evidence.ranks[0], LoaderEpoch) if event.dataset == dataset]
+    return loaders[0].line if loaders else ""

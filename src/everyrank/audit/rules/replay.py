@@ -11,7 +11,8 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.events import Forward, ProcessStart, ReplayedUpdate, Unchecked
+from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_replay"]
@@ -58,15 +59,15 @@ class _Verdict:
 
 def check_replay(evidence: Evidence, findings: Findings) -> None:
     """Each update that was replayed; says why where none was."""
-    if not any(event.get("replay") for event in evidence.all_of("start")):
+    if not any(event.replay for event in evidence.all_of(ProcessStart)):
         return
     if evidence.is_split:
         findings.not_checked("replay: layers are split over ranks (tensor or pipeline parallelism)")
         return
-    events = evidence.all_of("replay")
-    if not events and not any("replay" in event["what"] for event in evidence.all_of("unchecked")):
+    events = evidence.all_of(ReplayedUpdate)
+    if not events and not any("replay" in event.message for event in evidence.all_of(Unchecked)):
         findings.not_checked("replay: rank 0 ended before it could run its updates once more")
-    judged: list[tuple[Event, _Verdict]] = []
+    judged: list[tuple[ReplayedUpdate, _Verdict]] = []
     for event in events:
         verdict = _judge(evidence, event, findings)
         if verdict is None:
@@ -74,7 +75,7 @@ def check_replay(evidence: Evidence, findings: Findings) -> None:
         judged.append((event, verdict))
     for is_weighted in (True, False):
         _say(
-            [verdict for event, verdict in judged if event["is_weighted"] == is_weighted],
+            [verdict for event, verdict in judged if event.is_weighted == is_weighted],
             is_weighted,
             evidence,
             findings,
@@ -82,27 +83,27 @@ def check_replay(evidence: Evidence, findings: Findings) -> None:
     _say_coupling(evidence, [event for event, _ in judged], findings)
 
 
-def _judge(evidence: Evidence, event: Event, findings: Findings) -> _Verdict | None:
+def _judge(evidence: Evidence, event: ReplayedUpdate, findings: Findings) -> _Verdict | None:
     """None where the replay is not what has run; then that is said."""
-    update, replayed = event["of"], evidence.replayed(event["of"])
+    update, replayed = event.number, evidence.replayed(event.number)
     own = {rank: evidence.samples(rank, update) for rank in evidence.ranks}
     live = {
         f"{rank}.{micro}": piece for rank, samples in own.items() if samples for micro, piece in samples.pieces.items()
     }
-    if set(live) != set(event["weights"]) or None in own.values():
+    if set(live) != set(event.weights) or None in own.values():
         findings.not_checked(f"replay of update {update}: other backwards were kept than those that step")
         return None
     steps = [{**samples.steps, **samples.clipped} for samples in own.values() if samples]
     if _differ_in_shape(*steps, *live.values(), *replayed.values()):
         findings.not_checked(f"replay of update {update}: several models have parameters of the same names")
         return None
-    if event["coupling"] == "sends":
+    if event.coupling == "sends":
         return _of_one_batch(update, steps, replayed["union"], findings)
     rounding, whole = 0.0, replayed["whole"]
     if not all(np.isfinite(_norm(gradient)) and _norm(gradient) for gradient in (*steps, *live.values(), whole)):
         findings.not_checked(f"replay of update {update}: a gradient is zero or not finite")
         return None
-    for place, weight in event["weights"].items():
+    for place, weight in event.weights.items():
         piece = replayed[f"piece.{place}"]
         away = _distance(live[place], piece, live[place])
         if not away <= _FAITHFUL:
@@ -180,18 +181,18 @@ def _say_difference(verdict: _Verdict, begin: str, evidence: Evidence, findings:
     named = [known.rule for kind in kinds for known in findings.worst_first() if known.rule.startswith(kind)]
     findings.replayed.append(begin + text + (f" (see {named[0]})" if named else ""))
     if not named and verdict.distance > _FAITHFUL and verdict.update not in evidence.after_jumps:
-        line = evidence.steps[verdict.update][evidence.ranks[0]]["line"] if verdict.update in evidence.steps else ""
+        line = evidence.steps[verdict.update][evidence.ranks[0]].line if verdict.update in evidence.steps else ""
         fix = "look at what changes .grad between backward and step"
         findings.add("WARN", "replay.differs", line, f"{begin}{text}", fix)
 
 
-def _say_coupling(evidence: Evidence, events: list[Event], findings: Findings) -> None:
+def _say_coupling(evidence: Evidence, events: list[ReplayedUpdate], findings: Findings) -> None:
     """How far batch norm moves the gradient from that of the whole update: a choice, with its size."""
     found: dict[int, float] = {}
     for event in events:
-        replayed = evidence.replayed(event["of"])
-        if event["coupling"] and event["coupling"] != "sends":
-            findings.not_checked(f"replay: how far batch norm couples samples: {event['coupling']}")
+        replayed = evidence.replayed(event.number)
+        if event.coupling and event.coupling != "sends":
+            findings.not_checked(f"replay: how far batch norm couples samples: {event.coupling}")
         elif "union" in replayed and "alone" in replayed:
             union, alone = replayed["union"], replayed["alone"]
             if _distance(replayed["apart"], alone, alone) > _SAME:
@@ -199,17 +200,17 @@ def _say_coupling(evidence: Evidence, events: list[Event], findings: Findings) -
                     "replay: how far batch norm couples samples: something else depends on the batch, too"
                 )
             else:
-                found[event["of"]] = _distance(alone, union, union)
+                found[event.number] = _distance(alone, union, union)
     if not found or max(found.values()) <= _COUPLED:
         return
-    sizes, forwards = events[0]["sizes"], evidence.of(evidence.ranks[0], "forward")
-    line = next((event["line"] for event in forwards if event["is_grad"]), "")
+    sizes, forwards = events[0].sizes, evidence.of(evidence.ranks[0], Forward)
+    line = next((event.line for event in forwards if event.is_grad), "")
     least, most = min(found.values()), max(found.values())
     moved = f"{least:.1%}" if f"{least:.1%}" == f"{most:.1%}" else f"{least:.1%} to {most:.1%}"
     text = (
         f"{_updates(list(found))}: batch norm over {max(sizes)} samples at a time, not the {sum(sizes)} of an update, "
     )
-    text += f"moves the gradient by {moved} of its norm" + (" (without dropout)" if events[0]["drops"] else "")
+    text += f"moves the gradient by {moved} of its norm" + (" (without dropout)" if events[0].without_dropout else "")
     fix = "SyncBatchNorm.convert_sync_batchnorm(model) normalises over those of all ranks"
     if evidence.world_size == 1:
         fix = "more samples in each backward, or GroupNorm, which looks at one sample alone"

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from everyrank.audit.evidence import Event, Evidence
+from everyrank.audit.events import (
+    BufferModule,
+    Collective,
+    EvalForward,
+    Forward,
+    Opaque,
+    OptimizerMade,
+    OptimizerStep,
+    SeedSet,
+    Uninitialised,
+    Wrap,
+)
+from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_replicas"]
@@ -11,46 +23,46 @@ __all__ = ["check_replicas"]
 def check_replicas(evidence: Evidence, findings: Findings) -> None:
     """Checksums of parameters before each update, of parameters and buffers at each evaluation."""
     _check_wrapper(evidence, findings)
-    for event in evidence.all_of("opaque"):
-        findings.not_checked(event["what"])
+    for event in evidence.all_of(Opaque):
+        findings.not_checked(event.message)
     if evidence.world_size > 1:
         if not evidence.is_opaque:
             _check_parameters(evidence, findings)
         _check_rates(evidence, findings)
         _check_evaluated(evidence, findings)
         _check_untrained(evidence, findings)
-    for event in evidence.of(evidence.ranks[0], "uninitialised"):
+    for event in evidence.of(evidence.ranks[0], Uninitialised):
         findings.add(
             "FAIL",
             "weights.uninitialised",
-            event["line"],
-            f"{event['num']} parameters are never given a value after to_empty: {', '.join(event['names'][:3])}",
+            event.line,
+            f"{event.num} parameters are never given a value after to_empty: {', '.join(event.names[:3])}",
             "call reset_parameters() on each module, or load a checkpoint into it, before the first forward",
         )
     _check_left_out(evidence, findings)
 
 
 def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
-    for event in evidence.all_of("forward"):
-        if event["bypasses"] and event["is_grad"]:
+    for event in evidence.all_of(Forward):
+        if event.bypasses_wrapper and event.is_grad:
             findings.add(
                 "FAIL",
                 "replicas.unwrapped",
-                event["line"],
+                event.line,
                 "a forward with gradients goes past the DistributedDataParallel wrapper: nothing is averaged",
                 "call the wrapper, not what it wraps (model.module)",
             )
-    wraps = any(evidence.all_of("wrap")) or any(step["is_sharded"] for step in evidence.all_of("step"))
-    is_silent = evidence.sees_functions and not evidence.all_of("collective") and not evidence.calls_by_rpc
+    wraps = any(evidence.all_of(Wrap)) or any(step.is_sharded for step in evidence.all_of(OptimizerStep))
+    is_silent = evidence.sees_functions and not evidence.all_of(Collective) and not evidence.calls_by_rpc
     # equal after all updates: something is sent that we do not see (Horovod, MPI), or all is the same, said elsewhere
     last = list(evidence.steps.values())[-1:]
-    differ = any(len({tuple(step["checksums"].values()) for step in steps.values()}) > 1 for steps in last)
+    differ = any(len({tuple(step.checksums.values()) for step in steps.values()}) > 1 for steps in last)
     if evidence.world_size > 1 and not wraps and is_silent and differ:
-        steps = evidence.all_of("step")
+        steps = evidence.all_of(OptimizerStep)
         findings.add(
             "FAIL",
             "replicas.alone",
-            steps[0]["line"] if steps else "",
+            steps[0].line if steps else "",
             f"{evidence.world_size} processes train, and nothing is sent between them: each has a model of its own",
             "open a process group and wrap the model: DistributedDataParallel(model)",
         )
@@ -60,57 +72,57 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
     for update, steps in evidence.steps.items():
         first = steps[evidence.ranks[0]]
         # with other shapes the ranks hold different parts of the model
-        if not first["checksums"] or len({step["shapes"] for step in steps.values()}) > 1:
+        if not first.checksums or len({step.shapes for step in steps.values()}) > 1:
             continue
-        names = [name for name in first["checksums"] if len(_values(steps, name)) > 1]
+        names = [name for name in first.checksums if len(_values(steps, name)) > 1]
         if names and not findings.has("replicas.alone"):
             since = f"after update {update - 1}" if update > min(evidence.steps) else "before the first update"
-            others = [rank for rank, step in steps.items() if step["checksums"] != first["checksums"]]
+            others = [rank for rank, step in steps.items() if step.checksums != first.checksums]
             seed, why = _seeds(evidence) if update == min(evidence.steps) else ("", "")
             findings.add(
                 "NOTE" if evidence.is_split or evidence.averages_parameters else "FAIL",
                 "replicas.drift",
-                seed or first["line"],
-                f"{len(names)} of {len(first['checksums'])} parameters differ between the ranks {since}: "
+                seed or first.line,
+                f"{len(names)} of {len(first.checksums)} parameters differ between the ranks {since}: "
                 f"{', '.join(names[:4])} (rank 0's and those of rank {', '.join(map(str, others))}){why}",
                 "begin with rank 0's weights on all ranks, and average every gradient",
-                (first["line"], *(_broadcasts(evidence) if update == min(evidence.steps) else ())),
+                (first.line, *(_broadcasts(evidence) if update == min(evidence.steps) else ())),
             )
             return
 
 
 def _seeds(evidence: Evidence) -> tuple[str, str]:
     """The line that gives each rank a seed of its own before it makes its optimizer, and the words; ("", "")."""
-    own: list[list[Event]] = []
+    own: list[list[SeedSet]] = []
     for rank in evidence.ranks:
-        made = next((event["time"] for event in evidence.of(rank, "optimizer")), 0.0)
-        own.append([event for event in evidence.of(rank, "seed") if event["time"] < made])
+        made = next((event.time for event in evidence.of(rank, OptimizerMade)), 0.0)
+        own.append([event for event in evidence.of(rank, SeedSet) if event.time < made])
     for events in zip(*own, strict=False):
-        if len({event["seed"] for event in events}) > 1:
-            return events[0]["line"], f"; seeds here: {', '.join(str(event['seed']) for event in events)}"
+        if len({event.seed for event in events}) > 1:
+            return events[0].line, f"; seeds here: {', '.join(str(event.seed) for event in events)}"
     return "", "" if any(own) else "; no torch.manual_seed before the optimizer was made"
 
 
 def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
     """Where the script itself broadcasts before the first update: a view goes over gloo in the order of its memory."""
-    events = [event for event in evidence.of(evidence.ranks[0], "collective") if event["op"] == "broadcast_"]
-    return tuple(dict.fromkeys(line for event in events if not event["update"] for line in event["lines"][:1]))
+    events = [event for event in evidence.of(evidence.ranks[0], Collective) if event.op == "broadcast_"]
+    return tuple(dict.fromkeys(line for event in events if not event.update for line in event.lines[:1]))
 
 
-def _values(steps: dict[int, Event], name: str) -> set[int]:
-    return {step["checksums"].get(name) for step in steps.values()}
+def _values(steps: dict[int, OptimizerStep], name: str) -> set[int | None]:
+    return {step.checksums.get(name) for step in steps.values()}
 
 
 def _check_rates(evidence: Evidence, findings: Findings) -> None:
     """Whether all ranks step with the same learning rates."""
     for update, steps in evidence.steps.items():
-        rates = {rank: tuple(step["rates"]) for rank, step in steps.items()}
+        rates = {rank: tuple(step.rates) for rank, step in steps.items()}
         if len(set(rates.values())) > 1 and not evidence.is_split:
             shown = ", ".join(f"{own[0]:.3g} on rank {rank}" for rank, own in rates.items() if own)
             findings.add(
                 "FAIL",
                 "replicas.rate",
-                steps[evidence.ranks[0]]["line"],
+                steps[evidence.ranks[0]].line,
                 f"the ranks step with different learning rates since update {update}: {shown}",
                 "decide on all ranks by the same number: all-reduce it, or broadcast rank 0's",
             )
@@ -121,19 +133,19 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
     if evidence.is_split:
         return
     for events in _first_evaluated(evidence):
-        line = events[0]["line"]
-        if len({event["parameters"] for event in events}) > 1 and not evidence.is_opaque:
+        line = events[0].line
+        if len({event.parameters for event in events}) > 1 and not evidence.is_opaque:
             text = "parameters differ between the ranks when they evaluate"
             findings.add("FAIL", "replicas.drift", line, text, "average every gradient, or evaluate rank 0's model")
             return
-        if len({event["buffers"] for event in events}) > 1:
+        if len({event.buffers for event in events}) > 1:
             findings.add(
                 "WARN",
                 "replicas.buffers",
                 line,
                 "buffers (the statistics of batch norm) differ between the ranks when they evaluate",
                 "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
-                tuple(event["line"] for event in evidence.of(evidence.ranks[0], "wrap")[:1]),
+                tuple(event.line for event in evidence.of(evidence.ranks[0], Wrap)[:1]),
             )
             return
 
@@ -145,50 +157,48 @@ def _check_untrained(evidence: Evidence, findings: Findings) -> None:
     reported: set[str] = set()
     for key in sorted(set(first).intersection(*calls.values())):
         event = first[key]
-        for name in event["buffers"]:
-            values = {own[key]["buffers"].get(name) for own in calls.values()}
-            changes = (
-                len({other["buffers"].get(name) for other in first.values() if other["line"] == event["line"]}) > 1
-            )
-            label = f"{event['name']}.{name}"
+        for name in event.buffers:
+            values = {own[key].buffers.get(name) for own in calls.values()}
+            changes = len({other.buffers.get(name) for other in first.values() if other.line == event.line}) > 1
+            label = f"{event.name}.{name}"
             if len(values) > 1 and None not in values and changes and label not in reported:
                 reported.add(label)
                 findings.add(
                     "WARN",
                     "replicas.buffers",
-                    event["line"],
-                    f"buffer {label} differs between the ranks since update {event['update']}: "
+                    event.line,
+                    f"buffer {label} differs between the ranks since update {event.update}: "
                     "the module is not part of the wrapped model, so nothing synchronises it",
                     "all-reduce what it is computed from, e.g. dist.all_reduce(mean); mean /= dist.get_world_size()",
                 )
 
 
-def _calls_of_untrained(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], Event]:
+def _calls_of_untrained(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], BufferModule]:
     """By update, line and the number of the call from that line in the update."""
-    found: dict[tuple[int, str, int], Event] = {}
-    for event in evidence.of(rank, "untrained"):
-        number = sum(update == event["update"] and line == event["line"] for update, line, _ in found)
-        found[event["update"], event["line"], number] = event
+    found: dict[tuple[int, str, int], BufferModule] = {}
+    for event in evidence.of(rank, BufferModule):
+        number = sum(update == event.update and line == event.line for update, line, _ in found)
+        found[event.update, event.line, number] = event
     return found
 
 
-def _first_evaluated(evidence: Evidence) -> list[list[Event]]:
+def _first_evaluated(evidence: Evidence) -> list[list[EvalForward]]:
     """Of each evaluation the first forward on each rank: ranks may have other numbers of batches."""
-    own = [{event["update"]: event for event in reversed(evidence.of(rank, "evaluated"))} for rank in evidence.ranks]
+    own = [{event.update: event for event in reversed(evidence.of(rank, EvalForward))} for rank in evidence.ranks]
     return [[events[update] for events in own] for update in sorted(set[int](own[0]).intersection(*own))]
 
 
 def _check_left_out(evidence: Evidence, findings: Findings) -> None:
     """Parameters with a gradient that no optimizer ever steps."""
-    steps = evidence.of(evidence.ranks[0], "step")
+    steps = evidence.of(evidence.ranks[0], OptimizerStep)
     if not steps:
         return
-    never = set(steps[0]["not_stepped"]).intersection(*(step["not_stepped"] for step in steps))
+    never = set(steps[0].not_stepped).intersection(*(step.not_stepped for step in steps))
     if never:
         findings.add(
             "FAIL",
             "weights.not-stepped",
-            next((event["line"] for event in evidence.of(evidence.ranks[0], "optimizer")), steps[0]["line"]),
+            next((event.line for event in evidence.of(evidence.ranks[0], OptimizerMade)), steps[0].line),
             f"{len(never)} parameters get gradients, and no optimizer has them: {', '.join(sorted(never)[:3])}",
             "build the optimizer from the model as it is trained: after fully_shard or any change of its parameters",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from everyrank.audit.events import PlateauStep, ScheduleStep
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
@@ -23,29 +24,29 @@ def check_schedule(evidence: Evidence, findings: Findings) -> None:
 
 def _check_plateau(evidence: Evidence, findings: Findings) -> None:
     """Ranks that see different numbers lower their learning rates at different times."""
-    for events in zip(*(evidence.of(rank, "plateau") for rank in evidence.ranks), strict=False):
-        values = [event["value"] for event in events]
+    for events in zip(*(evidence.of(rank, PlateauStep) for rank in evidence.ranks), strict=False):
+        values = [event.value for event in events]
         is_common = all(math.isclose(value, values[0], rel_tol=_ROUNDED) for value in values)
-        if len({event["line"] for event in events}) == 1 and all(map(math.isfinite, values)) and not is_common:
+        if len({event.line for event in events}) == 1 and all(map(math.isfinite, values)) and not is_common:
             shown = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in zip(evidence.ranks, values, strict=True))
             findings.add(
                 "WARN",
                 "schedule.differs",
-                events[0]["line"],
+                events[0].line,
                 f"ReduceLROnPlateau is given another number on each rank ({shown} after update "
-                f"{events[0]['update'] - 1}): the ranks lower their learning rates at different times",
+                f"{events[0].update - 1}): the ranks lower their learning rates at different times",
                 "all-reduce the number first, so that all ranks decide alike",
             )
             return
 
 
 def _check_often(evidence: Evidence, findings: Findings) -> None:
-    events = evidence.of(evidence.ranks[0], "schedule")
-    for schedule in {event["schedule"] for event in events}:
-        own = [event for event in events if event["schedule"] == schedule]
-        counts = Counter(event["update"] for event in own)
+    events = evidence.of(evidence.ranks[0], ScheduleStep)
+    for schedule in {event.schedule for event in events}:
+        own = [event for event in events if event.schedule == schedule]
+        counts = Counter(event.update for event in own)
         # Accelerate steps a schedule that was made for all batches of an epoch once for each rank
-        if own[0]["is_prepared"] and all(count % evidence.world_size == 0 for count in counts.values()):
+        if own[0].is_prepared and all(count % evidence.world_size == 0 for count in counts.values()):
             counts = Counter({update: count // evidence.world_size for update, count in counts.items()})
         often = [count for count in counts.values() if count > 1]
         if len(often) < _FEW or 2 * len(often) < len(evidence.steps):
@@ -55,7 +56,7 @@ def _check_often(evidence: Evidence, findings: Findings) -> None:
         findings.add(
             "FAIL" if why else "WARN",
             "schedule.often",
-            own[0]["line"],
-            f"{own[0]['name']} is stepped {count} times an update{why}: it ends {count} times too early",
+            own[0].line,
+            f"{own[0].name} is stepped {count} times an update{why}: it ends {count} times too early",
             "step it once after each optimizer.step(), or make it for that many steps",
         )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everyrank.audit.evidence import Event, Evidence, Samples
+from everyrank.audit.events import BackwardEnd, Collective, LossTerm, OptimizerStep, Wrap
+from everyrank.audit.evidence import Evidence, Samples
 from everyrank.audit.finding import Findings
 
 __all__ = ["check_split_layers"]
@@ -22,12 +22,12 @@ _EQUAL, _UPDATES = 1e-3, 3  # relative; updates that have to agree
 
 def check_split_layers(evidence: Evidence, findings: Findings) -> None:
     """Parameters beside DTensors, and the scale of a loss that all ranks have alike."""
-    is_pipeline = any(event["op"].startswith(("send", "recv")) for event in evidence.all_of("collective"))
+    is_pipeline = any(event.op.startswith(("send", "recv")) for event in evidence.all_of(Collective))
     if evidence.world_size < 2 or is_pipeline or not evidence.steps:
         return
     _check_beside(evidence, findings)
     _check_experts(evidence, findings)
-    if all(event["is_split"] for event in evidence.all_of("step")) and not evidence.all_of("wrap"):
+    if all(event.is_split for event in evidence.all_of(OptimizerStep)) and not evidence.all_of(Wrap):
         _check_scale(evidence, findings)
 
 
@@ -47,16 +47,16 @@ def _check_beside(evidence: Evidence, findings: Findings) -> None:
     findings.add(
         "WARN",
         "replicas.drift",
-        first["line"],
-        f"{len(names)} of {len(first['beside'])} parameters that all ranks hold whole, beside sharded ones, differ "
+        first.line,
+        f"{len(names)} of {len(first.replicated)} parameters that all ranks hold whole, beside sharded ones, differ "
         f"between the ranks after update {update - 1}: {', '.join(names[:4])}",
         "average or add up their gradients over the ranks, and scale them alike on all: clipping, too",
     )
 
 
-def _differing(steps: dict[int, Event]) -> list[str] | None:
+def _differing(steps: dict[int, OptimizerStep]) -> list[str] | None:
     """The names of those that the ranks hold in different versions; None where they hold others."""
-    first, *others = [step["beside"] for step in steps.values()]
+    first, *others = [step.replicated for step in steps.values()]
     if not first or any(set(other) != set(first) for other in others):
         return None
     return [name for name in first if any(other[name] != first[name] for other in others)]
@@ -74,7 +74,7 @@ def _check_experts(evidence: Evidence, findings: Findings) -> None:
     for found, (update, steps) in enumerate(evidence.steps.items(), 1):
         own = [evidence.samples(rank, update) for rank in evidence.ranks]
         losses = [_losses(evidence, rank, update) for rank in evidence.ranks]
-        if any(not one for one in losses) or None in own or _are_near([one[0]["value"] for one in losses]):
+        if any(not one for one in losses) or None in own or _are_near([one[0].value for one in losses]):
             return  # all compute one loss: nothing is a sum over them
         factors = _factors([one for one in own if one is not None])
         if factors is None or abs(factors[0] * num - 1) > _EQUAL or abs(factors[1] - 1) > _EQUAL:
@@ -83,7 +83,7 @@ def _check_experts(evidence: Evidence, findings: Findings) -> None:
             findings.add(
                 "WARN",
                 "gradient.scale",
-                steps[evidence.ranks[0]]["line"],
+                steps[evidence.ranks[0]].line,
                 f"gradients are averaged over the {num} ranks, those of parameters that one rank alone has step as "
                 f"they came: {num} times the others where the tokens of all ranks go through them (experts)",
                 "divide the gradients of experts by the number of ranks whose losses they are sums over",
@@ -117,11 +117,11 @@ def _ratio(pairs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> 
 
 def _check_scale(evidence: Evidence, findings: Findings) -> None:
     """A loss of the same samples on all ranks weighs 1 on each: not their number, nor one over it."""
-    found: list[tuple[dict[str, Any], float]] = []
+    found: list[tuple[LossTerm, float]] = []
     for update in evidence.steps:
         alike = _loss_of_all(evidence, update)
         if alike is not None:
-            found.append((alike, _weight(alike, evidence.steps[update][evidence.ranks[0]]["loss_scale"])))
+            found.append((alike, _weight(alike, evidence.steps[update][evidence.ranks[0]].loss_scale)))
     num = evidence.world_size
     for expected, text, fix in (
         (num, f"multiplied by {num}", "by the number of ranks that read other samples"),
@@ -131,7 +131,7 @@ def _check_scale(evidence: Evidence, findings: Findings) -> None:
             findings.add(
                 "WARN",
                 "gradient.scale",
-                found[0][0]["line"],
+                found[0][0].line,
                 f"the loss weighs {found[0][1]:.4g} times what the mean over its terms does, in each update: {text}, "
                 f"and the {num} ranks read the same samples",
                 f"multiply, divide or count {fix}: ranks of one tensor-parallel group are one",
@@ -139,25 +139,26 @@ def _check_scale(evidence: Evidence, findings: Findings) -> None:
             )
 
 
-def _loss_of_all(evidence: Evidence, update: int) -> dict[str, Any] | None:
+def _loss_of_all(evidence: Evidence, update: int) -> LossTerm | None:
     """The one loss of an update, where all ranks have computed it from the same rows, to the same value."""
-    losses: list[dict[str, Any]] = []
+    losses: list[LossTerm] = []
     rows: list[list[str]] = []
     for rank in evidence.ranks:
         terms = _losses(evidence, rank, update)
         if len(terms) != 1:
             return None
         losses += terms
-        rows.append(evidence.training_forwards[rank].get((update, 0), {}).get("rows", []))
-    are_alike = _are_near([one["value"] for one in losses])
+        forward = evidence.training_forwards[rank].get((update, 0))
+        rows.append(forward.row_checksums if forward is not None else [])
+    are_alike = _are_near([one.value for one in losses])
     return losses[0] if rows[0] and all(own == rows[0] for own in rows) and are_alike else None
 
 
-def _losses(evidence: Evidence, rank: int, update: int) -> list[dict[str, Any]]:
+def _losses(evidence: Evidence, rank: int, update: int) -> list[LossTerm]:
     """The losses of an update of one backward, which have a value; [] where there are several backwards."""
-    ends = [event for event in evidence.of(rank, "backward_end") if event["update"] == update]
-    terms = [term for event in ends for term in event["losses"] if term["scale"]]
-    are_known = all(term["value"] is not None and math.isfinite(term["value"]) for term in terms)
+    ends = [event for event in evidence.of(rank, BackwardEnd) if event.update == update]
+    terms = [term for event in ends for term in event.losses if term.scale]
+    are_known = all(math.isfinite(term.value) for term in terms)
     return terms if len(ends) == 1 and are_known else []
 
 
@@ -165,14 +166,14 @@ def _are_near(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= _EQUAL * max(map(abs, values))
 
 
-def _weight(loss: dict[str, Any], loss_scale: float) -> float:
+def _weight(loss: LossTerm, loss_scale: float) -> float:
     """What all terms of a loss weigh together: 1 for their mean; NaN for a sum as it is.
 
     Terms that are exactly zero are masked ones, unless that makes it a mean over all of them.
     """
-    scale = loss["scale"] / loss_scale
-    if loss["reduction"] == "mean":
+    scale = loss.scale / loss_scale
+    if loss.reduction == "mean":
         return scale
-    if abs(scale - 1) < _EQUAL or abs(scale * loss["terms"] - 1) < _EQUAL:
+    if abs(scale - 1) < _EQUAL or abs(scale * loss.terms - 1) < _EQUAL:
         return math.nan
-    return scale * (loss["nonzero"] if loss["nonzero"] is not None else loss["terms"])
+    return scale * (loss.nonzero if loss.nonzero is not None else loss.terms)

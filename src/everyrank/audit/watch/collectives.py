@@ -4,7 +4,6 @@ Everything that the c10d operators carry is seen, also what DDP, fully_shard and
 backend's own functions.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import functools
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from everyrank.audit.events import Altered, Collective, GroupOpened, ReduceResult
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import chain, library_calls, where
@@ -38,7 +38,7 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.recorder, self.gradients = recorder, gradients
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0].partition("::")[2]
             if "wait_tensor" not in name and "wrap" not in name and not self.recorder.is_muted:
@@ -50,38 +50,49 @@ class Collectives(TorchDispatchMode):
     @harmless("collectives")
     def _write(self, name: str, args: Any) -> None:
         shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in itertools.islice(tensors(args), _SHAPES)]
-        layouts = _layouts(tensors(args)) if name in _AS_IN_MEMORY else []
         size = sum(t.numel() * t.element_size() for t in tensors(args[:1]))
-        about = {"op": name, "group": _group(args), "shapes": shapes, "bytes": size, "reduction": _reduction(args)}
-        about |= {"layouts": layouts} if layouts else {}
         recorder = self.recorder
         recorder.num_sent += recorder.update > 0 or recorder.phase.startswith("backward")
-        if name == "allreduce_" and recorder.phase == "script" and size <= _NUMBER:
-            about |= self._number(args)
-            about |= self._result(args)
-        recorder.event("collective", **about, lines=chain(), phase=recorder.phase, through=library_calls())
+        number = next(tensors(args), None) if name == "allreduce_" and recorder.phase == "script" else None
+        number = number if number is not None and number.numel() == 1 and size <= _NUMBER else None
+        value, squares = self._gradient_norm(number)
+        recorder.write(
+            Collective(
+                op=name,
+                group=_group(args),
+                shapes=shapes,
+                num_bytes=size,
+                reduction=_reduction(args),
+                strides=_strides(tensors(args)) if name in _AS_IN_MEMORY else [],
+                lines=chain(),
+                phase=recorder.phase,
+                library_calls=library_calls(),
+                value=value,
+                squares=squares,
+                result=self._result(number),
+            )
+        )
 
-    def _number(self, args: Any) -> dict[str, Any]:
-        """A number that the script sends, while gradients stand in .grad: it may be their norm."""
-        sent = next(tensors(args), None)
-        if sent is None or sent.numel() != 1 or not self.gradients.is_wanted:
-            return {}
+    def _gradient_norm(self, number: Any) -> tuple[float | None, dict[str, float]]:
+        """A number that the script reduces while there are gradients, which may be their norm; and their squares."""
+        if number is None or not self.gradients.is_wanted:
+            return None, {}
         with self.recorder.muted():
-            return {"value": float(sent), "squares": self.gradients.squares()}
+            return float(number), self.gradients.squares()
 
-    def _result(self, args: Any) -> dict[str, Any]:
-        """A number that is sent in an evaluation: whether it is known to be no mean."""
-        sent, losses = next(tensors(args), None), self.gradients.losses
-        if sent is None or sent.numel() != 1 or not losses.is_evaluating:
-            return {}
+    def _result(self, number: Any) -> ReduceResult | None:
+        """A number that the script reduces in an evaluation."""
+        losses = self.gradients.losses
+        if number is None or not losses.is_evaluating:
+            return None
         with self.recorder.muted():
-            return {"result": {"value": float(sent), **losses.ratios.sent(sent)}}
+            return losses.ratios.sent(number)
 
 
-def _layouts(found: Iterable[Any]) -> list[str]:
-    """The strides of each that has more than one dimension, as text; without those of dimensions of one element."""
-    sizes = [[(size, step) for size, step in zip(t.shape, t.stride(), strict=True) if size > 1] for t in found]
-    return sorted({str([step for _, step in own]) for own in sizes if len(own) > 1})
+def _strides(sent: Iterable[Any]) -> list[str]:
+    """The strides of each tensor with several dimensions, as text; dimensions of one element are left out."""
+    dims = [[(size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1] for t in sent]
+    return sorted({str([stride for _, stride in tensor_dims]) for tensor_dims in dims if len(tensor_dims) > 1})
 
 
 def _group(args: Any) -> str:
@@ -119,8 +130,9 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) ->
             out = init(backend, *args, **kwargs)
         recorder.rank, recorder.world_size = dist.get_rank(), dist.get_world_size()
         if "accelerate" in sys.modules and os.environ.get(ACCELERATE_ON_CPU) and not pretends:
-            recorder.event("altered", what=f"no GPU here: Accelerate runs on the CPU ({ACCELERATE_ON_CPU}=1)")
-        recorder.event("group", line=line, world_size=recorder.world_size, backend=str(dist.get_backend()))
+            message = f"no GPU found; Accelerate ran on the CPU ({ACCELERATE_ON_CPU}=1)"
+            recorder.write(Altered(message=message))
+        recorder.write(GroupOpened(backend=str(dist.get_backend())))
         return out
 
     c10d.init_process_group = dist.init_process_group = init_process_group

@@ -3,7 +3,6 @@
 Else `Trainer()`, which is right on a host with GPUs, would train a model of its own in each process.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import functools
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from everyrank.audit.events import Altered
 from everyrank.audit.watch.imports import after_import
 from everyrank.audit.watch.recorder import Recorder
 
@@ -33,4 +33,4 @@ def install_frameworks(recorder: Recorder) -> None:
 
 def _tell_devices(recorder: Recorder, num_devices: int, module: Any) -> None:
     module.CPUAccelerator.auto_device_count = staticmethod(lambda: num_devices)
-    recorder.event("altered", what=f"no GPU here: Lightning is told of {num_devices} CPUs")
+    recorder.write(Altered(message=f"no GPU found; Lightning counts {num_devices} CPUs as devices"))

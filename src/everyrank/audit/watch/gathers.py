@@ -4,7 +4,6 @@ Features that were cut off from their gradient first (`detach`, `no_grad`) may b
 where the rank puts its own features, with their gradient, back among them: then the others' were meant to have one.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

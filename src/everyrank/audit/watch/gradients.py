@@ -5,7 +5,6 @@ Which backwards the stepping gradient is the sum of, and with which factors, is 
 anything is added to it or sent.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import zlib
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from everyrank.audit.events import OptimizerStep
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local
@@ -36,7 +36,7 @@ class Gradients:
         self.is_fully_sharded = False
         self.pieces: dict[tuple[int, str], np.ndarray] = {}  # by backward and name
         self.stepped: dict[tuple[int, str], np.ndarray] = {}  # the pieces of the step before: it may have been half
-        self.origin = 0  # the update whose backwards those are
+        self.backward_update = 0  # the update whose backwards those are
         self.before_first: dict[str, np.ndarray] = {}  # what was in .grad before the first backward of the update
         self.before_clip: dict[str, np.ndarray] | None = None
         self.loss_scale, self.is_unscaled = 1.0, False
@@ -125,17 +125,15 @@ class Gradients:
         recorder = self.recorder
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.pieces:
-            self.stepped, self.origin = self.pieces, recorder.update
+            self.stepped, self.backward_update = self.pieces, recorder.update
         with recorder.muted():
             for parameter in parameters:
                 self.names.setdefault(id(parameter), f"optimizer[{len(self.names)}]")
             if recorder.update < recorder.settings.updates:
                 self._write_samples(parameters)
-            about = self._about(parameters)
-        waits = [[kind, line, count] for (kind, line), count in self.losses.waits.items()]
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        kind = type(optimizer).__name__
-        recorder.event("step", line=where(), optimizer=kind, rates=rates, waits=waits, origin=self.origin, **about)
+            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            step = self._step_event(parameters, rates)
+        recorder.write(step)
 
     def forget(self) -> None:
         """Begin an update."""
@@ -149,24 +147,28 @@ class Gradients:
         content |= {f"carried {name}": value for name, value in self.before_first.items()}
         self.recorder.arrays(f"rank{self.recorder.rank}.update{self.recorder.update}", content)
 
-    def _about(self, parameters: list[Any]) -> dict[str, Any]:
+    def _step_event(self, parameters: list[Any], rates: list[float]) -> OptimizerStep:
         is_sharded = any(hasattr(parameter, "to_local") for parameter in parameters)
         grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        return {
-            "checksums": {} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
-            "beside": self._beside(parameters) if is_sharded else {},
-            "is_sharded": is_sharded,
-            "is_split": any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
-            "shapes": zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
-            "without_gradient": [self.names[id(p)] for p in trained if p.grad is None][:20],
-            "not_stepped": self._left_out(parameters),
-            "is_zero": bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
-            "loss_scale": self.loss_scale,
-        }
+        return OptimizerStep(
+            line=where(),
+            rates=rates,
+            waits=[(function, line, count) for (function, line), count in self.losses.waits.items()],
+            backward_update=self.backward_update,
+            checksums={} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
+            replicated=self._replicated(parameters) if is_sharded else {},
+            is_sharded=is_sharded,
+            is_split=any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
+            shapes=zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
+            without_gradient=[self.names[id(p)] for p in trained if p.grad is None][:20],
+            not_stepped=self._left_out(parameters),
+            is_zero=bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
+            loss_scale=self.loss_scale,
+        )
 
-    def _beside(self, parameters: list[Any]) -> dict[str, int]:
-        """Checksums of parameters that lie whole on each rank, beside others that are sharded."""
+    def _replicated(self, parameters: list[Any]) -> dict[str, int]:
+        """Checksums by name of the parameters that each rank holds whole, where others are sharded."""
         whole = [
             p for p in parameters if not hasattr(p, "placements") or all(one.is_replicate() for one in p.placements)
         ]

@@ -3,11 +3,9 @@
 Imports nothing but the standard library: it is loaded at the start of every Python process of an audited script.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,7 @@
 """Put all hooks in, once torch has been imported; end the run when enough has been seen."""
 
-# pyright: basic
+# The hooks replace parts of torch that are private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import atexit
@@ -18,6 +19,7 @@ import torch
 from torch.distributed import rpc
 from torch.utils._python_dispatch import _disable_current_modes
 
+from everyrank.audit.events import Altered, ProcessEnd, ProcessStart, SeedSet, SourceFiles, Stopped, Unchecked
 from everyrank.audit.watch.collectives import Collectives, install_process_group
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
@@ -26,7 +28,7 @@ from everyrank.audit.watch.loaders import Loaders, install_loaders
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.overlay import Overlay, install_overlay
-from everyrank.audit.watch.place import caller_is_own, chain, is_own_file, where
+from everyrank.audit.watch.place import caller_is_own, is_own_file, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import BY_RPC, ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.replay import run_replay
@@ -55,7 +57,8 @@ def install() -> None:
         pretend.install()
     install_process_group(recorder, losses, pretend is not None)
     if not install_sharding(gradients):
-        recorder.event("unchecked", what="gradients under fully_shard: this version of torch keeps them elsewhere")
+        message = "gradients under fully_shard: this version of torch keeps them elsewhere"
+        recorder.write(Unchecked(message=message))
     install_modules(recorder, losses, gradients, pretend is not None)
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
     install_loaders(recorder, loaders)
@@ -74,7 +77,8 @@ def install() -> None:
         keeper = Keeper(recorder, losses, gradients)
         install_keeper(keeper)
         end.replay = functools.partial(run_replay, keeper)
-    recorder.event("start", pid=os.getpid(), modes=settings.modes, devices=settings.devices, replay=settings.replay)
+    numbers = {"devices": settings.devices, "replay": settings.replay}
+    recorder.write(ProcessStart(pid=os.getpid(), sees_functions=settings.modes, **numbers))
     end.at_exit()
 
 
@@ -94,21 +98,21 @@ class End:
         recorder = self.recorder
         if recorder.update == 1:
             files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-            recorder.event("sources", files=[file for file in files if file is not None and is_own_file(file)])
+            recorder.write(SourceFiles(files=[file for file in files if file is not None and is_own_file(file)]))
         if not recorder.settings.modes:
             return
         is_alone = recorder.num_sent == 0 and recorder.world_size > 1
         if recorder.update >= (_ALONE if is_alone else 2) * recorder.settings.updates:
-            self.finish("updates")
+            self.finish()
 
-    def finish(self, why: str) -> None:
+    def finish(self) -> None:
         """End this process when the others have seen enough, too: a collective they are in needs us."""
         recorder = self.recorder
         if recorder.is_done:
             return
         recorder.is_done = True
         self._note_commands()
-        recorder.event("finish", why=why, lines=chain())
+        recorder.write(Stopped())
         (recorder.folder / f"done{recorder.rank}").touch()
         begin = time.monotonic()
         while time.monotonic() < begin + _WAIT_SECONDS and self._num_done() < recorder.world_size:
@@ -123,12 +127,11 @@ class End:
     def _note_commands(self) -> None:
         """Other programs do not know of the overlay."""
         if self.overlay is not None and "wandb" in sys.modules:
-            self.recorder.event("altered", what="Weights & Biases records nothing (WANDB_MODE=disabled)")
+            self.recorder.write(Altered(message="Weights & Biases records nothing (WANDB_MODE=disabled)"))
         if self.overlay is not None and self.overlay.commands:
             names = ", ".join(sorted(self.overlay.commands))
-            self.recorder.event(
-                "altered", what=f"the script starts {names}: what these programs write is not redirected"
-            )
+            message = f"the script starts {names}: files that these programs write are not redirected"
+            self.recorder.write(Altered(message=message))
 
     def _num_done(self) -> int:
         return len(list(self.recorder.folder.glob("done*")))
@@ -140,7 +143,7 @@ class End:
             if os.getpid() == pid and not self.recorder.is_done:
                 self.recorder.is_done = True
                 self._note_commands()
-                self.recorder.event("end")
+                self.recorder.write(ProcessEnd())
                 (self.recorder.folder / f"done{self.recorder.rank}").touch()
                 if not hasattr(sys, "last_type"):  # it has not failed
                     self.replay()
@@ -155,7 +158,7 @@ def _watch_seeds(recorder: Recorder) -> None:
     @functools.wraps(manual_seed)
     def seeded(seed: Any) -> Any:
         if caller_is_own():
-            recorder.event("seed", line=where(), seed=int(seed))
+            recorder.write(SeedSet(line=where(), seed=int(seed)))
         return manual_seed(seed)
 
     torch.manual_seed = seeded
@@ -170,7 +173,8 @@ def _tell_of_rpc(recorder: Recorder) -> None:
     @functools.wraps(init_rpc)
     def told(*args: Any, **kwargs: Any) -> Any:
         recorder.calls_by_rpc = True
-        recorder.event("unchecked", what=f"{BY_RPC} workers do to each other, and gradients of distributed autograd")
+        message = f"{BY_RPC} workers do to each other, and gradients of distributed autograd"
+        recorder.write(Unchecked(message=message))
         return init_rpc(*args, **kwargs)
 
     rpc.init_rpc = told
@@ -199,7 +203,7 @@ def _leave_uncompiled(recorder: Recorder) -> None:
 
     @functools.wraps(compile_model)
     def uncompiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-        recorder.event("altered", what=f"torch.compile at {where()} is left out")
+        recorder.write(Altered(message=f"torch.compile at {where()} is left out"))
         return model if model is not None else (lambda function: function)
 
     torch.compile = uncompiled

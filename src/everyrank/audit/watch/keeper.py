@@ -6,7 +6,6 @@ their arguments: a script's own code cannot be called again, these can. What can
 update and the later ones is replayed.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import os
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from everyrank.audit.events import Unchecked
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.kept import Kept, KeptBackward, ReplayError, State, Step, backward_path, writable
 from everyrank.audit.watch.losses import Losses
@@ -60,7 +60,7 @@ class Keeper:
         """Say it; what was kept of the updates before is replayed."""
         self.is_over, self.piece, self.known = True, None, {}
         self.states.pop(self.recorder.update, None)
-        self.recorder.event("unchecked", what=f"replay: {why}")
+        self.recorder.write(Unchecked(message=f"replay: {why}"))
 
     @harmless("replay: what a forward is given")
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -211,7 +211,7 @@ class Called(TorchFunctionMode):
         super().__init__()
         self.keeper = keeper
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keeper = self.keeper
         out = func(*args, **(kwargs or {}))
         if keeper.known and keeper.losses.depth == 0 and keeper.is_wanted:
@@ -240,7 +240,7 @@ def install_keeper(keeper: Keeper) -> None:
         update, micro, terms = keeper.recorder.update, keeper.recorder.micro, keeper.losses.terms
         out = autograd_backward(roots, *args, **kwargs)
         if piece is not None:
-            piece.losses = [term for term in terms if term["scale"] is not None]
+            piece.losses = [term for term in terms if term.scale]
             keeper.write(piece, update, micro)
         return out
 

@@ -1,11 +1,12 @@
 """What is kept of the first updates, and written to files, for `audit --replay`."""
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 from typing import Any
+
+from everyrank.audit.events import LossTerm
 
 __all__ = ["Kept", "KeptBackward", "ReplayError", "State", "Step", "backward_path", "writable"]
 
@@ -58,7 +59,7 @@ class KeptBackward:
     outputs: list[int] = dataclasses.field(default_factory=list)
     steps: list[Step] = dataclasses.field(default_factory=list)
     root: int = 0
-    losses: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    losses: list[LossTerm] = dataclasses.field(default_factory=list[LossTerm])
 
 
 @dataclasses.dataclass

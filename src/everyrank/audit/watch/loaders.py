@@ -5,7 +5,8 @@ its first batches and the last one, which is the ragged one. `len(loader)` is sh
 of 4, which gradient accumulation may depend on.
 """
 
-# pyright: basic
+# The hooks replace parts of torch that are private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -15,13 +16,14 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 import torch.utils.data.dataloader as torch_loader
 from torch.utils.data import DistributedSampler, Subset, _utils, get_worker_info
 
+from everyrank.audit.events import Batch, Fetch, LoaderEpoch
 from everyrank.audit.watch.modules import rows
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
@@ -31,10 +33,27 @@ __all__ = ["Loaders", "install_loaders"]
 _MOST_SAMPLES, _MOST_INDICES, _EXTRA, _REMAINDER = 2_000_000, 200_000, 8, 4
 
 
+class _Content(TypedDict, total=False):
+    """Fields of LoaderEpoch that tell which data a dataset holds."""
+
+    subset: int
+    seeded: str
+    content: str
+
+
+class _Indices(_Content, total=False):
+    """Fields of LoaderEpoch that only a map-style dataset has."""
+
+    num_batches: int
+    indices: list[int | str]
+    num_indices: int
+    sizes: list[int]
+
+
 class Loaders:
     """Which loader gave the last batch, and in how many epochs each was trained on."""
 
-    def __init__(self, recorder: Recorder, finish: Callable[[str], None]) -> None:
+    def __init__(self, recorder: Recorder, finish: Callable[[], None]) -> None:
         self.recorder, self.finish = recorder, finish
         self.made: Counter[str] = Counter()  # by line
         self.last: tuple[int, int] | None = None  # loader, epoch
@@ -68,17 +87,35 @@ class Loaders:
         number = self._number(loader)
         epoch = loader.__dict__["_audit_epoch"] = loader.__dict__.get("_audit_epoch", -1) + 1
         iterator._audit = {"loader": number, "epoch": epoch, "given": 0, "limit": None, "jump": None}
-        about = _about(loader)
+        indices: _Indices = {}
         if iterator._dataset_kind == torch_loader._DatasetKind.Map and iterator._auto_collation:
-            about |= self._indices(iterator, loader, epoch)
+            indices = self._indices(iterator, loader, epoch)
         elif self.recorder.settings.batches:
             iterator._audit["limit"] = self.recorder.settings.batches + 4
         iterator._audited = iterator._sampler_iter
-        self.recorder.event("loader", loader=number, epoch=epoch, at=where(), **about)
+        sampler = loader.sampler
+        self.recorder.write(
+            LoaderEpoch(
+                loader=number,
+                epoch=epoch,
+                line=getattr(loader, "_audit_line", ""),
+                used_at=where(),
+                made_at=[getattr(source, "_audit_line", "") for source in (sampler, loader.dataset)],
+                dataset=type(loader.dataset).__name__,
+                sampler=type(sampler).__name__,
+                batch_sampler=type(getattr(loader, "batch_sampler", None)).__name__,
+                sampled_length=_length(getattr(sampler, "dataset", None)),
+                sampler_epoch=getattr(sampler, "epoch", None),
+                shuffles=getattr(sampler, "shuffle", None),
+                workers=loader.num_workers,
+                length=_length(loader.dataset),
+                **indices,
+            )
+        )
         if len(self.trained.get(number, ())) >= self.recorder.settings.epochs > 0:
-            self.finish("epochs")
+            self.finish()
 
-    def _indices(self, iterator: Any, loader: Any, epoch: int) -> dict[str, Any]:
+    def _indices(self, iterator: Any, loader: Any, epoch: int) -> _Indices:
         try:
             with self.recorder.muted():  # an endless sampler draws many numbers, one by one
                 batches = _first_samples(iterator._sampler_iter)
@@ -86,20 +123,21 @@ class Loaders:
             iterator._sampler_iter = _raising(error)
             raise
         are_lists = bool(batches) and isinstance(batches[0], list | tuple)
-        indices = [_key(index) for batch in batches for index in batch] if are_lists else None
+        indices = [_key(index) for batch in batches for index in batch] if are_lists else []
         if epoch == 0:
             with self.recorder.muted():
                 loader.__dict__["_audit_content"] = dataset_checksums(loader.dataset)
+        content: _Content = loader.__dict__["_audit_content"]
         count = min(self.shortened(self._length(loader, batches)), len(batches))
         kept = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
         iterator._audit["jump"] = count if len(batches) > count else None
         iterator._sampler_iter = iter(kept)
         return {
             "num_batches": len(batches),
-            "indices": resolved(loader.dataset, indices)[:_MOST_INDICES] if indices else None,
-            "num_indices": len(indices) if indices else None,
+            "indices": resolved(loader.dataset, indices)[:_MOST_INDICES],
+            "num_indices": len(indices),
             "sizes": sorted({len(batch) for batch in batches}) if are_lists else [],
-            **loader.__dict__["_audit_content"],
+            **content,
         }
 
     def _length(self, loader: Any, batches: list[Any]) -> int:
@@ -117,9 +155,16 @@ class Loaders:
         self.last = about["loader"], about["epoch"]
         with self.recorder.muted():
             samples = rows(batch) if modes else []
-        number, is_after_jump = about["given"], about["given"] == about["jump"]
-        place = {"loader": about["loader"], "epoch": about["epoch"], "number": number}
-        self.recorder.event("batch", **place, seconds=seconds, rows=samples, is_after_jump=is_after_jump)
+        self.recorder.write(
+            Batch(
+                loader=about["loader"],
+                epoch=about["epoch"],
+                number=about["given"],
+                seconds=seconds,
+                row_checksums=samples,
+                is_after_jump=about["given"] == about["jump"],
+            )
+        )
 
 
 def _first_samples(batches: Any) -> list[Any]:
@@ -141,22 +186,6 @@ def _raising(error: Exception) -> Iterator[Any]:
 
 def _size(batch: Any) -> int:
     return len(batch) if isinstance(batch, list | tuple) else 1
-
-
-def _about(loader: Any) -> dict[str, Any]:
-    sampler = loader.sampler
-    return {
-        "line": getattr(loader, "_audit_line", ""),
-        "made_at": [getattr(part, "_audit_line", "") for part in (sampler, loader.dataset)],
-        "dataset": type(loader.dataset).__name__,
-        "sampler": type(sampler).__name__,
-        "batch_sampler": type(getattr(loader, "batch_sampler", None)).__name__,
-        "sampled": _length(getattr(sampler, "dataset", None)),
-        "sampler_epoch": getattr(sampler, "epoch", None),
-        "shuffles": getattr(sampler, "shuffle", None),
-        "workers": loader.num_workers,
-        "length": _length(loader.dataset),
-    }
 
 
 def _length(dataset: Any) -> int | None:
@@ -181,15 +210,15 @@ def resolved(dataset: Any, indices: list[Any]) -> list[Any]:
     return indices
 
 
-def dataset_checksums(dataset: Any) -> dict[str, Any]:
+def dataset_checksums(dataset: Any) -> _Content:
     """Of a Subset's indices; and of sample 0. Random states stay as they were.
 
     seeded   the sample under a fixed seed: equal on ranks that have the same data, also where it is augmented
     content  the same, where it does not depend on the seed
     """
-    found: dict[str, Any] = {}
+    checksums: _Content = {}
     while isinstance(dataset, Subset):
-        found["subset"] = zlib.crc32(repr([int(index) for index in list(dataset.indices)[:5000]]).encode())
+        checksums["subset"] = zlib.crc32(repr([int(index) for index in list(dataset.indices)[:5000]]).encode())
         dataset = dataset.dataset
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
@@ -200,15 +229,15 @@ def dataset_checksums(dataset: Any) -> dict[str, Any]:
             np.random.seed(seed)
             contents.append(_content(dataset[0]))
         if contents[0] == contents[1]:  # no generator of its own, no counter
-            found["seeded"] = contents[0]
+            checksums["seeded"] = contents[0]
             if contents[0] == contents[2]:
-                found["content"] = contents[0]
-    except Exception as error:  # a dataset may refuse to be asked twice
-        found["content_error"] = f"{type(error).__name__}: {error}"[:100]
+                checksums["content"] = contents[0]
+    except Exception:  # noqa: S110  (a dataset may refuse to give a sample twice)
+        pass
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
-    return found
+    return checksums
 
 
 def _content(value: Any) -> str:
@@ -304,8 +333,15 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
         before = _generators()
         out = fetch(self, index)
         worker = get_worker_info()
-        about = {"number": number, "worker": worker.id if worker else -1, "dataset": type(self.dataset).__name__}
-        recorder.event("fetch", before=before, after=_generators(), **about)
+        recorder.write(
+            Fetch(
+                number=number,
+                worker=worker.id if worker else -1,
+                dataset=type(self.dataset).__name__,
+                before=before,
+                after=_generators(),
+            )
+        )
         return out
 
     fetcher.fetch = fetched

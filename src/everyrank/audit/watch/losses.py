@@ -7,9 +7,9 @@ derivative of what backward was called on with respect to it: the script's own s
 divided by later.
 """
 
-# pyright: basic
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from everyrank.audit.events import EvalLoss, EvalSlice, LossTerm
 from everyrank.audit.watch.gathers import Gathers
 from everyrank.audit.watch.noise import Noise
 from everyrank.audit.watch.place import caller_is_own, where
@@ -57,14 +58,13 @@ class Losses:
     """The losses between a forward and its backward, and what else is counted on the way."""
 
     def __init__(self) -> None:
-        self.terms: list[dict[str, Any]] = []
+        self.terms: list[LossTerm] = []
         self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
         self.kept: list[Any] = []
-        self.sums: dict[int, dict[str, Any]] = {}  # by the id of a sum: its term
-        self.inside: dict[
-            int, list[dict[str, Any]]
-        ] = {}  # by the id of a number made in a forward: terms that are in it
-        self.returned: list[dict[str, Any]] = []  # of those, what the module that ended last has returned
+        self.sums: dict[int, LossTerm] = {}  # by the id of the sum
+        self.inside: dict[int, list[LossTerm]] = {}  # by the id of a number that a forward computes: its losses
+        self.returned: list[LossTerm] = []  # those that the module that ended last has returned
+        self.hooked: dict[int, int] = {}  # by the id of a term: that of the tensor whose gradient is its scale
         self.gathers, self.noise, self.ratios = Gathers(), Noise(), Ratios()
         self.depth = 0  # of module calls
         self.num_dropouts = 0
@@ -79,7 +79,7 @@ class Losses:
         if any(_is_scalar(tensor) and tensor.requires_grad for tensor in self.derived.values()):
             self.module_done(output)
             for term in self.returned:
-                if term not in self.terms:
+                if not any(term is known for known in self.terms):
                     self.terms.append(term)
         self.inside, self.returned = {}, []
 
@@ -89,11 +89,11 @@ class Losses:
             terms = [term for tensor in tensors(output) for term in self.inside.get(id(tensor), ())]
             self.returned = terms or self.returned
 
-    def backward_done(self) -> list[dict[str, Any]]:
-        """What backward has been through; all others are forgotten."""
-        done = [term for term in self.terms if term["scale"] is not None]
+    def backward_done(self) -> list[LossTerm]:
+        """The losses that a backward has been through; all others are forgotten."""
+        done = [term for term in self.terms if term.scale]
         self.terms, self.kept, self.derived, self.scalings = [], [], {}, []
-        self.sums, self.inside, self.returned = {}, {}, []
+        self.sums, self.inside, self.returned, self.hooked = {}, {}, [], {}
         self.gathers.forget()
         self.noise.forget()
         self.ratios.forget()
@@ -107,7 +107,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.recorder, self.losses, self.pretend = recorder, losses, pretend
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.pretend is not None:
             replaced, args, kwargs = self.pretend.rewrite(func, args, kwargs)
@@ -143,14 +143,14 @@ class Functions(TorchFunctionMode):
         if func in LOSSES and _is_scalar(out) and kwargs.get("reduction", "mean") == "mean":
             with self.recorder.muted():
                 value, count = float(out), num_terms(func, args, kwargs)
-            self.recorder.event("eval_loss", line=where(), value=value, terms=count)
+            self.recorder.write(EvalLoss(line=where(), value=value, terms=count))
 
     def _cut(self, func: Any, args: Any) -> None:
         if func in _CUTS and _takes_a_part(args) and caller_is_own():
             line = where()
             if line not in self.losses.cuts:
                 self.losses.cuts.add(line)
-                self.recorder.event("cut", line=line)
+                self.recorder.write(EvalSlice())
 
     def _computed(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         losses = self.losses
@@ -187,24 +187,24 @@ class Functions(TorchFunctionMode):
                 divisor = (
                     args[1] if isinstance(args[1], int | float) else float(args[1]) if _is_scalar(args[1]) else 0.0
                 )
-            counts = (term["terms"], term["nonzero"])
+            counts = (term.terms, term.nonzero)
             if divisor in counts and divisor and not getattr(args[1], "requires_grad", False):
-                term |= {"terms": divisor, "reduction": "mean", "scale": None}
+                term.terms, term.reduction, term.scale = divisor, "mean", 0.0
                 out.register_hook(lambda grad: self._scaled(term, grad))
-                term["hooked"] = id(out)
+                losses.hooked[id(term)] = id(out)
                 losses.kept.append(out)
         if losses.depth:
-            found = [one for tensor in tensors((args, kwargs)) for one in losses.inside.get(id(tensor), ())]
-            if found:
-                losses.inside[id(out)] = found
+            terms = [term for tensor in tensors((args, kwargs)) for term in losses.inside.get(id(tensor), ())]
+            if terms:
+                losses.inside[id(out)] = terms
                 losses.kept.append(out)
 
     def _loss(self, func: Any, out: Any, count: float, reduction: str, nonzero: int | None = None) -> None:
         recorder, losses = self.recorder, self.losses
-        about = {"name": func.__name__, "terms": count, "reduction": reduction, "line": where(), "nonzero": nonzero}
+        term = LossTerm(func.__name__, where(), count, reduction, nonzero)
         with recorder.muted():
-            about["value"] = float(out.detach()) if type(out) is torch.Tensor else None
-        term: dict[str, Any] = {**about, "scale": None, "hooked": id(out)}
+            term.value = float(out.detach()) if type(out) is torch.Tensor else math.nan
+        losses.hooked[id(term)] = id(out)
         if reduction == "sum":
             losses.sums[id(out)] = term
         if losses.depth and func in REDUCTIONS:
@@ -212,13 +212,14 @@ class Functions(TorchFunctionMode):
         else:
             losses.terms.append(term)
         number = id(out)
-        out.register_hook(lambda grad: self._scaled(term, grad) if term["hooked"] == number else None)
+        # a sum that is divided by its count is hooked where it has been divided
+        out.register_hook(lambda grad: self._scaled(term, grad) if losses.hooked.get(id(term)) == number else None)
         losses.kept.append(out)
 
     @harmless("the scale of a loss")
-    def _scaled(self, term: dict[str, Any], grad: Any) -> None:
+    def _scaled(self, term: LossTerm, grad: Any) -> None:
         with self.recorder.muted():
-            term["scale"] = (term["scale"] or 0.0) + float(grad)
+            term.scale += float(grad)
 
 
 def _drops(func: Any, kwargs: Any) -> bool:

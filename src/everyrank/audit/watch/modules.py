@@ -1,6 +1,7 @@
 """Each forward of a model that has parameters: who called it, on which rows, from which random state."""
 
-# pyright: basic
+# The hooks replace parts of torch that are private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -11,6 +12,17 @@ import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from everyrank.audit.events import (
+    BufferModule,
+    EvalForward,
+    Forward,
+    ForwardEnd,
+    NoSync,
+    Opaque,
+    Unchecked,
+    Uninitialised,
+    Wrap,
+)
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import is_called_by, where
@@ -35,7 +47,7 @@ class Modules:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
         self.wrapped: dict[int, Any] = {}  # the wrapper, by the id of what DistributedDataParallel wraps
         self.emptied = ""  # the line of a to_empty whose values are still to come
-        self.said = set[str]()  # kinds of modules that cannot be looked at
+        self.reported = set[str]()  # classes of modules that have been reported, or need not be
 
     @harmless("forwards of a model")
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -46,41 +58,42 @@ class Modules:
         kind = type(module).__name__
         with recorder.muted():
             line, sampled = where(), _of_samples((args, kwargs))
+            kinds = {type(inner).__name__ for inner in module.modules()} - self.reported if is_grad else set[str]()
             if is_grad:
                 self.gradients.watch(root)
-                kinds = {type(inner).__name__ for inner in module.modules()} - self.said
-            about = {
-                "line": line,
-                "wrapper": kind if root is not module or "FSDP" in kind else "",
-                "bypasses": id(module) in self.wrapped,
-                "broadcasts": bool(getattr(module, "modules_buffers", None)) and module.broadcast_buffers,
-                "is_grad": is_grad,
-                "is_training": root.training,
-                "rows": rows((args, kwargs)),
-                "others": _checksums(t for t in tensors((args, kwargs)) if t is not sampled),
-                "size": next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0),
-                "generator": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-                "num_batch_norms": sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
-                "syncs": bool(getattr(module, "require_backward_grad_sync", True)),
-            }
+            num_samples = next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0)
             shapes = {tuple(parameter.shape) for parameter in root.parameters()}
-            about["noise"] = self.losses.noise.entering((args, kwargs), about["size"], shapes) if is_grad else []
+            forward = Forward(
+                line=line,
+                wrapper=kind if root is not module or "FSDP" in kind else "",
+                bypasses_wrapper=id(module) in self.wrapped,
+                broadcasts_buffers=bool(getattr(module, "modules_buffers", None)) and module.broadcast_buffers,
+                is_grad=is_grad,
+                is_training=root.training,
+                row_checksums=rows((args, kwargs)),
+                other_inputs=_checksums(t for t in tensors((args, kwargs)) if t is not sampled),
+                num_samples=num_samples,
+                generator=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+                num_batch_norms=sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
+                syncs=bool(getattr(module, "require_backward_grad_sync", True)),
+                noise=self.losses.noise.entering((args, kwargs), num_samples, shapes) if is_grad else [],
+            )
             empty = self._uninitialised(root) if is_grad and self.emptied else []
         if is_grad:
-            self._say_opaque(kinds, line)
+            self._report_opaque(kinds)
         if empty:
-            recorder.event("uninitialised", line=self.emptied, names=empty[:6], num=len(empty))
+            recorder.write(Uninitialised(line=self.emptied, names=empty[:6], num=len(empty)))
         self.emptied = "" if is_grad else self.emptied
-        recorder.event("forward", **about)
+        recorder.write(forward)
 
-    def _say_opaque(self, kinds: set[str], line: str) -> None:
-        """What cannot be looked at, once."""
-        self.said |= kinds
+    def _report_opaque(self, kinds: set[str]) -> None:
+        """Report each class of module whose gradients cannot be read, once."""
+        self.reported |= kinds
         for kind in sorted(kinds & OPAQUE.keys()):
-            self.recorder.event("opaque", line=line, what=f"gradients and replicas under {OPAQUE[kind]}")
+            self.recorder.write(Opaque(message=f"gradients and replicas under {OPAQUE[kind]}"))
         if "DataParallel" in kinds:
-            what = "what the copies of DataParallel compute: DistributedDataParallel can be looked at"
-            self.recorder.event("unchecked", what=what)
+            message = "the replicas of DataParallel; DistributedDataParallel can be checked"
+            self.recorder.write(Unchecked(message=message))
 
     @harmless("what a forward gave")
     def after(self, module: Any, output: Any, num_dropouts: int) -> None:
@@ -89,18 +102,20 @@ class Modules:
         if torch.is_grad_enabled():
             self.losses.forward_done(output)
             num_dropouts = self.losses.num_dropouts - num_dropouts
-            recorder.event("forward_end", dropouts=num_dropouts, noise=self.losses.noise.inside)
+            recorder.write(ForwardEnd(num_dropouts=num_dropouts, noise=self.losses.noise.inside))
             return
         with recorder.muted():
             is_sharded = any(hasattr(parameter, "to_local") for parameter in module.parameters())
-            state = {
-                "dropouts": self.losses.num_dropouts - num_dropouts,
-                "is_prediction": any(is_called_by("_predict_step", package) for package in _LIGHTNING),
-                "is_lightning": any(is_called_by("_run_stage", package) for package in _LIGHTNING),
-                "buffers": _checksums(module.buffers()),
-                "parameters": 0 if is_sharded else _checksums(module.parameters()),
-            }
-        recorder.event("evaluated", line=where(), is_training=_unwrapped(module).training, **state)
+            forward = EvalForward(
+                line=where(),
+                is_training=_unwrapped(module).training,
+                num_dropouts=self.losses.num_dropouts - num_dropouts,
+                is_prediction=any(is_called_by("_predict_step", package) for package in _LIGHTNING),
+                is_lightning=any(is_called_by("_run_stage", package) for package in _LIGHTNING),
+                buffers=_checksums(module.buffers()),
+                parameters=0 if is_sharded else _checksums(module.parameters()),
+            )
+        recorder.write(forward)
 
     @harmless("losses that a model returns")
     def inner_done(self, output: Any) -> None:
@@ -125,7 +140,7 @@ class Modules:
                 and name.removesuffix(name.rpartition(".")[2]) not in statistics
             }
         if buffers:
-            recorder.event("untrained", line=where(), name=type(module).__name__, buffers=buffers)
+            recorder.write(BufferModule(line=where(), name=type(module).__name__, buffers=buffers))
 
     @harmless("what DistributedDataParallel wraps")
     def wrapping(self, module: Any, kwargs: Any) -> None:
@@ -133,13 +148,14 @@ class Modules:
         # not of a kind derived from them, whose forward may well look at all ranks
         is_local = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
         with self.recorder.muted():
-            about = {
-                "num_batch_norms": sum(type(inner) in is_local for inner in module.modules()),
-                "finds_unused": bool(kwargs.get("find_unused_parameters")),
-                "bucket_mb": kwargs.get("bucket_cap_mb"),
-                "numel": sum(parameter.numel() for parameter in module.parameters()),
-            }
-        self.recorder.event("wrap", line=where(), **about)
+            wrap = Wrap(
+                line=where(),
+                num_batch_norms=sum(type(inner) in is_local for inner in module.modules()),
+                finds_unused=bool(kwargs.get("find_unused_parameters")),
+                bucket_mb=kwargs.get("bucket_cap_mb"),
+                numel=sum(parameter.numel() for parameter in module.parameters()),
+            )
+        self.recorder.write(wrap)
 
     @harmless("weights that to_empty leaves without a value")
     def emptying(self, module: Any) -> None:
@@ -241,8 +257,8 @@ def _watch_wrapping(modules: Modules, pretends: bool) -> None:
 
     @functools.wraps(register)
     def registered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        what = "gradients and replicas: a communication hook of DistributedDataParallel changes them on the way"
-        recorder.event("opaque", line=where(), what=what)
+        message = "gradients and replicas: a communication hook of DistributedDataParallel changes the gradients"
+        recorder.write(Opaque(message=message))
         return register(self, *args, **kwargs)
 
     no_sync = DistributedDataParallel.no_sync
@@ -250,7 +266,7 @@ def _watch_wrapping(modules: Modules, pretends: bool) -> None:
     @functools.wraps(no_sync)
     def unsynced(self: Any) -> Any:
         if recorder.update < recorder.settings.updates:
-            recorder.event("no_sync", line=where())
+            recorder.write(NoSync(line=where()))
         return no_sync(self)
 
     DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, registered
@@ -262,8 +278,8 @@ def _watch_join(recorder: Recorder) -> None:
 
     @functools.wraps(enter)
     def joined(self: Any) -> Any:
-        what = "gradients and replicas under torch's Join: a rank that has ended makes fewer updates than others"
-        recorder.event("opaque", line=where(), what=what)
+        message = "gradients and replicas under torch's Join: a rank that has ended makes fewer updates than others"
+        recorder.write(Opaque(message=message))
         return enter(self)
 
     Join.__enter__ = joined

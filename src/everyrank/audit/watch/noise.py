@@ -5,7 +5,6 @@ its part out of, all ranks draw alike, and rightly so. Drawn inside the model th
 samples. Draws before the first update are left out: they make data and weights.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import zlib
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everyrank.audit.events import RandomDraw
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, tensors
 
@@ -29,16 +29,13 @@ _CHOOSES = {  # rows of something: which of them is no noise
 }
 _MOST = 2048  # elements of a draw that are compared
 
-Drawn = tuple[str, int, int]
-"""Where it was drawn, a checksum of its first elements, and the seed of the generator that it was drawn from."""
-
 
 class Noise:
     """Since the last backward; tensors are held, so that ids stay theirs."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, frozenset[Drawn]]] = {}  # what was drawn, and what is computed of it
-        self.inside: list[Drawn] = []  # by the model whose forward is going on
+        self.known: dict[int, tuple[Any, frozenset[RandomDraw]]] = {}  # what was drawn, and what is computed of it
+        self.inside: list[RandomDraw] = []  # by the model whose forward is going on
         self.num_samples = 0  # of it
         self.shapes: set[Any] = set()  # of its parameters: noise of these is another thing
 
@@ -46,11 +43,11 @@ class Noise:
         """Let all tensors go, after a backward."""
         self.known = {}
 
-    def entering(self, inputs: Any, num_samples: int, shapes: set[Any]) -> list[Drawn]:
+    def entering(self, inputs: Any, num_samples: int, shapes: set[Any]) -> list[RandomDraw]:
         """A forward begins; what has been drawn for its samples, and goes into it."""
         self.inside, self.num_samples, self.shapes = [], num_samples, shapes
         held = [self.known[id(tensor)] for tensor in tensors(inputs) if id(tensor) in self.known]
-        return sorted(frozenset[Drawn]().union(*(drawn for one, drawn in held if one.shape[0] == num_samples > 1)))
+        return sorted(frozenset[RandomDraw]().union(*(drawn for one, drawn in held if one.shape[0] == num_samples > 1)))
 
     def called(self, recorder: Recorder, func: Any, args: Any, kwargs: Any, out: Any, is_inside: bool) -> None:
         """A torch function: one that draws, or that computes something of what was drawn."""
@@ -67,7 +64,7 @@ class Noise:
         elif not is_drawn and not is_inside and func not in _CHOOSES:
             given = [self.known[id(tensor)] for tensor in tensors((args, kwargs)) if id(tensor) in self.known]
             if given and all(one.shape[0] == out.shape[0] and one.numel() <= out.numel() for one, _ in given):
-                self.known[id(out)] = out, frozenset[Drawn]().union(*(drawn for _, drawn in given))
+                self.known[id(out)] = out, frozenset[RandomDraw]().union(*(drawn for _, drawn in given))
 
 
 def _checksum(recorder: Recorder, out: Any) -> int:

@@ -10,7 +10,8 @@ standard library, because every Python process of the script loads this file fir
 or Rust are in `saving.py`. Temporary folders, caches and devices are left alone.
 """
 
-# pyright: basic
+# sys._getframe is private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import builtins
@@ -528,7 +529,14 @@ def _move(source: str, target: Any) -> None:
 
 
 def _redirect_links(overlay: Overlay) -> None:
-    def link(src: Any, dst: Any, *, src_dir_fd=None, dst_dir_fd=None, follow_symlinks: bool = True) -> None:
+    def link(
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        follow_symlinks: bool = True,
+    ) -> None:
         whole = overlay.logical(dst, dst_dir_fd)
         if whole is None and overlay.logical(src, src_dir_fd) is None:
             numbers = {"src_dir_fd": src_dir_fd, "dst_dir_fd": dst_dir_fd}

@@ -5,7 +5,6 @@ said in the report; nothing that has to do with the numbers is: devices, the bac
 and the gradient scaler's device.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -191,7 +190,7 @@ class _Event(_Stream):
         return (other.seconds - self.seconds) * 1e3
 
 
-class _Block(contextlib.nullcontext):
+class _Block(contextlib.nullcontext[None]):
     """`with torch.cuda.stream(...)`, `with torch.cuda.device(...)`."""
 
 

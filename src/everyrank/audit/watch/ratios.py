@@ -4,13 +4,13 @@ Known until the next forward that trains, by the tensor, or by the exact value w
 way.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any
 
 import torch
 
+from everyrank.audit.events import ReduceResult
 from everyrank.audit.watch.recorder import Recorder
 
 __all__ = ["Ratios"]
@@ -29,7 +29,7 @@ class Ratios:
     """Of the evaluation that is going on; tensors are held, so that ids stay theirs."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, dict[str, float]]] = {}
+        self.known: dict[int, tuple[Any, ReduceResult]] = {}
 
     def forget(self) -> None:
         """Let all tensors go: training goes on."""
@@ -41,31 +41,32 @@ class Ratios:
         if not is_number or func not in _ALL:
             return
         with recorder.muted():
-            about = self._about(func, args, float(out))
-        if about:
-            self.known[id(out)] = out, about
+            result = self._result(func, args, float(out))
+        if result is not None:
+            self.known[id(out)] = out, result
         else:
             self.known.pop(id(out), None)  # it was, until it was changed in place
 
-    def _about(self, func: Any, args: Any, value: float) -> dict[str, float]:
+    def _result(self, func: Any, args: Any, value: float) -> ReduceResult | None:
         if func in _EXPONENTIALS:
-            return {"value": value, "is_exponential": True}
+            return ReduceResult(value, is_exponential=True)
         if func in _DIVISIONS:
-            below = float(args[1])
-            return {"value": value, "above": value * below, "below": below}
-        about = self.known.get(id(args[0]), (None, {}))[1]
-        if func in _FACTORS:
-            is_scaled = "below" in about and isinstance(args[1], int | float)
-            return {**about, "value": value, "above": value * about["below"]} if is_scaled else {}
-        return about
+            denominator = float(args[1])
+            return ReduceResult(value, value * denominator, denominator)
+        _, known = self.known.get(id(args[0]), (None, None))
+        if known is None or func not in _FACTORS:
+            return known
+        if known.denominator is None or not isinstance(args[1], int | float):
+            return None
+        return ReduceResult(value, value * known.denominator, known.denominator)
 
-    def sent(self, tensor: Any) -> dict[str, float]:
-        """What is known of a number that is sent to the other ranks; {} where it may be anything."""
+    def sent(self, tensor: Any) -> ReduceResult:
+        """A number that is sent to the other ranks, and how it was computed where that is known."""
         if id(tensor) in self.known:
             return self.known[id(tensor)][1]
         value = float(tensor)
-        found = [one for _, one in self.known.values() if value in (one["value"], float(torch.tensor(one["value"])))]
-        return found[-1] if found and value not in (0.0, 1.0) else {}
+        equal = [known for _, known in self.known.values() if value in (known.value, float(torch.tensor(known.value)))]
+        return equal[-1] if equal and value not in (0.0, 1.0) else ReduceResult(value)
 
 
 _ALL = _DIVISIONS | _EXPONENTIALS | _FACTORS | _SAME

@@ -3,7 +3,6 @@
 Nothing is judged here. The files are read when the processes are gone, by `everyrank.audit.rules`.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from everyrank.audit.events import Event, HookFailed, Stopped, Unchecked
 
 __all__ = ["HOOKS", "Recorder", "Settings", "all_leaves", "checksum", "harmless", "local", "tensors"]
 
@@ -115,30 +116,30 @@ class Recorder:
         finally:
             self.phase = before
 
-    def event(self, kind: str, **values: Any) -> None:
-        """Write a line. Loader workers are forked: each process has a file of its own."""
-        if self.is_muted and kind != "finish":  # under RPC another thread may be in the middle of something
+    def write(self, event: Event) -> None:
+        """Write an event as a line of JSON. Loader workers are forked, so each process has a file of its own."""
+        if self.is_muted and not isinstance(event, Stopped):  # under RPC another thread may be inside a muted block
             return
         if os.getpid() != self._pid:
             self._pid = os.getpid()
             self._file = _real_open(self.folder / f"pid{self._pid}.jsonl", "a", buffering=1, encoding="utf-8")
         self._count += 1
-        about = {"rank": self.rank, "count": self._count, "time": time.time()}
-        row = {"kind": kind, "update": self.update, "micro": self.micro, **about, **values}
+        now = {"update": self.update, "micro": self.micro, "rank": self.rank, "count": self._count, "time": time.time()}
+        row = {"kind": type(event).__name__, **vars(event), **now}
         with contextlib.suppress(OSError):  # a full disk
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(row, default=vars) + "\n")  # default: LossTerm, ReduceResult
 
     def hook_failed(self, what: str, error: Exception) -> None:
         """The script goes on; the report says what was not checked, and why."""
         with contextlib.suppress(Exception):
             if self.update != self._failed_in:
                 self._failed_in = self.update
-                self.event("hook_failed")
+                self.write(HookFailed())
             if what in self._failed:
                 return
             self._failed.add(what)
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-            self.event("unchecked", what=f"{what}: everyrank could not look at it ({why}); the script went on")
+            self.write(Unchecked(message=f"{what}: everyrank could not look at it ({why}); the script went on"))
 
     def arrays(self, name: str, content: dict[str, np.ndarray]) -> None:
         """Write arrays by name, whole or not at all."""

@@ -5,7 +5,6 @@ Runs on rank 0 when the script is done, on the script's own model: its parameter
 DistributedDataParallel runs. Nothing is sent: other ranks may have gone.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from everyrank.audit.events import ReplayedUpdate, Unchecked
 from everyrank.audit.watch.gradients import sample
 from everyrank.audit.watch.keeper import Keeper, generator_states
 from everyrank.audit.watch.kept import Kept, KeptBackward, ReplayError, State, backward_path
@@ -44,18 +44,25 @@ def run_replay(keeper: Keeper) -> None:
     for update, state in sorted(keeper.states.items()):
         if update >= recorder.update:
             break  # the script has ended before its step
-        begin = time.monotonic()
         try:
             with recorder.muted(), undisturbed(keeper.root, state):
                 pieces = _read_pieces(keeper, update)
                 replay = _Replay(keeper, state, pieces, end)
                 recorder.arrays(f"replay{update}", replay.content())
         except Exception as error:
-            recorder.event("unchecked", what=f"replay of update {update}: {_why(error)}")
+            recorder.write(Unchecked(message=f"replay of update {update}: {_why(error)}"))
             return  # of the others it would be the same
-        seconds = time.monotonic() - begin
         weights = {f"{rank}.{micro}": weight for (rank, micro), weight in zip(pieces, replay.weights, strict=True)}
-        recorder.event("replay", of=update, weights=weights, seconds=seconds, **replay.about)
+        recorder.write(
+            ReplayedUpdate(
+                number=update,
+                weights=weights,
+                is_weighted=replay.is_weighted,
+                coupling=replay.coupling,
+                without_dropout=replay.functions.drops,
+                sizes=replay.sizes,
+            )
+        )
 
 
 def _wait_for_all(keeper: Keeper) -> None:
@@ -81,21 +88,19 @@ def term_weights(pieces: Sequence[KeptBackward]) -> list[float] | None:
 
     None where that is not known: no loss was seen, or several that would have to weigh differently.
     """
-    if len({tuple((loss["name"], loss["line"]) for loss in piece.losses) for piece in pieces}) != 1:
+    if len({tuple((loss.name, loss.line) for loss in piece.losses) for piece in pieces}) != 1:
         return None
-    found: list[list[float]] = []
+    weights: list[list[float]] = []  # by loss
     for losses in zip(*(piece.losses for piece in pieces), strict=True):
-        if not all(loss["scale"] and loss["terms"] and loss["reduction"] in ("mean", "sum") for loss in losses):
+        scales = [loss.scale for loss in losses if loss.scale and loss.terms and loss.reduction in ("mean", "sum")]
+        if len(scales) < len(losses):
             return None
-        count = sum(loss["terms"] for loss in losses)
-        found.append([_terms(loss) / (count * loss["scale"]) for loss in losses])
-    if not found or not np.allclose(found, found[0], rtol=_SAME_WEIGHT, atol=0):
+        count = sum(loss.terms for loss in losses)
+        factors = [loss.terms if loss.reduction == "mean" else 1.0 for loss in losses]
+        weights.append([factor / (count * scale) for factor, scale in zip(factors, scales, strict=True)])
+    if not weights or not np.allclose(weights, weights[0], rtol=_SAME_WEIGHT, atol=0):
         return None
-    return found[0]
-
-
-def _terms(loss: dict[str, Any]) -> float:
-    return loss["terms"] if loss["reduction"] == "mean" else 1.0
+    return weights[0]
 
 
 def _read_pieces(keeper: Keeper, update: int) -> dict[tuple[int, int], KeptBackward]:
@@ -134,9 +139,10 @@ class _Replay:
         self.world_size = keeper.world_size
         weights = term_weights(self.pieces)
         self.weights = weights or [1 / len(self.pieces)] * len(self.pieces)
-        is_weighted = weights is not None and len(self.pieces[0].losses) == 1  # several may weigh as the script likes
-        self.about: dict[str, Any] = {"is_weighted": is_weighted, "coupling": "", "drops": False}
-        self.about["sizes"] = [num_rows(piece) for piece in self.pieces]
+        # several losses may have any weights that the script gives them
+        self.is_weighted = weights is not None and len(self.pieces[0].losses) == 1
+        self.coupling = ""  # why the effect of batch norm could not be measured
+        self.sizes = [num_rows(piece) for piece in self.pieces]
         self.functions = StandIn()
 
     def content(self) -> dict[str, np.ndarray]:
@@ -152,7 +158,7 @@ class _Replay:
         try:
             each = self.each()
         except SendsError:
-            self.about["coupling"] = "sends"
+            self.coupling = "sends"
             try:
                 return self._named("union", self.union(None))
             except Exception as error:
@@ -167,15 +173,14 @@ class _Replay:
             try:
                 found |= self._coupling(whole)
             except Exception as error:
-                self.about["coupling"] = _why(error)
+                self.coupling = _why(error)
         return found
 
     def _coupling(self, whole: dict[str, Any]) -> dict[str, np.ndarray]:
         if self.functions.has_drawn:
-            self.functions.drops = self.about["drops"] = True
+            self.functions.drops = True
             whole = self.weighted(self.each())
-        sizes = self.about["sizes"]
-        parts = {"union": self.union(None), "apart": self.union(sizes), "alone": whole}
+        parts = {"union": self.union(None), "apart": self.union(self.sizes), "alone": whole}
         return {key: value for kind, part in parts.items() for key, value in self._named(kind, part).items()}
 
     def each(self) -> list[dict[str, Any]]:
@@ -189,7 +194,7 @@ class _Replay:
 
     def union(self, segments: list[int] | None) -> dict[str, Any]:
         """The gradient of all samples as one batch; batch norm over so many at a time where `segments` are given."""
-        sizes = [num_rows(piece) for piece in self.pieces]
+        sizes = self.sizes
         inputs = as_one_batch([piece.inputs for piece in self.pieces], sizes)
 
         def root_of(root: Any) -> Any:
@@ -367,7 +372,7 @@ class StandIn(TorchFunctionMode):
         self.num_norms, self.has_drawn, self.drops = 0, False, False
         self.segments: list[int] | None = None
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DROPOUTS and self.drops:
             return args[0] if args else kwargs["input"]
@@ -389,7 +394,7 @@ def _normalises_over_batch(args: Any, kwargs: Any) -> bool:
 class _NothingSent(TorchDispatchMode):
     """Stops what would be sent in a way that `as_world_of` does not know."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise SendsError
         return func(*args, **(kwargs or {}))

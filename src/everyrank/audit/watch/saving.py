@@ -3,7 +3,6 @@
 See `overlay.py` for Python's own functions.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import functools
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from everyrank.audit.events import Save
 from everyrank.audit.watch.imports import after_import
 from everyrank.audit.watch.overlay import Overlay
 from everyrank.audit.watch.place import where
@@ -58,9 +58,9 @@ def _redirect_torch(recorder: Recorder, overlay: Overlay) -> None:
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # a file that is open already
         if isinstance(name, str | os.PathLike):
-            content = sorted(map(str, obj)) if isinstance(obj, dict) else []
+            keys = sorted(map(str, obj)) if isinstance(obj, dict) else []
             path = overlay.outside(os.path.abspath(os.fspath(name)))
-            recorder.event("save", path=path, line=where(), content=content[:100])
+            recorder.write(Save(path=path, line=where(), keys=keys[:100]))
             f = overlay.target(f) if name is f else f
         with recorder.muted():
             save(obj, f, *args, **kwargs)
@@ -77,7 +77,7 @@ def _redirect_safetensors(recorder: Recorder, overlay: Overlay, module: Any) -> 
 
     @functools.wraps(serialize_file)
     def saved(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.event("save", path=os.path.abspath(os.fspath(filename)), line=where(), content=[])
+        recorder.write(Save(path=os.path.abspath(os.fspath(filename)), line=where(), keys=[]))
         serialize_file(tensors, overlay.target(filename), *args, **kwargs)
 
     @functools.wraps(safe_open)

@@ -1,6 +1,7 @@
 """Backwards, clipping, the gradient scaler, optimizer steps and zero_grad: the events of an update, in order."""
 
-# pyright: basic
+# The hooks replace parts of torch that are private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -10,6 +11,15 @@ from typing import Any
 
 import torch
 
+from everyrank.audit.events import (
+    Backward,
+    BackwardEnd,
+    Clip,
+    DiscardedGradients,
+    OptimizerMade,
+    PlateauStep,
+    ScheduleStep,
+)
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
@@ -37,15 +47,17 @@ class _Looks:
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
 
-    @harmless("losses of what all_gather gave", dict)
-    def lost(self, roots: Any) -> dict[str, Any]:
-        """The line of an all_gather without a gradient whose numbers have gone into this loss, and its value."""
+    @harmless("losses of what all_gather gave")
+    def gathered(self, roots: Any, line: str) -> Backward | None:
+        """The event of a backward whose loss contains the result of an all_gather; None for any other backward."""
         with self.recorder.muted():
             for root in tensors(roots):
-                found = self.losses.gathers.gathered.get(id(root))
-                if found is not None and root.numel() == 1:
-                    return {"gathered_at": found.line, "is_cut_off": bool(found.sources), "value": float(root)}
-        return {}
+                gather = self.losses.gathers.gathered.get(id(root))
+                if gather is not None and root.numel() == 1:
+                    is_detached = bool(gather.sources)
+                    loss = float(root)
+                    return Backward(line=line, gathered_at=gather.line, is_detached=is_detached, gathered_loss=loss)
+        return None
 
     @harmless("clipping")
     def clipped(self, norm: Any, before: dict[str, Any]) -> None:
@@ -55,7 +67,7 @@ class _Looks:
             whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             value = float(whole) if whole is not None else None
         scale = 1.0 if gradients.is_unscaled else gradients.loss_scale
-        recorder.event("clip", line=where(), norm=value, scale=scale)
+        recorder.write(Clip(line=where(), norm=value, scale=scale))
         gradients.before_clip = {**before, **(gradients.before_clip or {})}
 
     @harmless("the scale of a gradient scaler")
@@ -73,7 +85,7 @@ class _Looks:
         own = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
         lost = {micro for micro, name in gradients.pieces if name in own}
         if lost and not gradients.is_in_closure:  # a line search evaluates the loss more often than it steps
-            recorder.event("thrown_away", line=where(), num=len(lost))
+            recorder.write(DiscardedGradients(line=where(), num_backwards=len(lost)))
         gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in own}
 
     @harmless("what a schedule that waits for a plateau is told")
@@ -82,7 +94,7 @@ class _Looks:
         with self.recorder.muted():
             values = [float(number) for number in numbers]
         for value in values:
-            self.recorder.event("plateau", line=where(), value=value)
+            self.recorder.write(PlateauStep(line=where(), value=value))
 
 
 def _watch_backward(looks: _Looks, begin: Callable[[], None]) -> None:
@@ -96,13 +108,13 @@ def _watch_backward(looks: _Looks, begin: Callable[[], None]) -> None:
         begin()
         line = where()
         gradients.begin_backward()
-        recorder.event("backward", line=line, **looks.lost(roots))
+        recorder.write(looks.gathered(roots, line) or Backward(line=line))
         try:
             with recorder.during(f"backward at {line}"):
                 return autograd_backward(roots, *args, **kwargs)
         finally:
-            scalings = list(dict.fromkeys(losses.scalings))
-            recorder.event("backward_end", losses=losses.backward_done(), scalings=scalings)
+            scaling_lines = list(dict.fromkeys(losses.scalings))
+            recorder.write(BackwardEnd(losses=losses.backward_done(), scaling_lines=scaling_lines))
             recorder.micro += 1
 
     torch.autograd.backward = backward
@@ -226,8 +238,8 @@ def _watch_schedules(looks: _Looks) -> None:
             if not depth and getattr(self, "_audit_made", False):
                 caller = sys._getframe(1).f_globals.get("__name__", "")
                 is_prepared = caller.startswith("accelerate.")
-                about = {"schedule": id(self), "name": type(self).__name__, "is_prepared": is_prepared}
-                recorder.event("schedule", line=where(), **about)
+                name = type(self).__name__
+                recorder.write(ScheduleStep(line=where(), schedule=id(self), name=name, is_prepared=is_prepared))
             elif not depth and isinstance(self, ReduceLROnPlateau):
                 looks.told([*args[:1], *kwargs.values()][:1])
             depth.append(id(self))
@@ -269,7 +281,7 @@ def _watch_zero_grad(looks: _Looks) -> None:
 
     def made(self: Any, params: Any, defaults: Any) -> None:
         init(self, params, defaults)
-        looks.recorder.event("optimizer", line=where(), name=type(self).__name__)
+        looks.recorder.write(OptimizerMade(line=where()))
 
     optimizer.zero_grad, optimizer.__init__ = zeroing, made
 

@@ -1,6 +1,5 @@
 """SyncBatchNorm where CUDA is pretended: torch's own refuses the CPU; this has its statistics over the ranks, too."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -56,8 +55,8 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        total = grad.contiguous().clone()
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        total = grad_outputs[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
 

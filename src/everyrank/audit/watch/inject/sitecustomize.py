@@ -3,12 +3,12 @@
 In every Python process that it starts, too. Does nothing where the audit's variable is not set.
 """
 
-# pyright: basic
 import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 _HERE = str(Path(__file__).parent)
 
@@ -33,7 +33,7 @@ def _load(name: str):
     return module
 
 
-def _install(_torch) -> None:
+def _install(_torch: Any) -> None:
     from everyrank.audit.watch.install import install
 
     install()
