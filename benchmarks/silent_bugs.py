@@ -12,9 +12,10 @@ cause   what is named is what the file's own `Expected:` says: a rule of audit, 
 line    audit: the line that the file marks is named, or is among those shown with it; verify names tensors and layers
 A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right function, is a false alarm.
 
---docs writes the tables of docs/silent-bugs.md from the Record. --blind audits benchmarks/blind_set/ instead, --blind 2
-benchmarks/blind_set_2/: 15 mistakes each, and 10 and 12 correct scripts, by writers who had seen neither the rules nor
-the corpus. Their first results are what counts; since then they have been looked at, like the others.
+--docs writes the tables of docs/silent-bugs.md from the Record. --blind audits silent_bugs/blind_set/, --blind 2
+silent_bugs/blind_set_2/: 15 mistakes each, and 10 and 12 correct scripts, by writers who had seen neither the rules nor
+the corpus. Their first results are what counts; since then they have been looked at, like the others. There, NAME.py is
+the right script, and wrong/NAME.patch puts the mistake into it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "silent_bugs"
-BLIND = {1: FOLDER.with_name("blind_set"), 2: FOLDER.with_name("blind_set_2")}
+BLIND = {1: FOLDER / "blind_set", 2: FOLDER / "blind_set_2"}
 RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
 DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
 MISTAKE = "# <- the mistake"
@@ -45,6 +47,36 @@ def field(text: str, name: str) -> str:
     """A line of the docstring: `Expected: gradient.scale`."""
     found = re.search(rf"^{name}:\s*(.*?)$", text, re.MULTILINE)
     return found[1] if found else ""
+
+
+# --- the blind sets: a right script and a patch
+
+
+def patched(text: str, patch: str) -> str:
+    """The text after a unified diff. Raises ValueError where a line to keep or to remove is a different one."""
+    lines, result, position = text.splitlines(), [], 0
+    for line in patch.splitlines()[2:]:
+        if hunk := re.match(r"@@ -(\d+)", line):
+            result += lines[position : int(hunk[1]) - 1]
+            position = int(hunk[1]) - 1
+        elif line.startswith("+"):
+            result.append(line[1:])
+        else:
+            if lines[position : position + 1] != [line[1:]]:
+                raise ValueError(f"the patch does not fit: line {position + 1} is not {line[1:]!r}")
+            result += [] if line.startswith("-") else [line[1:]]
+            position += 1
+    return "\n".join([*result, *lines[position:]]) + "\n"
+
+
+def with_mistakes(blind_set: Path, folder: Path) -> Path:
+    """A copy of a blind set in which each pair is two files: NAME.py with the mistake, and NAME_right.py."""
+    copy = Path(shutil.copytree(blind_set, folder / blind_set.name))
+    for patch in sorted((copy / "wrong").glob("*.patch")):
+        script = copy / f"{patch.stem}.py"
+        right = script.rename(copy / f"{patch.stem}_right.py").read_text()
+        script.write_text(patched(right, patch.read_text()))
+    return copy
 
 
 # --- scripts, under audit
@@ -175,7 +207,12 @@ def main() -> None:
     if args.docs:
         write_docs(json.loads(RECORD.read_text()))
         return
-    folder = BLIND[args.blind] if args.blind else FOLDER
+    with tempfile.TemporaryDirectory() as scratch:
+        run(with_mistakes(BLIND[args.blind], Path(scratch)) if args.blind else FOLDER, args)
+
+
+def run(folder: Path, args: argparse.Namespace) -> None:
+    """Run the scripts of this folder, print what was found, and write the Record."""
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("*.py")):
         if MISTAKE in file.read_text() and (not args.names or file.stem in args.names):

@@ -151,14 +151,14 @@ def test_a_gradient_that_is_a_view(forkserver: ForkServer, tmp_path: Path, corpu
 
 
 def test_a_gather_with_a_backward_of_its_own_is_right(forkserver: ForkServer, tmp_path: Path) -> None:
-    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "blind_set_2" / "simclr_toy_right.py")
+    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "simclr_toy.py")
     assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
     assert not any("it is cut off before" in line for line in audit.unchecked)
 
 
 def test_nodes_of_one_graph_are_no_samples(forkserver: ForkServer, tmp_path: Path) -> None:
     """All ranks feed the model the whole graph, and each its own nodes: right."""
-    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "blind_set_2" / "graph_nodes_right.py")
+    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "graph_nodes.py")
     assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
     assert audit.updates >= 3
 

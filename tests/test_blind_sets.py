@@ -1,0 +1,47 @@
+"""The blind sets of benchmarks/silent_bugs: each patch puts its mistake into the right script, at the line it names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PATCH = "--- a.py\n+++ wrong/a.py\n@@ -2,2 +2,3 @@\n two\n-three\n+3\n+3.5\n@@ -5 +6,0 @@\n-five\n"
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Any:
+    spec = importlib.util.spec_from_file_location("silent_bugs", BENCHMARKS / "silent_bugs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_patch_is_applied_whole(corpus: Any) -> None:
+    assert corpus.patched("one\ntwo\nthree\nfour\nfive\n", PATCH) == "one\ntwo\n3\n3.5\nfour\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["one\nTWO\nthree\nfour\nfive\n", "one\ntwo\nTHREE\nfour\nfive\n", "one\ntwo\nthree\n"]
+)
+def test_a_patch_that_does_not_fit_is_an_error(corpus: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        corpus.patched(text, PATCH)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_every_mistake_stands_where_its_description_says(corpus: Any, tmp_path: Path, number: int) -> None:
+    folder = corpus.with_mistakes(corpus.BLIND[number], tmp_path)
+    descriptions = sorted((folder / "wrong").glob("*.json"))
+    assert len(descriptions) == 15
+    for description in descriptions:
+        right, wrong = ((folder / f"{description.stem}{end}.py").read_text() for end in ("_right", ""))
+        line = json.loads(description.read_text())["line"]
+        assert corpus.MISTAKE in wrong.splitlines()[line - 1], description.stem
+        assert corpus.MISTAKE not in right
