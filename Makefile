@@ -11,6 +11,7 @@
 #                            their own commands), models (odd ones, transformers), layouts (8 ranks, experts, simulations,
 #                            dropout, own code, parameter servers; their traffic, their mutations), suite (what is marked
 #                            beside the other tests)
+#   make test-parts         both of them in one run, as CI does: tests that wait for launchers run beside those that compute
 #   make test-versions   the built wheel under Python 3.11, 3.13 and 3.14 with torch 2.11, 2.13, 2.14 and 2.15, as far
 #                            as this machine can have them (each pair installs its own torch); prints what is missing and why
 #   make check    format, lint, types, and the test-suite
@@ -27,10 +28,10 @@ AT_LENGTH := recipes models layouts suite
 # a test mostly waits for its ranks: two files of tests at a time fill two cores, and three of real launchers, which wait
 # longer; 0: one after the other, in one process
 WORKERS ?= 2
-test-integrations: WORKERS = 3
+test-integrations test-parts: WORKERS = 3
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-integrations test-at-length test-versions check lint types docs clean
+.PHONY: demo test test-integrations test-at-length test-parts test-versions check lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
@@ -47,6 +48,11 @@ test-integrations: $(VENV)/installed-integrations
 	tests/integration/install
 	tests/integration/install_horovod $(BIN)/python
 	$(RUN_PARTS) "$(or $(PART),$(INTEGRATIONS))"
+
+test-parts: $(VENV)/installed-integrations
+	tests/integration/install
+	tests/integration/install_horovod $(BIN)/python
+	$(RUN_PARTS) "$(INTEGRATIONS) $(AT_LENGTH)"
 
 test-at-length: $(VENV)/installed-dev
 	$(RUN_PARTS) "$(or $(PART),$(AT_LENGTH))"

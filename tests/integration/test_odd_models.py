@@ -963,8 +963,9 @@ def test_trained_evaluated_predicted(forge: Forge, tmp_path: Path) -> None:
 
 
 def test_the_built_in_text_on_four_ranks(forge: Forge, tmp_path: Path) -> None:
-    words = ("--steps", 4, "--set", "batch=4", "--layout", "fsdp:tensor=2", "--evaluate-every", 0, "--json", "r.json")
-    done = forge(tmp_path, "train", "text", *words, size=4)
+    (tmp_path / "few.txt").write_text("to be, or not to be: that is the question\n" * 500)  # its tenth is evaluated
+    words = ("--data", "few.txt", "--steps", 4, "--set", "batch=4", "--layout", "fsdp:tensor=2", "--json", "r.json")
+    done = forge(tmp_path, "train", "text", *words, "--evaluate-every", 0, size=4)
     assert done.status == 0, done
     [record] = read_records(tmp_path / "r.json")
     assert len(record.loss) == 4
