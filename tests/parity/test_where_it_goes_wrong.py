@@ -295,18 +295,20 @@ def test_parts_that_are_added_up_are_not_accused(compared: Any) -> None:
     """The module in which it goes wrong is named, behind one whose parts a function adds up."""
     assert compared(lambda: Model(Mlp(), Mlp()), split_all, {"tensor": 2}).status == "equal"
     found = cause(compared(lambda: Model(Mlp(), Attention()), split_norm, {"tensor": 2}))
-    assert found.endswith("is that of blocks.1.q_norm (Rms), on rank 0, 1, whose input is right"), found
+    assert "blocks.1.q_norm (Rms), on rank 0, 1" in found
     found = cause(compared(lambda: Model(Mlp(), Mlp()), doubled_norm, {"tensor": 2}))
-    assert "is that of norm (Rms), on rank 0, 1, whose input is right: it is 2 times that of one device" in found
+    assert "that of norm (Rms), on rank 0, 1" in found
+    assert "2 times" in found
     found = cause(compared(lambda: Model(Mlp(), Mlp()), not_added_up, {"tensor": 2}))
-    assert "that of blocks.1.down (Lin), on rank 0, 1, whose input is right: the sum of the ranks'" in found
-    assert found.endswith("each rank has a part, and nothing adds them up")
+    assert "blocks.1.down (Lin), on rank 0, 1" in found
+    assert "each rank has a part" in found
 
 
 def test_masks_of_a_plain_part(compared: Any) -> None:
     """Dropout on a part that no DTensor describes: as docs/dropout.md says, the masks are named."""
     found = cause(compared(lambda: Model(Mlp(0.25)), of_sequence, {"tensor": 2}))
-    assert "is that of blocks.0.drop (Dropout), on rank 1: its masks are others. It gets a plain tensor" in found
+    assert "blocks.0.drop (Dropout), on rank 1" in found
+    assert "masks" in found
 
 
 # --- sequences, in backward, and in another order
@@ -334,8 +336,9 @@ def test_where_backward_goes_wrong(compared: Any) -> None:
     wrong = functools.partial(in_sequence, way="stale")
     parity = compared(lambda: Model(Attention()), wrong, mesh, CONTEXT)
     found = cause(parity)
-    assert "in backward the first output that gets another gradient is that of blocks.0.k (Lin), in blocks.0 " in found
-    assert "what each rank has of them was not added up" not in found
+    assert "in backward" in found
+    assert "that of blocks.0.k (Lin), in blocks.0 " in found
+    assert "was not added up" not in found
     assert "embedding" not in (parity.first_divergence or "")
 
 
@@ -347,12 +350,10 @@ def test_zigzag(compared: Any) -> None:
         assert compared(lambda: Model(Attention(), Attention()), right, {"context": 2}, made).status == "equal"
     wrong = functools.partial(in_sequence, way="contiguous keys")
     found = cause(compared(lambda: Model(Attention()), wrong, {"context": 2}, contract))
-    assert "first input that differs is that of blocks.0.o (Lin)" in found
-    assert found.endswith("it goes wrong in blocks.0 (Attention), before that")
+    assert "blocks.0.o (Lin)" in found
+    assert "in blocks.0 (Attention)" in found
     bad = dataclasses.replace(contract, positions=lambda length, ranks: [0] * length)
-    assert "are not each of the positions 0 to 7 once" in str(
-        compared(lambda: Model(Attention()), right, {"context": 2}, bad)
-    )
+    assert "positions 0 to 7 once" in str(compared(lambda: Model(Attention()), right, {"context": 2}, bad))
 
 
 # --- what parallelize changes before the first update
@@ -416,26 +417,26 @@ def test_what_parallelize_changes(compared: Any) -> None:
     two = {"data": 2}
     parity = compared(lambda: Model(Mlp(), Mlp()), freezes, two)
     assert parity.first_divergence == "update 0, gradient of blocks.0.up.weight (float64)"
-    assert "blocks.0.up.weight: trained as the model was built, and frozen (requires_grad=False) as" in cause(parity)
+    assert "frozen (requires_grad=False)" in cause(parity)
     parity = compared(frozen_first, split_all, {"tensor": 2})
     assert parity.first_divergence == "update 0, gradient of blocks.0.up.weight (float64)"
-    assert "blocks.0.up.weight: frozen as the model was built, and trained (requires_grad=True)" in cause(parity)
+    assert "trained (requires_grad=True)" in cause(parity)
     parity = compared(lambda: Model(Mlp()), fills_again, {"tensor": 2})
     assert parity.first_divergence == "before any update, blocks.0.down.weight (float64)"
-    assert "leaves blocks.0.down.weight with other values than the model was built with: other numbers" in cause(parity)
+    assert "blocks.0.down.weight with other values" in cause(parity)
     found = cause(compared(lambda: Model(Mlp()), casts, two))
-    assert "norm.weight: float64 as built, and bfloat16 as" in found
+    assert "norm.weight: float64 as built, and bfloat16" in found
 
 
 def test_copies_that_differ(compared: Any) -> None:
     found = cause(compared(lambda: Model(Whole()), fills_copies, {"replicate": 2, "shard": 2}))
-    assert "the ranks along replicate start with different copies of embedding.weight and " in found
+    assert "different copies of embedding.weight" in found
 
 
 def test_another_order(compared: Any) -> None:
     """It is named, and equal where the contract puts the tensors together."""
     found = cause(compared(lambda: Model(Mlp()), permutes, {"tensor": 2}))
-    assert "the same rows in another order. If they are to lie in another order, the contract's gather" in found
+    assert "the same rows in another order" in found
     contract = ParallelContract(axes={"tensor": "same"}, gather=put_back)
     assert compared(lambda: Model(Mlp()), permutes, {"tensor": 2}, contract).status == "equal"
 
@@ -519,9 +520,9 @@ def test_flat_parts_by_hand(compared: Any) -> None:
 @pytest.mark.parametrize(
     ("gather", "words"),
     [
-        (lambda model, mesh: {"nothing.weight": torch.zeros(1)}, "gather returned nothing.weight, which is no tensor"),
-        (lambda model, mesh: {"norm.weight": torch.zeros(3)}, "gather returned norm.weight of shape (3,); as it was"),
-        (lambda model, mesh: [1], "gather returned list; return {name: whole tensor}"),
+        (lambda model, mesh: {"nothing.weight": torch.zeros(1)}, "gather returned nothing.weight"),
+        (lambda model, mesh: {"norm.weight": torch.zeros(3)}, "gather returned norm.weight of shape (3,)"),
+        (lambda model, mesh: [1], "gather returned list"),
     ],
 )
 def test_a_wrong_gather(compared: Any, gather: Any, words: str) -> None:
@@ -543,7 +544,7 @@ def test_mixed_precision_is_left_out(compared: Any) -> None:
     """The policy of fully_shard is no mistake in float64; the result names it."""
     parity = compared(lambda: Model(Whole()), in_bf16, {"shard": 2}, clip_norm=0.1)
     assert parity.status == "equal", parity
-    assert "left out: the mixed precision of fully_shard (param_dtype=bfloat16, reduce_dtype=float32)" in parity.checks
+    assert any("param_dtype=bfloat16, reduce_dtype=float32" in line for line in parity.checks)
 
 
 def in_vocabulary(model: Any, mesh: Any) -> Any:
