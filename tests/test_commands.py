@@ -173,7 +173,10 @@ def test_text_sizes(name: str, millions: float) -> None:
 def test_new(tmp_path: Path, capsys: Any) -> None:
     """A recipe printed, written with its data beside it, and never over a file that is there."""
     assert main(["new", "--list"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert listed[:2] == ["single", "ddp_torchrun"]
+    folder = Path(str(importlib.resources.files("everyrank.recipes")))
+    assert sorted(listed) == sorted(["workload", *(path.stem for path in folder.glob("[!_]*.py"))])
     assert {"single", "dataparallel", "ddp_spawn", "ddp_torchrun", "ddp_amp", "ddp_accumulate"} <= set(listed)
     assert {"distributed_evaluation", "zero1", "fsdp"} <= set(listed)
     assert main(["new", "single"]) == 0
@@ -187,6 +190,35 @@ def test_new(tmp_path: Path, capsys: Any) -> None:
     assert main(["new", "single", str(path)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["new", "horovod9"]) == 2
+
+
+def test_new_writes_the_module_that_a_recipe_imports(tmp_path: Path, capsys: Any) -> None:
+    """digits.py next to the script; the user's own is kept, with a note if it differs."""
+    assert main(["new", "ddp_torchrun", str(tmp_path / "train.py")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.csv.gz", "digits.py", "train.py"]
+    assert main(["new", "fsdp", str(tmp_path / "fsdp.py")]) == 0
+    assert capsys.readouterr().err == ""
+    (tmp_path / "digits.py").write_text("mine = 1\n")
+    assert main(["new", "zero1", str(tmp_path / "zero1.py")]) == 0
+    assert (tmp_path / "digits.py").read_text() == "mine = 1\n"
+    assert "kept" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    assert main(["new", "zero1", str(tmp_path / "other" / "digits.py")]) == 2
+    assert "imports a module of this name" in capsys.readouterr().err
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "merged"), [("ddp_tcp", "ddp_by_hand"), ("ddp_env", "ddp_by_hand"), ("parameter_averaging", "local_sgd")]
+)
+def test_new_by_an_earlier_name(name: str, merged: str, capsys: Any) -> None:
+    """It writes the recipe that contains the earlier one, and one line says so."""
+    assert main(["new", name]) == 0
+    written = capsys.readouterr()
+    assert len(written.err.splitlines()) == 1
+    assert f"{name} is now {merged}" in written.err
+    assert main(["new", merged]) == 0
+    assert capsys.readouterr() == (written.out, "")
 
 
 @pytest.mark.parametrize("words", ["new pipeline -", "new pipeline", "new --list"])

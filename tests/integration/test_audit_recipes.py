@@ -34,7 +34,7 @@ def check(said: str, num_ranks: int = 2) -> None:
     assert said.count(f"updates on {num_ranks} ranks") == 1, said
 
 
-@pytest.mark.parametrize("name", ["ddp_env", "ddp_spawn", "ddp_torchrun", "elastic_torchrun"])
+@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_torchrun", "elastic_torchrun"])
 def test_by_its_own_command(tmp_path: Path, name: str) -> None:
     check(audited(tmp_path, name))
 
@@ -51,12 +51,12 @@ def test_recipes_over_rpc(programs: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(re.findall(r"updates on [123] ranks?\b", said)) == 1, said
 
 
-@pytest.mark.parametrize("name", ["ddp_file", "ddp_tcp"])
-def test_ranks_by_their_arguments(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_ranks_by_their_arguments(tmp_path: Path, way: str) -> None:
     """Started by us, all ranks would be rank 0: audit says how they are started."""
-    meeting = tmp_path / "meeting"
+    name, meeting = "ddp_by_hand", tmp_path / "meeting"
     beside(tmp_path, name)
-    where = meeting.as_uri() if name == "ddp_file" else f"tcp://127.0.0.1:{free_port()}"
+    where = meeting.as_uri() if way == "file" else f"tcp://127.0.0.1:{free_port()}"
     line = "python -m everyrank audit {name}.py --rank {rank} --world-size 2 --init {where}"
     refused = typed(tmp_path, line.format(name=name, rank=0, where=where), 2).stderr
     assert "these are the arguments of one rank; start each of N by itself" in refused

@@ -48,7 +48,7 @@ from recipes.test_recipes import (
 from recipes.test_rpc import WORKLOADS, episodes_in_one_process
 from recipes.test_rpc import library as of_its_own
 
-FROM_PYTHON_ON = ("single", "ddp_env", "ddp_spawn", "ddp_torchrun", "elastic_torchrun", "multi_node", "ddp_rpc")
+FROM_PYTHON_ON = ("single", "ddp_by_hand", "ddp_spawn", "ddp_torchrun", "elastic_torchrun", "multi_node", "ddp_rpc")
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
 
 
@@ -78,7 +78,7 @@ def test_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
     done = by_its_command(tmp_path, name)
     assert distance(read(done.stdout), library(forge, name)) <= 1e-12
     if name == "elastic_torchrun":
-        assert done.stderr.count("of 2 goes on from update 20") == 2  # once by each rank: there was one restart
+        assert done.stderr.count("of 2 resumes from update 20") == 2  # once by each rank: there was one restart
     if name == "multi_node":
         places = re.findall(r"^rank (\d) of 2: host \S+, local rank 0, address 127.0.0.1$", done.stdout, re.MULTILINE)
         assert sorted(places) == ["0", "1"]

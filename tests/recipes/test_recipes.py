@@ -34,6 +34,7 @@ pytestmark = pytest.mark.integration
 
 PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
+SHARED = RECIPES / "shared" / "digits.py"
 PROGRAMS = Path(sys.executable).parent  # `python` and `torchrun`
 OURS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # in the environment of what is typed
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
@@ -54,7 +55,7 @@ RPC_ONLY = {"ddp_rpc", "rpc_rnn", "rpc_reinforcement"}  # with a network of thei
 LONG = {
     "collectives": 270,
     "context": 235,
-    "ddp_file": 180,
+    "ddp_by_hand": 185,
     "ddp_rpc": 195,
     "ddp_uneven": 190,
     "expert": 205,
@@ -95,14 +96,11 @@ LAYOUTS = {
     "model_parallel_two_devices": "single:precision=float64",
     "iterable_sharding": "ddp:precision=float64",
     "checkpoint_resume": "ddp:precision=float64",
-    "ddp_tcp": "ddp:precision=float64",
-    "ddp_file": "ddp:precision=float64",
-    "ddp_env": "ddp:precision=float64",
+    "ddp_by_hand": "ddp:precision=float64",
     "multi_node": "ddp:precision=float64",
     "elastic_torchrun": "ddp:precision=float64",
     "ring_allreduce": "ddp:precision=float64",
     "local_sgd": "local_sgd:every=4,precision=float64",
-    "parameter_averaging": "ddp:precision=float64",
     "slurm": "ddp:precision=float64",
     "mpi": "ddp:precision=float64",
     "ray_actors": "ddp:precision=float64",
@@ -117,53 +115,50 @@ LAYOUTS = {
 
 # What people get wrong, in each: (what stands there, what they write).
 MUTATIONS = {
-    "single": ("/ len(labels)).backward()", "/ BATCH).backward()"),  # the ragged batch divided by the full size
+    "single": (
+        "F.cross_entropy(model(images), labels)",
+        "F.cross_entropy(model(images), labels, reduction='sum') / BATCH",
+    ),  # the ragged batch divided by the full size
     "dataparallel": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # every epoch in the same order
-    "ddp_spawn": ("loss * world_size / size", "loss / len(labels) * world_size"),  # averages once too often
+    "ddp_spawn": ("/ batch_size", "/ len(labels)"),  # averages once too often
     "ddp_torchrun": ("ddp(images)", "model(images)"),  # past the wrapper: no gradient is sent
-    "ddp_amp": ("loss * (world_size / BATCH)", "loss / len(labels)"),  # and then multiplied as if it were a sum
-    "ddp_accumulate": ("if is_last else", "if index % ACCUMULATE == 0 else"),
+    "ddp_amp": ("parameter.grad *= BATCH / batch_size", "pass"),  # and then multiplied as if it were a sum
+    "ddp_accumulate": ("is_last = index + 1 == ACCUMULATE", "is_last = index == 0"),
     "distributed_evaluation": (
         "range(rank, len(data), world_size)",
         "range(-(-len(data) // world_size))",  # every rank reads the first half
     ),
-    "zero1": (  # every rank reads the same
-        "DistributedSampler(train_data, seed=SEED)",
-        "DistributedSampler(train_data, world_size, 0, seed=SEED)",
-    ),
-    "fsdp": ("(loss * world_size / size)", "(loss / size)"),  # the average taken for the sum
+    "zero1": ("BATCH, rank, world_size)", "BATCH, 0, world_size)"),  # every rank reads the same
+    "fsdp": ("(loss * world_size)", "loss"),  # the average taken for the sum
     "iterable_sharding": (  # divided twice: by rank and worker, and then by worker again
         "batch.tensor_split(self.world_size)[self.rank]",
         "batch.tensor_split(self.world_size * WORKERS)[self.rank * WORKERS + update % WORKERS]",
     ),
     "checkpoint_resume": (  # the order of the samples is drawn anew where the training goes on
         "sampler.set_epoch(epoch)",
-        "sampler.set_epoch(epoch + first)",
+        "sampler.set_epoch(epoch + sampler.first_batch)",
     ),
-    "ddp_tcp": ("train_data, seed=SEED)", "train_data, seed=SEED + rank)"),  # every rank has its own order
-    "ddp_file": ("            optimizer.zero_grad()\n", ""),  # the gradients of all updates before stay in
-    "ddp_env": ("lr=0.05", "lr=0.05 * world_size"),  # the batch does not grow with the ranks, so nothing is to scale
+    "ddp_by_hand": ("            optimizer.zero_grad()\n", ""),  # the gradients of all updates before stay in
     "multi_node": (  # the first rank of every host reads the same samples
-        "DistributedSampler(train_data, seed=SEED)",
-        'DistributedSampler(train_data, world_size, int(os.environ["LOCAL_RANK"]), seed=SEED)',
+        "BATCH, rank, world_size)",
+        'BATCH, int(os.environ["LOCAL_RANK"]), world_size)',
     ),
-    "elastic_torchrun": ('optimizer.load_state_dict(box[0]["optimizer"])', "pass"),  # the momentum is lost
-    "local_sgd": ("weight += len(labels)", "weight += 1"),  # a rank with fewer samples counts as much
-    "parameter_averaging": ("[*model.parameters(), *state]", "[*model.parameters()]"),  # the momentum stays its own
+    "elastic_torchrun": ('optimizer.load_state_dict(checkpoint["optimizer"])', "pass"),  # the momentum is lost
+    "local_sgd": ("num_samples += len(labels)", "num_samples += 1"),  # a rank with fewer samples counts as much
     "ring_allreduce": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # what its own checks cannot see
-    "slurm": ("(loss * world_size / size)", "(loss * world_size / BATCH)"),
+    "slurm": ("/ batch_size", "/ BATCH"),
     "ddp_syncbn": ("synchronise(build(), cuda)", "build()"),  # each rank normalises by its own samples
-    "mpi": ("        dist.all_reduce(losses)\n", ""),  # rank 0 prints the losses of its own half
+    "mpi": ("        dist.all_reduce(losses)", "        pass"),  # rank 0 prints the losses of its own half
     "ray_actors": ("ddp(images)", "model(images)"),
     "rpc_autograd": ("for part in (first, second) for", "for part in (second,) for"),  # half of it is trained
     "rpc_batched": ("/ len(labels)", "/ len(labels[own])"),  # means of the trainers, added up
     "rpc_pipeline": ("wait_all(outputs)", "wait_all(outputs[::-1])"),  # the scores of one are taken for another's
     "horovod_ddp": ("        op=hvd.Sum,\n", ""),  # the default averages what is a sum already
-    "hsdp": ("loss * world_size / size", "loss * SHARDS / size"),  # averaged over copies too
+    "hsdp": ("loss * world_size", "loss * SHARDS"),  # averaged over copies too
     "tensor": ("(-1, WIDTH // HEADS)", "(HEADS, -1)"),  # the halves of two heads are taken for heads
     "fsdp_tensor": (  # the batch is cut over all ranks, of which those of a tensor group compute together
-        "num_shards, coordinate, seed=SEED)\n    loader = DataLoader(train_data, BATCH // num_shards,",
-        "world_size, rank, seed=SEED)\n    loader = DataLoader(train_data, BATCH // world_size,",
+        "BATCH, shard, num_shards)",
+        "BATCH, rank, world_size)",
     ),
     "pipeline": ("/ len(labels)", "/ len(own_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
@@ -183,12 +178,10 @@ BATCH_NORM = {"ddp_syncbn"}  # the others have group norm
 MORE_MUTATIONS = [
     ("ddp_syncbn", "grad.clone()\n        dist.all_reduce(total)\n", "grad.clone()\n"),  # what others' losses say of it
     ("ddp_syncbn", "squares / count +", "squares / own_count / dist.get_world_size() +"),  # uneven parts taken for even
-    (  # what is repeated gets into the statistics, and not into the loss
+    (  # what DistributedSampler would repeat gets into the statistics, and not into the loss
         "ddp_syncbn",
-        "labels = images[own].to(device, non_blocking=True), labels[own].to(device, non_blocking=True)\n"
-        "            loss = F.cross_entropy(ddp(images), labels",
-        "labels = images.to(device), labels[own].to(device)\n"
-        "            loss = F.cross_entropy(ddp(images)[: len(labels)], labels",
+        "F.cross_entropy(ddp(images), labels",
+        "F.cross_entropy(ddp(torch.cat([images, images[:1]]))[: len(labels)], labels",
     ),
     ("contrastive", "sum(sizes[:rank])", "0"),  # every rank takes the first rows for its own
     ("contrastive", "zip(rows, sizes", "zip(rows[::-1], sizes"),  # rows of others where the own ones are counted
@@ -217,11 +210,11 @@ MORE_MUTATIONS = [
     ("rpc_autograd", "manual_seed(SEED)\n", "manual_seed(os.getpid())\n"),  # weights of its own in every process
     ("rpc_batched", "own = slice(trainer, None, len(WORKERS) - 1)", "own = slice(0, None, len(WORKERS) - 1)"),
     ("rpc_pipeline", "for stage in stages for", "for stage in stages[1:] for"),
-    # what DistributedSampler repeats, on four ranks
-    ("hsdp", "loss = loss[: num_own - index * loader.batch_size].sum()", "loss = loss.sum()"),
-    ("hsdp", "hits[: num_own - index * loader.batch_size].sum()", "hits.sum()"),
+    ("local_sgd", "[*model.parameters(), *states]", "[*model.parameters()]"),  # momentum differs between ranks
+    ("ddp_by_hand", "lr=0.05", "lr=0.05 * world_size"),  # the batch does not grow with the ranks: no reason to scale
+    ("ddp_by_hand", "sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + rank)"),  # every rank has its own order
     ("parameter_server_rpc", "[self.pushed[trainer] for trainer in sorted(self.pushed)]", "[self.pushed[0]] * 2"),
-    ("parameter_server", "losses = losses[: num_own - number * loader.batch_size]", "pass"),  # repeated ones count
+    ("parameter_server", "[loss.item(), len(labels)]", "[loss.item(), BATCH // num_trainers]"),  # as if all were full
     (
         "parameter_server",
         "dist.recv(flat, 0)\n            vector_to_parameters(flat, parameters)",
@@ -242,6 +235,9 @@ OTHER_STARTS = [
     ("fsdp_tensor", 2, ("", "")),
     ("fsdp_tensor", 4, ("TENSOR = 2", "TENSOR = 1")),
     ("hsdp", 4, ("SHARDS = 2", "SHARDS = 1")),
+    ("fsdp", 3, ("", "")),
+    ("ddp_accumulate", 3, ("", "")),
+    ("ddp_torchrun", 3, ("", "")),  # which do not divide the batch
     ("pipeline", 1, ("", "")),
     ("pipeline", 4, ("", "")),
     ("pipeline", 3, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50")),  # of the last batch, of 45, some are empty
@@ -327,8 +323,9 @@ def text_of(name: str) -> str:
 
 
 def beside(folder: Path, name: str, text: str = "") -> None:
-    """The recipe, or this text of it, and its data in this folder."""
+    """The recipe, or this text of it, the file that it imports and its data in this folder."""
     (folder / f"{name}.py").write_text(text or text_of(name))
+    (folder / "digits.py").write_text(SHARED.read_text())
     write_digits(folder, len(DIGITS) if name in WHOLE else NUM_ROWS)
 
 
@@ -396,7 +393,7 @@ def read(stdout: str) -> Printed:
 def distance(found: Printed, record: Record) -> float:
     """The largest relative difference of a loss; inf where a number of the evaluation differs."""
     assert len(found.losses) == len(record.loss)
-    right = record.metrics["top1"] == found.numbers["top1"]
+    right = round(record.metrics["top1"], 4) == found.numbers["top1"]
     if "eval_loss" in found.numbers:
         right = right and abs(found.numbers["eval_loss"] / record.metrics["eval_loss"] - 1) <= 1e-12
         right = right and found.numbers["eval_samples"] == NUM_ROWS // 5
@@ -528,6 +525,7 @@ def test_low_precision_is_low_and_trains(
     for written in (text, text.replace(before, after)):
         beside(tmp_path, name, written)
         write_digits(tmp_path, len(DIGITS))
+        (tmp_path / "digits.py").write_text(SHARED.read_text().replace("    if every_update:", "    if True:"))
         found = read(output(forge, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
         gaps.append(statistics.median(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)))
     assert 1e-3 < gaps[0] < 0.05
@@ -554,33 +552,66 @@ def test_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path, name: str,
         assert refusal(tmp_path, f"python {name}.py") == f"{name}.py: {said}".replace(str(size), "0", 1)
 
 
-def test_rank_without_a_sample_takes_part_in_batch_norm(forge: Forge, tmp_path: Path) -> None:
-    """Of 321 samples the last batch has one: three of four ranks have none, and wait for nobody."""
-    beside(tmp_path, "ddp_syncbn")
-    write_digits(tmp_path, 401)
-    found = read(output(forge, tmp_path, "torchrun --nproc-per-node 4 ddp_syncbn.py --float64"))
-    assert distance(found, by_the_library(forge, LAYOUTS["ddp_syncbn"], 401, "batch")) <= 1e-12
-
-
-def test_batch_that_the_ranks_do_not_divide_is_refused(tmp_path: Path) -> None:
-    """Three ranks of a third each, rounded down, would be another training."""
+def test_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
+    """Of 321 samples the last batch has one: one of two ranks would have none."""
     beside(tmp_path, "ddp_torchrun")
+    write_digits(tmp_path, 401)
     # torchrun ends those that still wait for one that has left
-    done = typed(tmp_path, "torchrun --standalone --nproc-per-node 3 ddp_torchrun.py", 1)
-    assert "BATCH=64: 3 ranks must divide it" in done.stderr
+    done = typed(tmp_path, "torchrun --standalone --nproc-per-node 2 ddp_torchrun.py", 1)
+    assert "2 ranks share a batch of 1 samples: use fewer, or another batch size" in done.stderr
     assert not done.stdout
+
+
+# Mistakes in the file that the recipes share.
+SHARED_MUTATIONS = [
+    ("batch[self.rank :: self.world_size]", "batch[:: self.world_size]"),  # all ranks read the same samples
+    ("manual_seed(SEED + self.epoch)", "manual_seed(SEED)"),  # every epoch in the same order
+    ("min(batch_size, num_samples - start)", "batch_size"),  # the last batch divided by the full size
+    ("(predicted.to(device) == labels.to(device)).sum()", "len(labels)"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), SHARED_MUTATIONS)
+def test_mutation_of_the_shared_file_differs(forge: Forge, tmp_path: Path, before: str, after: str) -> None:
+    shared = SHARED.read_text()
+    assert shared.count(before) == 1
+    beside(tmp_path, "ddp_torchrun")
+    (tmp_path / "digits.py").write_text(shared.replace(before, after))
+    found = read(output(forge, tmp_path, "torchrun --nproc-per-node 2 ddp_torchrun.py --float64"))
+    assert distance(found, library(forge, "ddp_torchrun")) > 1e-9
+
+
+def test_average_after_every_update_equals_ddp(forge: Forge, tmp_path: Path) -> None:
+    beside(tmp_path, "local_sgd")
+    found = read(output(forge, tmp_path, "torchrun --nproc-per-node 2 local_sgd.py --every 1 --float64"))
+    assert distance(found, library(forge, "ddp_torchrun")) <= 1e-12
+
+
+@pytest.mark.parametrize("way", ["file", "env"])
+def test_other_ways_to_meet(forge: Forge, tmp_path: Path, way: str) -> None:
+    """What the header's own command does over TCP; without --init under a launcher, too."""
+    beside(tmp_path, "ddp_by_hand")
+    line = "python ddp_by_hand.py --float64"
+    if way == "file":
+        lines = [f"{line} --rank {rank} --world-size 2 --init file://{tmp_path}/meeting" for rank in range(2)]
+    else:
+        place = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+        lines = [f"RANK={rank} {place} {line}" for rank in range(2)]
+    found = read(typed(tmp_path, " &\n".join(lines)).stdout)
+    assert distance(found, library(forge, "ddp_by_hand")) <= 1e-12
+    assert not list(tmp_path.glob("meeting*"))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_recipe_is_standalone(name: str) -> None:
-    """torch and the standard library only, never everyrank; short, with a command to run it by."""
+    """torch, digits.py and the standard library only, never everyrank; short, with a command to run it by."""
     text = (RECIPES / f"{name}.py").read_text()
     tree = ast.parse(text)
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {module.partition(".")[0] for module in modules}
     extra = {"imagenet_ddp": {"PIL"}, "ray_actors": {"ray"}, "horovod_ddp": {"horovod"}}.get(name, set())
-    assert roots <= {"torch", *extra, *sys.stdlib_module_names}
+    assert roots <= {"torch", "digits", *extra, *sys.stdlib_module_names}
     assert len(text.splitlines()) <= LONG.get(name, 175)
     said = ast.get_docstring(tree) or ""
     assert all(re.search(rf"^{word}  +\S", said, re.MULTILINE) for word in ("Holds", "Travels", "Use when"))
@@ -605,9 +636,9 @@ def refusal(folder: Path, command: str, **variables: str) -> str:
 
 def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
     """Rank 0 is killed while it waits; after that both ranks of the next run name the file, in any order."""
-    beside(tmp_path, "ddp_file")
+    beside(tmp_path, "ddp_by_hand")
     meeting = tmp_path / "meeting"
-    words = f"ddp_file.py --world-size 2 --init file://{meeting} --rank"
+    words = f"ddp_by_hand.py --world-size 2 --init file://{meeting} --rank"
     killed = subprocess.Popen([PROGRAMS / "python", *shlex.split(words), "0"], cwd=tmp_path)
     deadline = time.monotonic() + 60
     while not meeting.exists():
@@ -618,7 +649,9 @@ def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
     killed.wait()
     for rank in (1, 0):
         line = refusal(tmp_path, f"python {words} {rank}")
-        assert line == f"ddp_file.py: {meeting} was left by a run that was killed: remove it, and start all ranks again"
+        assert (
+            line == f"ddp_by_hand.py: {meeting} was left by a run that was killed: remove it, and start all ranks again"
+        )
     meeting.unlink()
     typed(tmp_path, f"python {words} 0 &\npython {words} 1")
     assert not list(tmp_path.glob("meeting*"))  # neither the file nor its lock
@@ -627,15 +660,15 @@ def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, "lacks RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "lacks LOCAL_RANK, MASTER_ADDR: "),
+        ({}, "lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "lacks MASTER_ADDR: "),
         ({**by_hand(0, "1"), "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
-        (by_hand(2, "1"), "RANK=2, but WORLD_SIZE=2"),
+        (by_hand(2, "1"), "rank 2 of 2: ranks count from 0 to 1"),
     ],
 )
 def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str], said: str) -> None:
-    beside(tmp_path, "ddp_env")
-    assert said in refusal(tmp_path, "python ddp_env.py", **change)
+    beside(tmp_path, "ddp_by_hand")
+    assert said in refusal(tmp_path, "python ddp_by_hand.py", **change)
 
 
 @pytest.mark.parametrize(
@@ -696,10 +729,10 @@ def test_restart_goes_on_with_another_number_of_ranks(forge: Forge, tmp_path: Pa
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     words = "torchrun --standalone --nproc-per-node {} elastic_torchrun.py --float64"
     done = typed(tmp_path, words.format(2) + " --fail-at 25", 1, **share)
-    assert "goes on" not in done.stderr
+    assert "resumes" not in done.stderr
     assert not done.stdout
     done = typed(tmp_path, words.format(3), **share)
-    assert "of 3 goes on from update 20" in done.stderr
+    assert "of 3 resumes from update 20" in done.stderr
     assert distance(read(done.stdout), library(forge, "elastic_torchrun")) <= 1e-12
     assert not list(tmp_path.glob("elastic.p*"))
 
@@ -707,7 +740,12 @@ def test_restart_goes_on_with_another_number_of_ranks(forge: Forge, tmp_path: Pa
 def test_new_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script, its data, and a batch script that starts it by its name; nothing is written over."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.csv.gz", "train.py", "train.sbatch"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "digits.csv.gz",
+        "digits.py",
+        "train.py",
+        "train.sbatch",
+    ]
     assert str(tmp_path / "train.sbatch") in capsys.readouterr().out
     batch = (tmp_path / "train.sbatch").read_text()
     assert "python train.py" in batch
@@ -785,7 +823,7 @@ def test_imagenet_equals_the_library(forge: Forge, tmp_path: Path, images: Path,
     text = (RECIPES / "imagenet_ddp.py").read_text()
     found = trained(forge, tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
     assert found.losses == pytest.approx(by_library.loss, rel=1e-12)
-    assert found.numbers["top1"] == by_library.metrics["top1"]
+    assert found.numbers["top1"] == round(by_library.metrics["top1"], 4)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,70 @@ from everyrank.commands.suggestions import suggest_recipe
 from everyrank.errors import UsageError, printable
 from everyrank.record import write_text
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["GROUPS", "HELP", "add_arguments", "run"]
 
 HELP = "write a standalone script in plain PyTorch, or the template of a workload"
 
-_WORKLOAD = "workload"  # the one name that is no recipe
+_WORKLOAD = "workload"  # not a recipe: the template of a workload
+
+GROUPS = {
+    "Start here": ("single", "ddp_torchrun"),
+    "Data parallel": (
+        "ddp_amp",
+        "ddp_accumulate",
+        "ddp_syncbn",
+        "distributed_evaluation",
+        "iterable_sharding",
+        "ddp_uneven",
+        "contrastive",
+        "ddp_compressed",
+        "local_sgd",
+        "dataparallel",
+    ),
+    "Models that do not fit on one device": (
+        "zero1",
+        "fsdp",
+        "hsdp",
+        "tensor",
+        "fsdp_tensor",
+        "pipeline",
+        "context",
+        "expert",
+        "model_parallel_two_devices",
+    ),
+    "A complete training script": ("imagenet_ddp", "checkpoint_resume", "elastic_torchrun"),
+    "Starting the ranks": (
+        "ddp_spawn",
+        "ddp_by_hand",
+        "multi_node",
+        "slurm",
+        "mpi",
+        "ray_actors",
+        "horovod_ddp",
+    ),
+    "Communication": ("collectives", "point_to_point", "process_groups", "ring_allreduce"),
+    "Parameter servers and RPC": (
+        "parameter_server",
+        "parameter_server_rpc",
+        "parameter_server_async",
+        "rpc_autograd",
+        "rpc_batched",
+        "rpc_pipeline",
+        "rpc_rnn",
+        "ddp_rpc",
+        "rpc_reinforcement",
+    ),
+    "Your own model and data, for everyrank": (_WORKLOAD,),
+}
+"""The recipes in reading order, by heading."""
+
+_MERGED = {
+    "ddp_tcp": ("ddp_by_hand", "with --init tcp://HOST:PORT"),
+    "ddp_file": ("ddp_by_hand", "with --init file:///PATH"),
+    "ddp_env": ("ddp_by_hand", "without --init"),
+    "parameter_averaging": ("local_sgd", "with --every 1"),
+}
+"""Earlier name of a recipe -> the recipe that contains it, and how."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,28 +93,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list of recipes or one of them, or write it with what it needs; 0."""
+    """Print the list of recipes or one of them, or write it with the files that it needs; 0."""
     recipes = _recipes()
-    if args.list or args.recipe is None:
-        width = max(map(len, recipes))
-        for name, text in recipes.items():
-            summary = text.lstrip('"').partition("\n")[0].rstrip('"')
-            print(f"{name:{width}}  {summary}")
-    elif args.recipe not in recipes:
-        raise UsageError(suggest_recipe(args.recipe, recipes))
+    name = args.recipe
+    if name in _MERGED:
+        name, how = _MERGED[name]
+        print(f"note: {args.recipe} is now {name}, {how}", file=sys.stderr)
+    if args.list or name is None:
+        _print_list(recipes)
+    elif name not in recipes:
+        raise UsageError(suggest_recipe(name, recipes))
     elif args.path in (None, Path("-")):
-        print(recipes[args.recipe], end="")
+        print(recipes[name], end="")
     else:
-        written = _write(args.recipe, recipes[args.recipe], args.path)
+        written = _write(name, recipes[name], args.path)
         print(f"wrote {printable(' and '.join(map(str, written)))}")
-        if args.recipe == _WORKLOAD:
+        if name == _WORKLOAD:
             say_next(f"everyrank verify {shlex.quote(str(args.path))} --layout ddp --processes 2 --quick")
-    sys.stdout.flush()  # a reader that has gone is met here, where it is no error, and not when Python ends
+    sys.stdout.flush()  # raises here, where a closed pipe is handled, and not when Python ends
     return 0
 
 
+def _print_list(recipes: dict[str, str]) -> None:
+    """Print name and summary of each recipe, in reading order, with a heading for each group."""
+    width = max(map(len, recipes))
+    for number, (heading, names) in enumerate(GROUPS.items()):
+        print(f"{'' if number == 0 else chr(10)}{heading}:")
+        for name in names:
+            summary = recipes[name].lstrip('"').partition("\n")[0].rstrip('"')
+            print(f"  {name:{width}}  {summary}")
+
+
 def _recipes() -> dict[str, str]:
-    """The text of each recipe by its name, in alphabetical order, and of the template of a workload."""
+    """The text of each recipe and of the template of a workload, by name, in alphabetical order."""
     folder = importlib.resources.files("everyrank.recipes")
     recipes = {
         Path(entry.name).stem: entry.read_text(encoding="utf-8")
@@ -69,17 +139,24 @@ def _recipes() -> dict[str, str]:
 
 
 def _write(name: str, recipe: str, target: Path) -> list[Path]:
-    """Write the recipe, the batch script that starts it and the data it reads; what was written.
+    """Write the recipe and the files that it needs next to it; returns the paths.
 
-    Raises `UsageError` where one of the scripts is there already, or cannot be written.
+    These are a batch script that starts it (Slurm), the module that it imports and the data. A module or data file that
+    exists is kept, because a user may have changed it. Raises `UsageError` if one of the scripts exists already, or
+    cannot be written.
     """
+    folder = importlib.resources.files("everyrank.recipes")
     texts = {target: recipe}
-    batch = importlib.resources.files("everyrank.recipes") / f"{name}.sbatch"
-    if batch.is_file():  # a batch script that starts this one, by the name it is written under
+    batch = folder / f"{name}.sbatch"
+    if batch.is_file():  # it names the recipe by the name under which it is written
         script, text = _beside(target), batch.read_text(encoding="utf-8")
         for old, path in ((f"{name}.py", target), (batch.name, script)):
             text = text.replace(old, shlex.quote(path.name))
         texts[script] = text
+    module = target.with_name("digits.py")
+    imports_module = "\nfrom digits import " in recipe
+    if imports_module and target == module:
+        raise UsageError(f"{target}: the script imports a module of this name; give a name like train.py")
     for path in texts:
         if path.exists():
             raise UsageError(f"{path}: it exists already; give another path, or remove it")
@@ -87,16 +164,23 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
     for path, text in texts.items():
         write_text(path, text)
     written = list(texts)
+    if imports_module:
+        text = (folder / "shared" / module.name).read_text(encoding="utf-8")
+        if not module.exists():
+            write_text(module, text)
+        elif module.read_bytes() != text.encode():
+            print(f"note: kept {printable(str(module))}, which differs from the one {name} is for", file=sys.stderr)
+        written.append(module)
     data = target.with_name("digits.csv.gz")
-    if data.name in recipe:
+    if imports_module or data.name in recipe:
         if not data.exists():
-            data.write_bytes((importlib.resources.files("everyrank.builtin") / "digits.csv.gz").read_bytes())
+            data.write_bytes((importlib.resources.files("everyrank.builtin") / data.name).read_bytes())
         written.append(data)
     return written
 
 
 def _beside(path: Path) -> Path:
-    """Where the batch script of a recipe comes that is written to `path`."""
+    """The path of the batch script of a recipe that is written to `path`."""
     if path.suffix == ".sbatch":
         raise UsageError(f"{path}: the script itself comes here, its batch script beside it; give a name like train.py")
     return path.with_suffix(".sbatch")

@@ -3,8 +3,8 @@
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py --stop 25
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py
 
-The first run ends after 25 updates, as if it had been killed; the second goes on from the last checkpoint, with any
-number of ranks that divides BATCH, and gets the losses of a run that was never interrupted.
+The first run ends after 25 updates, as if it had been killed. The second resumes from the last checkpoint, with any
+number of ranks, and gets the losses of a run that was never interrupted.
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; nothing for
@@ -19,8 +19,6 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import shutil
 import time
@@ -32,60 +30,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader
+
+from digits import DistributedBatchSampler, build, count_correct, load
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
-SEED = 0
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 EVERY = 10  # updates between two checkpoints
 FOLDER = Path("checkpoints")  # that all hosts share
 
 
-class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that can begin in the middle of an epoch."""
+class ResumableSampler(DistributedBatchSampler):
+    """A DistributedBatchSampler that can begin in the middle of an epoch."""
 
-    num_done = 0  # samples of this rank, in the epoch that was interrupted
+    first_batch = 0
 
     def __iter__(self):
-        return islice(super().__iter__(), self.num_done, None)
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-
-
-@torch.no_grad()
-def evaluate(model, data, rank, world_size, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
-    model.eval()
-    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(own, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(correct)
-    model.train()
-    return correct.item() / len(data)
+        return islice(super().__iter__(), self.first_batch, None)
 
 
 def save(model, optimizer, updates, rank):
@@ -116,58 +79,52 @@ def load_newest(model, optimizer, device):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--stop", type=int, default=10**9, help="end after so many updates")
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     name, bound = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if BATCH % world_size:
-        raise SystemExit(f"BATCH={BATCH}: {world_size} ranks must divide it")
-
-    train_data, held_out = load(dtype)
-    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
-    sampler = ResumableSampler(train_data, seed=SEED)
-    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
-    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    train_data, eval_data = load(dtype)
+    sampler = ResumableSampler(len(train_data), BATCH, rank, world_size)
+    loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     updates = load_newest(model, optimizer, device)
 
-    updates_per_epoch = len(loader)
+    updates_per_epoch = len(sampler.batch_sizes)
     while updates < min(args.stop, EPOCHS * updates_per_epoch):
-        epoch, first = divmod(updates, updates_per_epoch)
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
-        sampler.num_done = first * loader.batch_size
-        for index, (images, labels) in enumerate(loader, first):
+        epoch, sampler.first_batch = divmod(updates, updates_per_epoch)
+        sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        batch_sizes = sampler.batch_sizes[sampler.first_batch :]
+        for (images, labels), batch_size in zip(loader, batch_sizes, strict=False):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(ddp(images), labels, reduction="none")
-            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
-            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
-            (loss * world_size / size).backward()
+            loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
+            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
-            loss = loss.detach() / size
-            dist.all_reduce(loss)
-            if rank == 0:
-                print(f"update {updates} loss {loss.item()}")
             updates += 1
+            if args.float64 or updates % EVERY == 0:
+                dist.all_reduce(loss := loss.detach())
+                if rank == 0:
+                    print(f"update {updates - 1} loss {loss.item() if args.float64 else round(loss.item(), 4)}")
             if updates % EVERY == 0:
                 save(model, optimizer, updates, rank)
             if updates == args.stop:
                 break
+
     if updates == EPOCHS * updates_per_epoch:
-        top1 = evaluate(model, held_out, rank, world_size, device)
+        correct = count_correct(model, eval_data, device, rank, world_size)
+        dist.all_reduce(correct)
         if rank == 0:
-            print(f"top1 {top1}")
-    del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+            print(f"top1 {correct.item() / len(eval_data):.4f}")
+    del ddp  # before its process group is destroyed
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

@@ -39,10 +39,10 @@ SEED = 0
 WIDTH, HEADS, BLOCKS = 48, 4, 2
 
 
-def load(held_out):
+def load(eval_data):
     """Bytes and the byte after each, (LENGTH,) both, of the text behind Python's help(). The last tenth is held out."""
     text = torch.tensor(list("\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
-    text = text[len(text) * 9 // 10 :] if held_out else text[: len(text) * 9 // 10]
+    text = text[len(text) * 9 // 10 :] if eval_data else text[: len(text) * 9 // 10]
     text = text[: (len(text) - 1) // LENGTH * LENGTH + 1]
     return TensorDataset(text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH))
 
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
 @torch.no_grad()
 def evaluate(model, positions, device):
     """The fraction of held-out bytes that are predicted correctly; of 40 sequences, to be quick."""
-    inputs, targets = (tensor.to(device)[:, positions] for tensor in load(held_out=True)[:40])
+    inputs, targets = (tensor.to(device)[:, positions] for tensor in load(eval_data=True)[:40])
     correct = (model(inputs, positions).argmax(-1) == targets).sum()
     if dist.is_initialized():
         dist.all_reduce(correct)
@@ -175,14 +175,15 @@ def evaluate(model, positions, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if LENGTH % (2 * world_size):
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: LENGTH={LENGTH}: twice {world_size} ranks must divide it\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -192,7 +193,7 @@ def main():
         dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
     positions = own_positions(rank, world_size).to(device)
     # All ranks draw the same sequences from one seed; each takes its own positions of them.
-    train_data, generator = load(held_out=False), torch.Generator().manual_seed(SEED)
+    train_data, generator = load(eval_data=False), torch.Generator().manual_seed(SEED)
     sampler = RandomSampler(train_data, generator=generator)
     loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=cuda)
     model = Decoder().to(device, dtype)
@@ -218,12 +219,13 @@ def main():
         dist.all_reduce(losses)
     if rank == 0:
         for index, loss in enumerate(losses.tolist()):
-            print(f"update {index} loss {loss}")
+            if args.float64 or index % 10 == 9:
+                print(f"update {index} loss {loss if args.float64 else round(loss, 4)}")
     top1 = evaluate(model, positions, device)
     if rank == 0:
         print(f"top1 {top1}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
         dist.destroy_process_group()
 
 

@@ -17,33 +17,22 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+
+from digits import load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 SEED = 0
 TEMPERATURE = 0.5
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def two_views(images, epoch):
@@ -101,19 +90,20 @@ def contrast(own, everyone, first):
 
 
 @torch.no_grad()
-def evaluate(model, train_data, held_out, device):
+def evaluate(model, train_data, eval_data, device):
     """The fraction of held-out images whose nearest training image is the same digit; the same on every rank."""
-    keys, queries = (F.normalize(model(data.tensors[0].to(device)), dim=1) for data in (train_data, held_out))
+    keys, queries = (F.normalize(model(data.tensors[0].to(device)), dim=1) for data in (train_data, eval_data))
     nearest = (queries @ keys.T).argmax(1).cpu()
-    return (train_data.tensors[1][nearest] == held_out.tensors[1]).double().mean().item()
+    return (train_data.tensors[1][nearest] == eval_data.tensors[1]).double().mean().item()
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     model = ddp = build().to(device, dtype)
     if world_size > 1:
@@ -124,7 +114,7 @@ def main():
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
         )
         ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     images = train_data.tensors[0].to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
@@ -133,31 +123,30 @@ def main():
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
         batches = order.to(device).split(BATCH)
         views = two_views(images, epoch)
-        losses = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
+        losses = []
+        for batch in batches:
             slices = batch.tensor_split(world_size)
             sizes = [len(part) for part in slices]
+            optimizer.zero_grad()
             own = F.normalize(ddp(views[slices[rank]].flatten(0, 1)), dim=1).unflatten(0, (-1, 2))
             everyone = Gather.apply(own, sizes, rank) if world_size > 1 else own
-            loss = contrast(own, everyone, sum(sizes[:rank]))
-            optimizer.zero_grad()
-            # DDP averages gradients over ranks: times world_size that is their sum, over the terms their mean.
-            (loss * world_size / (2 * len(batch))).backward()
+            loss = contrast(own, everyone, sum(sizes[:rank])) / (2 * len(batch))  # two terms for each image
+            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
-            losses[index] = loss.detach() / (2 * len(batch))
+            losses.append(loss.detach())
 
+        losses = torch.stack(losses)
         if world_size > 1:
-            dist.all_reduce(losses)  # here, once an epoch: in the loop every update would wait for it
+            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {loss}")
+            print_losses(epoch, losses, every_update=args.float64)
 
-    top1 = evaluate(model, train_data, held_out, device)
+    top1 = evaluate(model, train_data, eval_data, device)
     if rank == 0:
-        print(f"top1 {top1}")
+        print(f"top1 {top1:.4f}")
     if world_size > 1:
-        del ddp  # before its process group
-        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        del ddp  # before its process group is destroyed
+        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
         dist.destroy_process_group()
 
 

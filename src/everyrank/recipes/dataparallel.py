@@ -12,61 +12,28 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
+
+from digits import build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update
+BATCH = 64  # samples per update
 SEED = 0
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-
-
-@torch.no_grad()
-def evaluate(model, data, device):
-    """The fraction of the images that are classified correctly."""
-    model.eval()
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(data, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    model.train()
-    return correct.item() / len(data)
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     num_devices = torch.cuda.device_count()
     device = torch.device("cuda", 0) if num_devices else torch.device("cpu")
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     generator = torch.Generator()
     sampler = RandomSampler(train_data, generator=generator)
     loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=device.type == "cuda")
@@ -81,20 +48,18 @@ def main():
 
     for epoch in range(EPOCHS):
         generator.manual_seed(SEED + epoch)  # the order is a function of seed and epoch: DistributedSampler's, too
-        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        losses = []
+        for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(parallel(images), labels, reduction="sum")
             optimizer.zero_grad()
-            (loss / len(labels)).backward()  # the last batch is smaller, and not dropped
+            loss = F.cross_entropy(parallel(images), labels)
+            loss.backward()
             optimizer.step()
-            losses[index] = loss.detach() / len(labels)
+            losses.append(loss.detach())
 
-        # The losses stayed on the device until now: reading one in the loop would make the CPU wait for it.
-        for index, loss in enumerate(losses.tolist()):
-            print(f"update {epoch * len(loader) + index} loss {loss}")
+        print_losses(epoch, torch.stack(losses), every_update=args.float64)  # the only wait for the device per epoch
 
-    print(f"top1 {evaluate(parallel, held_out, device)}")
+    print(f"top1 {count_correct(parallel, eval_data, device).item() / len(eval_data):.4f}")
 
 
 if __name__ == "__main__":

@@ -15,87 +15,45 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader
+
+from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
-SEED = 0
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 RANK = 2  # columns of the matrices that powersgd sends
 START = 3  # updates before it begins
 
 
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-
-
-@torch.no_grad()
-def evaluate(model, data, rank, world_size, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
-    model.eval()
-    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(own, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(correct)
-    model.train()
-    return correct.item() / len(data)
-
-
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     parser.add_argument("--hook", choices=["fp16", "powersgd", "none"], default="fp16", help="what gradients travel as")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
+    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if BATCH % world_size:
-        raise SystemExit(f"BATCH={BATCH}: {world_size} ranks must divide it")
 
-    train_data, held_out = load(dtype)
-    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
-    sampler = DistributedSampler(train_data, seed=SEED)
-    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
-    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    train_data, eval_data = load(dtype)
+    sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
+    loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     if args.hook == "fp16":
@@ -108,30 +66,27 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
-        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        losses = []
+        for (images, labels), batch_size in zip(loader, sampler.batch_sizes, strict=True):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(ddp(images), labels, reduction="none")
-            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
-            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
-            (loss * world_size / size).backward()
+            loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
+            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
-            losses[index] = loss.detach() / size
+            losses.append(loss.detach())
 
-        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
-        dist.all_reduce(losses)
+        losses = torch.stack(losses)
+        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(loader) + index} loss {loss}")
+            print_losses(epoch, losses, every_update=args.float64)
 
-    top1 = evaluate(model, held_out, rank, world_size, device)
+    correct = count_correct(model, eval_data, device, rank, world_size)
+    dist.all_reduce(correct)
     if rank == 0:
-        print(f"top1 {top1}")
-    del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        print(f"top1 {correct.item() / len(eval_data):.4f}")
+    del ddp  # before its process group is destroyed
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

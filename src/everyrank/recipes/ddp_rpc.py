@@ -60,8 +60,10 @@ def load():
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
         rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
     features, labels = 17 * torch.arange(64) + rows[:, :64], rows[:, 64]  # a pixel has 17 shades
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(features[~held_out], labels[~held_out]), TensorDataset(features[held_out], labels[held_out])
+    eval_data = torch.arange(len(rows)) % 5 == 4
+    return TensorDataset(features[~eval_data], labels[~eval_data]), TensorDataset(
+        features[eval_data], labels[eval_data]
+    )
 
 
 def build():
@@ -84,7 +86,7 @@ def refer_to_parameters(module):
 def train_share(table, trainer, init_method, dtype):
     """On each trainer, a call that is answered when the training is over: the losses of its samples, and top-1."""
     dist.init_process_group("gloo", init_method, timedelta(seconds=TIMEOUT), TRAINERS, trainer)
-    train_data, held_out = load()
+    train_data, eval_data = load()
     generator = torch.Generator()
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
     dense = build()[1].to(dtype)
@@ -115,8 +117,8 @@ def train_share(table, trainer, init_method, dtype):
     def correct(features, labels):
         return (dense(table.rpc_sync().forward(features)).argmax(1) == labels).sum().item()
 
-    top1 = sum(correct(*batch) for batch in DataLoader(held_out, BATCH)) / len(held_out)
-    del ddp  # before its process group
+    top1 = sum(correct(*batch) for batch in DataLoader(eval_data, BATCH)) / len(eval_data)
+    del ddp  # before its process group is destroyed
     dist.destroy_process_group()
     return torch.stack(losses), top1
 
@@ -133,8 +135,9 @@ def train(dtype):
         ]
         shares, [top1, _] = zip(*torch.futures.wait_all(trainings), strict=True)
     for index, loss in enumerate(sum(shares).tolist()):
-        print(f"update {index} loss {loss}")
-    print(f"top1 {top1}", flush=True)
+        if dtype == torch.float64 or index % 10 == 9:
+            print(f"update {index} loss {loss if dtype == torch.float64 else round(loss, 4)}")
+    print(f"top1 {top1:.4f}", flush=True)
 
 
 # --- the same in every script over RPC: start, watch, end
@@ -182,7 +185,7 @@ def start(*arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     if not rpc.is_available():
         sys.stderr.write(f"{Path(__file__).name}: this torch is built without RPC: the builds for Linux have it\n")

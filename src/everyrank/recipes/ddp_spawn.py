@@ -7,7 +7,7 @@ Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, wh
 Use when  one machine is enough and plain `python` has to start it: in an IDE, a test, a job that you do not control
 
 What to change for your own training:
-- load() and build() are your data and your network. On CUDA, give as many processes as there are devices.
+- Replace load() and build() of digits.py. On CUDA, give as many processes as there are devices.
 - BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
 - Masked or padded targets: divide by the number of loss terms on all ranks, all-reduced before backward.
 - What starts processes stays under __main__: every process imports this file again.
@@ -15,8 +15,6 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import tempfile
 import time
@@ -26,57 +24,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import multiprocessing, nn
+from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader
+
+from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
-SEED = 0
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-
-
-@torch.no_grad()
-def evaluate(model, data, rank, world_size, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
-    model.eval()
-    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(own, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(correct)
-    model.train()
-    return correct.item() / len(data)
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
 def train(rank, world_size, init_method, dtype):
     """What each process runs; spawn passes its rank first."""
-    cuda = torch.cuda.device_count() >= world_size  # one for each rank
+    cuda = torch.cuda.device_count() >= world_size  # one per rank
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Unless told, every rank starts a thread for every core, and they hold each other up.
+    # By default every rank starts a thread for every core, and the ranks slow each other down.
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     # The ranks find each other over a file: no port has to be free. The timeout ends a wait for a rank that died.
     dist.init_process_group(
@@ -88,51 +52,44 @@ def train(rank, world_size, init_method, dtype):
         device_id=device if cuda else None,
     )
 
-    train_data, held_out = load(dtype)
-    # Rank r reads samples r, r + world_size, ... of the order; a few are repeated at its end, to make ranks even.
-    sampler = DistributedSampler(train_data, seed=SEED)
-    loader = DataLoader(train_data, BATCH // world_size, sampler=sampler, pin_memory=cuda)
-    num_own = len(range(rank, len(train_data), world_size))  # without the repeated ones
+    train_data, eval_data = load(dtype)
+    sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
+    loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
-        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        losses = []
+        for (images, labels), batch_size in zip(loader, sampler.batch_sizes, strict=True):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(ddp(images), labels, reduction="none")
-            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
-            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
-            (loss * world_size / size).backward()
+            loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
+            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
-            losses[index] = loss.detach() / size
+            losses.append(loss.detach())
 
-        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
-        dist.all_reduce(losses)
+        losses = torch.stack(losses)
+        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(loader) + index} loss {loss}")
+            print_losses(epoch, losses, every_update=dtype == torch.float64)
 
-    top1 = evaluate(model, held_out, rank, world_size, device)
+    correct = count_correct(model, eval_data, device, rank, world_size)
+    dist.all_reduce(correct)
     if rank == 0:
-        print(f"top1 {top1}")
-    del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        print(f"top1 {correct.item() / len(eval_data):.4f}")
+    del ddp  # before its process group is destroyed
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=2, help="one for each rank")
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    if BATCH % args.processes:
-        parser.error(f"--processes {args.processes}: must divide BATCH={BATCH}")
     with tempfile.TemporaryDirectory() as folder:
         init_method = Path(folder, "ranks").as_uri()
         multiprocessing.spawn(train, (args.processes, init_method, dtype), nprocs=args.processes)

@@ -22,12 +22,9 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,7 +32,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from digits import build, count_correct, load, print_losses
 
 EPOCHS = 2
 BATCH = 64  # samples of an update while all ranks have some, over all of them together
@@ -91,46 +89,12 @@ def own_stream(data, rank, world_size, epoch):
         yield data[numbers]
 
 
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-
-
-@torch.no_grad()
-def evaluate(model, data, rank, world_size, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
-    model.eval()
-    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(own, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(correct)
-    model.train()
-    return correct.item() / len(data)
-
-
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -138,17 +102,13 @@ def main():
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if BATCH % world_size:
-        raise SystemExit(f"BATCH={BATCH}: {world_size} ranks must divide it")
-
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     model = WithTotals(build()).to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     parameters = list(model.network.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4)
     momentum = SameMomentum(optimizer, device)
 
-    update = 0
     for epoch in range(EPOCHS):
         losses = []
         with Join([ddp, momentum]):
@@ -170,16 +130,15 @@ def main():
         dist.broadcast(number, momentum.source)
         losses = torch.stack(losses) if rank == momentum.source else torch.empty(number, device=device, dtype=dtype)
         dist.broadcast(losses, momentum.source)
-        for loss in losses.tolist():
-            if rank == 0:
-                print(f"update {update} loss {loss}")
-            update += 1
+        if rank == 0:
+            print_losses(epoch, losses, every_update=args.float64)
 
-    top1 = evaluate(model, held_out, rank, world_size, device)
+    correct = count_correct(model, eval_data, device, rank, world_size)
+    dist.all_reduce(correct)
     if rank == 0:
-        print(f"top1 {top1}")
+        print(f"top1 {correct.item() / len(eval_data):.4f}")
     del ddp, momentum  # before their process group
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

@@ -11,9 +11,9 @@ Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, wh
 Use when  hosts come and go (spot instances), or a run is so long that some host will fail
 
 What to change for your own training:
-- load() and build() are your data and your network. BATCH is the batch of all ranks, so that their number may change.
+- Replace load() and build() of digits.py. BATCH is the batch of all ranks, so that their number may change.
 - On several hosts: --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id 7, the same on all. When one
-  leaves, the others go on, if two are left; when one comes, all begin again from the checkpoint with it.
+  leaves, the others continue if two are left; when one joins, all restart from the checkpoint.
 - CHECKPOINT is on storage that all hosts share: rank 0 reads and writes it, and may be another host after a restart.
 - What is not in the checkpoint begins anew: add schedule, GradScaler and the random generators that you draw from.
 - The variable gives each start a store of its own. In torchrun's, which outlives its ranks, new ones find addresses
@@ -22,72 +22,38 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader
+
+from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
-SEED = 0
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 EVERY = 10  # updates between two checkpoints
-CHECKPOINT = Path("elastic.pt")  # removed when the training is over; where it stays, the next one goes on from it
+CHECKPOINT = Path("elastic.pt")  # removed when the training is over; if it stays, the next training resumes from it
 
 
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
+class ResumableSampler(DistributedBatchSampler):
+    """A DistributedBatchSampler of all epochs that can begin in the middle of an epoch."""
 
+    first_update = 0  # of the whole training
 
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-
-
-@torch.no_grad()
-def evaluate(model, data, rank, world_size, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
-    model.eval()
-    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(own, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(correct)
-    model.train()
-    return correct.item() / len(data)
-
-
-def batches(num_samples, rank, world_size, begin):
-    """This rank's part of each batch, as lists of indices, from update `begin` to the end of the training."""
-    # Not DistributedSampler: it begins with an epoch, and the ranks that are left need not divide BATCH.
-    updates_per_epoch = -(-num_samples // BATCH)
-    for epoch in range(begin // updates_per_epoch, EPOCHS):
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(SEED + epoch))
-        for batch in order.split(BATCH)[max(0, begin - epoch * updates_per_epoch) :]:
-            yield batch.tensor_split(world_size)[rank].tolist() or [0]  # an empty part borrows a sample
+    def __iter__(self):
+        first_epoch, first_batch = divmod(self.first_update, len(self.batch_sizes))
+        for epoch in range(first_epoch, EPOCHS):
+            self.set_epoch(epoch)
+            yield from islice(super().__iter__(), first_batch if epoch == first_epoch else 0, None)
 
 
 def save(**state):
@@ -103,13 +69,13 @@ def save(**state):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail-at", type=int, help="rank 1 dies at this update, the first time")
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     fail_at = args.fail_at if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
     if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         sys.exit("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun: else ranks hang after a restart")
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -118,52 +84,51 @@ def main():
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    updates_per_epoch = -(-len(train_data) // BATCH)
-    losses = torch.zeros(EPOCHS * updates_per_epoch, dtype=torch.float64, device=device)  # of each update
+    sampler = ResumableSampler(len(train_data), BATCH, rank, world_size)
+    losses = torch.zeros(EPOCHS * len(sampler.batch_sizes), dtype=torch.float64, device=device)  # of each update
 
-    # Rank 0 reads, all get the same: with two opinions of where to go on they would wait for each other.
+    # Rank 0 reads the checkpoint and sends it: ranks that saw different files would wait for each other.
     box = [torch.load(CHECKPOINT, "cpu", weights_only=True) if rank == 0 and CHECKPOINT.exists() else None]
     dist.broadcast_object_list(box)
-    begin = box[0]["updates"] if box[0] else 0
-    if box[0]:
-        model.load_state_dict(box[0]["model"])
-        optimizer.load_state_dict(box[0]["optimizer"])
-        losses.copy_(box[0]["losses"])
-        print(f"rank {rank} of {world_size} goes on from update {begin}", file=sys.stderr)
+    (checkpoint,) = box
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        losses.copy_(checkpoint["losses"])
+        sampler.first_update = checkpoint["updates"]
+        print(f"rank {rank} of {world_size} resumes from update {sampler.first_update}", file=sys.stderr)
 
-    saved = begin
-    sampler = batches(len(train_data), rank, world_size, begin)
+    num_saved = sampler.first_update
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
-    for update, (images, labels) in enumerate(loader, begin):
+    for update, (images, labels) in enumerate(loader, sampler.first_update):
         if update == fail_at and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss = F.cross_entropy(ddp(images), labels, reduction="none")
-        size = min(BATCH, len(train_data) - update % updates_per_epoch * BATCH)  # of the batch of all ranks
-        loss = loss[: size // world_size + (rank < size % world_size)].sum()  # a borrowed sample does not count
+        batch_size = sampler.batch_sizes[update % len(sampler.batch_sizes)]
         optimizer.zero_grad()
-        # DDP averages gradients over ranks: times world_size that is their sum, over the size their mean.
-        (loss * world_size / size).backward()
+        loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
+        (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
         optimizer.step()
-        losses[update] = loss.detach() / size
+        losses[update] = loss.detach()
         if (update + 1) % EVERY == 0 or update + 1 == len(losses):
-            dist.all_reduce(losses[saved : update + 1])  # those before are added up already, maybe by other ranks
-            saved = update + 1
+            dist.all_reduce(losses[num_saved : update + 1])  # earlier losses are summed over ranks already
+            num_saved = update + 1
             if rank == 0:
-                save(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, updates=saved)
+                save(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, updates=num_saved)
 
-    top1 = evaluate(model, held_out, rank, world_size, device)
+    correct = count_correct(model, eval_data, device, rank, world_size)
+    dist.all_reduce(correct)
     if rank == 0:
-        for update, loss in enumerate(losses.tolist()):
-            print(f"update {update} loss {loss}")
-        print(f"top1 {top1}")
+        for epoch, epoch_losses in enumerate(losses.view(EPOCHS, -1)):
+            print_losses(epoch, epoch_losses, every_update=args.float64)
+        print(f"top1 {correct.item() / len(eval_data):.4f}")
         CHECKPOINT.unlink()
-    del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+    del ddp  # before its process group is destroyed
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

@@ -19,8 +19,6 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import sys
 import time
@@ -31,23 +29,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+
+from digits import load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 SEED = 0
 WIDTH = 32
 EXPERTS, TOP_K = 4, 2  # the number of ranks divides the experts
 CLIP = 1.0  # the largest norm that the gradients may have
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 class AllToAll(torch.autograd.Function):
@@ -146,7 +136,7 @@ def connect(rank, world_size):
                 f"{Path(__file__).name}: {EXPERTS} experts cannot be shared by {world_size} ranks evenly\n"
             )
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -160,8 +150,9 @@ def connect(rank, world_size):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = connect(rank, world_size)
     model, num_own = build(), EXPERTS // world_size
@@ -170,33 +161,33 @@ def main():
     model = model.to(device, dtype)
     experts = [parameter for mixture in model[2:4] for parameter in mixture.experts.parameters()]
     shared = [parameter for name, parameter in model.named_parameters() if ".experts." not in name]
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
         order = torch.randperm(len(train_data), generator=torch.Generator().manual_seed(SEED + epoch))
         batches = order.split(BATCH)
-        losses = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        for index, batch in enumerate(batches):
+        losses = []
+        for batch in batches:
             images, labels = (part.to(device) for part in train_data[batch.tensor_split(world_size)[rank]])
-            loss = F.cross_entropy(model(images), labels, reduction="sum") / len(batch)  # of the batch of all ranks
             optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels, reduction="sum") / len(batch)  # of the batch of all ranks
             loss.backward()
             reduce_and_clip(shared, experts, world_size)
             optimizer.step()
-            losses[index] = loss.detach()
+            losses.append(loss.detach())
 
+        losses = torch.stack(losses)
         if world_size > 1:
-            dist.all_reduce(losses)  # here, once an epoch: in the loop every update would wait for it
+            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(batches) + index} loss {loss}")
+            print_losses(epoch, losses, every_update=args.float64)
 
-    top1 = evaluate(model, held_out, rank, world_size, device)
+    top1 = evaluate(model, eval_data, rank, world_size, device)
     if rank == 0:
-        print(f"top1 {top1}")
+        print(f"top1 {top1:.4f}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
         dist.destroy_process_group()
 
 

@@ -15,8 +15,6 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import math
 import os
 import sys
@@ -31,24 +29,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader
+
+from digits import DistributedBatchSampler, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 SEED = 0
 TENSOR = 2  # ranks that cut each layer among them: it divides the number of ranks, and of heads
 WIDTH, HEADS, CLIP = 32, 4, 1.0  # CLIP is the largest norm that the gradients may have
 PLAN = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 class Block(nn.Module):
@@ -90,37 +81,22 @@ def clip(gradients):
         gradient.to_local().mul_((CLIP / (squares.sqrt() + 1e-6)).clamp(max=1))  # 1e-6 as in torch
 
 
-@torch.no_grad()
-def evaluate(model, data, rank, world_size, group, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
-    model.eval()
-    # With a Subset for each rank some would call the model once more than others, and wait for them forever.
-    loader = DataLoader(data, BATCH // world_size, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
-    num_own = len(range(rank, len(data), world_size))  # the sampler repeats samples after these to make ranks even
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for index, (images, labels) in enumerate(loader):
-        hits = model(images.to(device)).argmax(1) == labels.to(device)
-        correct += hits[: num_own - index * loader.batch_size].sum()
-    dist.all_reduce(correct, group=group)
-    model.train()
-    return correct.item() / len(data)
-
-
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if not world_size or world_size % TENSOR or HEADS % TENSOR:
         if rank == 0:
             why = f"TENSOR={TENSOR} must divide {world_size} ranks of torchrun, {HEADS} heads"
             sys.stderr.write(f"{Path(__file__).name}: {why}\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
+    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
@@ -130,42 +106,36 @@ def main():
         parallelize_module(block, mesh["tensor"], PLAN)
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)  # what is left: the first and the last layers
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     # Divided over the shard axis: ranks of one tensor group have the same coordinate on it, and so the same samples.
-    # A few samples are repeated at the end of the order, to make the coordinates even.
-    coordinate, num_shards = shards.get_local_rank(), shards.size()
-    if BATCH % num_shards:
-        raise SystemExit(f"BATCH={BATCH}: {num_shards} shards must divide it")
-    sampler = DistributedSampler(train_data, num_shards, coordinate, seed=SEED)
-    loader = DataLoader(train_data, BATCH // num_shards, sampler=sampler, pin_memory=cuda)
-    num_own = len(range(coordinate, len(train_data), num_shards))  # without the repeated ones
+    shard, num_shards = shards.get_local_rank(), shards.size()
+    sampler = DistributedBatchSampler(len(train_data), BATCH, shard, num_shards)
+    loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)  # after the cuts
 
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
-        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        losses = []
+        for (images, labels), batch_size in zip(loader, sampler.batch_sizes, strict=True):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(model(images), labels, reduction="none")
-            loss = loss[: num_own - index * loader.batch_size].sum()  # a repeated sample would count twice
-            size = min(BATCH, len(train_data) - index * BATCH)  # of the batch of all ranks: the last is smaller
             optimizer.zero_grad()
-            # FSDP averages gradients over its axis: times num_shards that is their sum, over the size their mean.
-            (loss * num_shards / size).backward()
+            loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
+            (loss * num_shards).backward()  # the sum over shards: FSDP divides it by num_shards
             clip([parameter.grad for parameter in model.parameters()])
             optimizer.step()
-            losses[index] = loss.detach() / size
+            losses.append(loss.detach())
 
+        losses = torch.stack(losses)
         # Over the shard axis only: all ranks of a tensor group have the loss of the same samples.
         dist.all_reduce(losses, group=shards.get_group())
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(loader) + index} loss {loss}")
+            print_losses(epoch, losses, every_update=args.float64)
 
-    top1 = evaluate(model, held_out, coordinate, num_shards, shards.get_group(), device)
+    correct = count_correct(model, eval_data, device, shard, num_shards)
+    dist.all_reduce(correct, group=shards.get_group())
     if rank == 0:
-        print(f"top1 {top1}")
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        print(f"top1 {correct.item() / len(eval_data):.4f}")
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

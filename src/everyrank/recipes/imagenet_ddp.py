@@ -190,7 +190,8 @@ def main():
         top1, top5 = evaluate(model, held_out, args, rank, world_size, device, dtype)
         if rank == 0:
             for index, total in enumerate(sums.tolist()):
-                print(f"update {done + index} loss {total / sizes[index]}")
+                if args.float64:
+                    print(f"update {done + index} loss {total / sizes[index]}")
             print(f"epoch {epoch}: {time.perf_counter() - start:.1f} s, top1 {top1:.4f}, top5 {top5:.4f}")
             named = {"model": model, "optimizer": optimizer, "schedule": schedule}
             state = {name: part.state_dict() for name, part in named.items()}
@@ -202,7 +203,7 @@ def main():
         done += len(sizes)
 
     if rank == 0:
-        print(f"top1 {top1}\ntop5 {top5}")
+        print(f"top1 {top1:.4f}\ntop5 {top5:.4f}")
     del ddp  # before its process group
     time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
     dist.destroy_process_group()

@@ -1,149 +1,103 @@
-"""Local SGD: ranks train replicas by themselves, and every few updates take the mean of their parameters.
+"""Local SGD and parameter averaging: ranks train replicas separately and average their parameters every few updates.
 
 Run: torchrun --standalone --nproc-per-node 2 local_sgd.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   every EVERY updates parameters and momentum, in one all-reduce; in between nothing
-Use when  links are so slow that an all-reduce in every update takes longer than what it brings
+--every 1 averages after every update: that is parameter averaging.
 
-Another training than DDP: each rank takes EVERY steps on its own samples before it hears of the others.
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   parameters and momentum, in one all-reduce every few updates (--every 1: twice what DDP sends, not overlapped)
+Use when  the network is so slow that an all-reduce in every update takes longer than it brings. --every 1: only to see
+          why DDP averages gradients
+
+Not equivalent to DDP: between two averages each rank takes its own steps, on its own samples. With --every 1 and SGD,
+also with momentum and weight decay, it is equivalent: the average of the steps along the gradients of the ranks is the
+step along their average. Adam's steps are not linear in the gradient, and there it is not. Batch norm, clipping and
+dropout differ, too.
 
 What to change for your own training:
-- EVERY: start with DDP (or EVERY = 1) and raise it late; early on, replicas are soon far apart.
-- weight is the number of samples a rank has seen since the last mean; of masked targets, count the loss terms.
-- Save and evaluate after a mean: in between, every rank has another model.
-- Adam's state is averaged here, too; its number of steps is the same on all ranks.
+- --every: begin with DDP (or --every 1) and raise it late; early in training, replicas diverge quickly.
+- num_samples counts the samples of a rank since the last average; with masked targets, count the loss terms.
+- Save and evaluate after an average: in between, every rank has a different model.
+- The optimizer's state is averaged, too: otherwise ranks would differ after an uneven last batch.
 """
 
 import argparse
-import csv
-import gzip
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader
+
+from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
-SEED = 0
-EVERY = 4  # updates from one mean to the next
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
-
-
-class BatchParts:
-    """The indices of this rank's part of every batch: parts are contiguous, and differ in size by one at most."""
-
-    def __init__(self, num_samples, rank, world_size):
-        self.num_samples, self.rank, self.world_size, self.epoch = num_samples, rank, world_size, 0
-
-    def __len__(self):
-        return -(-self.num_samples // BATCH)
-
-    def __iter__(self):
-        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(SEED + self.epoch))
-        for batch in order.split(BATCH):
-            yield batch.tensor_split(self.world_size)[self.rank].tolist()
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
 @torch.no_grad()
 def average(model, optimizer, weight):
-    """Let every rank have the mean of parameters and momentum; a rank counts by its `weight`, a tensor of no dims."""
-    state = [value for own in optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
-    tensors = [*model.parameters(), *state]
+    """Replace parameters and momentum by their average over ranks, in which a rank counts with its `weight`."""
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    tensors = [*model.parameters(), *states]
+    # One vector, so that there is one all-reduce. The last element becomes the sum of the weights.
     flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), weight.new_ones(1)]) * weight
     dist.all_reduce(flat)
-    flat /= flat[-1].clone()  # the sum of all weights
-    means = flat[:-1].split([tensor.numel() for tensor in tensors])
-    for tensor, mean in zip(tensors, means, strict=True):
-        tensor.copy_(mean.view_as(tensor))
-
-
-@torch.no_grad()
-def evaluate(model, data, rank, world_size, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
-    model.eval()
-    own = Subset(data, range(rank, len(data), world_size))  # DistributedSampler would count some images twice
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(own, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(correct)
-    model.train()
-    return correct.item() / len(data)
+    averages = (flat[:-1] / flat[-1]).split([tensor.numel() for tensor in tensors])
+    for tensor, value in zip(tensors, averages, strict=True):
+        tensor.copy_(value.view_as(tensor))
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--every", type=int, default=4, metavar="N", help="updates between two averages")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
+    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_data, held_out = load(dtype)
-    batches = BatchParts(len(train_data), rank, world_size)
-    loader = DataLoader(train_data, batch_sampler=batches, pin_memory=cuda)
+    train_data, eval_data = load(dtype)
+    sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
+    loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)  # seeded: the same weights on every rank
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
-    weight, updates = torch.zeros((), dtype=dtype, device=device), 0
+    num_samples, updates = torch.zeros((), dtype=dtype, device=device), 0
     for epoch in range(EPOCHS):
-        batches.epoch = epoch  # else every epoch has the order of the first
-        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        losses = []
+        for (images, labels), batch_size in zip(loader, sampler.batch_sizes, strict=True):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
             optimizer.zero_grad()
-            (loss / len(labels)).backward()  # the mean over this rank's own samples
+            loss = F.cross_entropy(model(images), labels)  # the mean over the samples of this rank
+            loss.backward()
             optimizer.step()
-            losses[index] = loss.detach() / min(BATCH, len(train_data) - index * BATCH)
-            weight += len(labels)
+            losses.append(loss.detach() * len(labels) / batch_size)
+            num_samples += len(labels)
             updates += 1
-            if updates % EVERY == 0 or updates == EPOCHS * len(loader):
-                average(model, optimizer, weight)
-                weight.zero_()
+            if updates % args.every == 0 or updates == EPOCHS * len(loader):
+                average(model, optimizer, num_samples)
+                num_samples.zero_()
 
-        # The losses are added up over ranks here, once an epoch: in the loop every update would wait for it.
-        dist.all_reduce(losses)
+        losses = torch.stack(losses)
+        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(loader) + index} loss {loss}")
+            print_losses(epoch, losses, every_update=args.float64)
 
-    top1 = evaluate(model, held_out, rank, world_size, device)
+    correct = count_correct(model, eval_data, device, rank, world_size)
+    dist.all_reduce(correct)
     if rank == 0:
-        print(f"top1 {top1}")
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        print(f"top1 {correct.item() / len(eval_data):.4f}")
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

@@ -23,8 +23,6 @@ loopback interface, and all processes are on this host.
 """
 
 import argparse
-import csv
-import gzip
 import os
 import sys
 import tempfile
@@ -34,36 +32,14 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed import rpc
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import TensorDataset
+
+from digits import build, load
 
 EPOCHS = 4
 BATCH = 32  # samples of one update, which are those of one trainer
 SEED = 0
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
 
 
 def batches(data, trainer, num_trainers):
@@ -167,7 +143,7 @@ def main():
         sys.stderr.write(f"{name}: this torch is built without torch.distributed.rpc\n")
         raise SystemExit(3)
     torch.set_num_threads(1)
-    data, held_out = load(dtype)
+    data, eval_data = load(dtype)
     server = Server(build().to(dtype))
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
@@ -181,14 +157,17 @@ def main():
     lost = [trainer for trainer in range(args.trainers) if trainer not in server.done]
     for trainer in lost:
         sys.stderr.write(f"{name}: trainer {trainer} died ({trainers[trainer].exitcode}); the others went on\n")
-    for update, loss in enumerate(server.losses):
-        print(f"update {update} loss {loss}")
+    if args.float64:
+        for update, loss in enumerate(server.losses):
+            print(f"update {update} loss {loss}")
+    else:
+        print(f"{len(server.losses)} updates: loss {server.losses[0]:.4f} to {server.losses[-1]:.4f}")
     if args.replay:
         print(f"replay {server.replay(build().to(dtype), data, args.trainers)}")
     model = build().to(dtype)
     vector_to_parameters(server.flat, model.parameters())
-    images, labels = held_out.tensors
-    print(f"top1 {(model(images).argmax(1) == labels).double().mean().item()}", flush=True)
+    images, labels = eval_data.tensors
+    print(f"top1 {(model(images).argmax(1) == labels).double().mean().item():.4f}", flush=True)
     os._exit(1 if len(lost) == args.trainers else 0)  # as the trainers end
 
 

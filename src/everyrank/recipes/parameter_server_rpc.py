@@ -23,8 +23,6 @@ What goes wrong:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import sys
 import threading
@@ -32,36 +30,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed import rpc
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader
+
+from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all trainers together: it does not change with their number
-SEED = 0
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
 
 
 class Server:
@@ -71,7 +47,7 @@ class Server:
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.05, momentum=0.9, weight_decay=5e-4)
         self.num_trainers, self.num_updates = num_trainers, 0
-        self.pushed = {}
+        self.pushed, self.losses = {}, []
         self.changed = threading.Condition()
 
     def push(self, trainer, message):
@@ -90,7 +66,7 @@ class Server:
         for parameter, values in zip(self.parameters, gradient, strict=True):
             parameter.grad = values.view_as(parameter) / count  # a sum over samples of all trainers, divided once
         self.optimizer.step()
-        print(f"update {self.num_updates} loss {(loss / count).item()}", flush=True)
+        self.losses.append(loss / count)
         self.pushed.clear()
         self.num_updates += 1
 
@@ -109,44 +85,35 @@ def push(trainer, message):
 def train(model, data, index, num_trainers, device):
     """Pull, compute the gradients of this trainer's part of the batch, push."""
     parameters = list(model.parameters())
-    sampler = DistributedSampler(data, num_trainers, index, seed=SEED)
-    loader = DataLoader(data, BATCH // num_trainers, sampler=sampler)
-    num_own = len(range(index, len(data), num_trainers))  # without samples that are repeated to make trainers even
+    sampler = DistributedBatchSampler(len(data), BATCH, index, num_trainers)
+    loader = DataLoader(data, batch_sampler=sampler)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
-        for number, (images, labels) in enumerate(loader):
+        sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        for images, labels in loader:
             vector_to_parameters(rpc.rpc_sync("server", pull).to(device), parameters)
-            losses = F.cross_entropy(model(images.to(device)), labels.to(device), reduction="none")
-            losses = losses[: num_own - number * loader.batch_size]
-            gradients = torch.autograd.grad(losses.sum(), parameters)
-            tail = gradients[0].new_tensor([losses.sum().item(), len(losses)])
+            loss = F.cross_entropy(model(images.to(device)), labels.to(device), reduction="sum")
+            gradients = torch.autograd.grad(loss, parameters)
+            tail = gradients[0].new_tensor([loss.item(), len(labels)])
             message = torch.cat([*(gradient.reshape(-1) for gradient in gradients), tail])
             rpc.rpc_sync("server", push, (index, message.cpu()))
-
-
-@torch.no_grad()
-def evaluate(model, data):
-    """The fraction of the images that are classified correctly; the server alone does it."""
-    model.eval()
-    correct = sum((model(images).argmax(1) == labels).sum().item() for images, labels in DataLoader(data, BATCH))
-    return correct / len(data)
 
 
 def main():
     global server
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     if not rpc.is_available():
         sys.stderr.write(f"{Path(__file__).name}: this torch is built without torch.distributed.rpc\n")
         raise SystemExit(3)
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     num_trainers = world_size - 1
-    if num_trainers < 1 or BATCH % num_trainers:
-        raise SystemExit(f"BATCH={BATCH}: {num_trainers} trainers, all ranks of torchrun but one, must divide it")
+    if num_trainers < 1:
+        raise SystemExit("start it by torchrun: rank 0 is the server, the other ranks are trainers")
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # else they listen on the address of this host's name
         os.environ.setdefault(name, "lo")
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     model = build().to(dtype)
     if rank == 0:
         server = Server(model, num_trainers)  # before anyone can call it
@@ -155,12 +122,14 @@ def main():
     name = "server" if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank > 0:
-        cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+        cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         train(model.to(device), train_data, rank - 1, num_trainers, device)
     rpc.shutdown()  # waits until all trainers are done
     if rank == 0:
-        print(f"top1 {evaluate(model, held_out)}")
+        for epoch, losses in enumerate(torch.cat(server.losses).view(EPOCHS, -1)):
+            print_losses(epoch, losses, every_update=args.float64)
+        print(f"top1 {count_correct(model, eval_data, torch.device('cpu')).item() / len(eval_data):.4f}")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import sys
 import time
@@ -27,21 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
+
+from digits import load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update
+BATCH = 64  # samples per update
 SEED = 0
 MICRO_BATCHES = 7  # of 10 samples and six times 9
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 def build():
@@ -133,8 +124,9 @@ def evaluate(stage, data, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     most = len(build())
     if not 1 <= world_size <= most:
@@ -143,15 +135,15 @@ def main():
                 f"{Path(__file__).name}: {world_size} ranks of torchrun: give 1 to {most}, of which each has a layer\n"
             )
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Address and ranks come from torchrun, in the environment. The timeout ends a wait for a rank that died.
+    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     # All stages draw the same order from one seed: the first uses the images, the last the labels.
     generator = torch.Generator()
     sampler = RandomSampler(train_data, generator=generator)
@@ -169,13 +161,12 @@ def main():
 
         dist.all_reduce(losses)  # from the last stage, which has them, to rank 0; the others add 0
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(loader) + index} loss {loss}")
+            print_losses(epoch, losses, every_update=args.float64)
 
-    top1 = evaluate(stage, held_out, device)
+    top1 = evaluate(stage, eval_data, device)
     if rank == 0:
-        print(f"top1 {top1}")
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        print(f"top1 {top1:.4f}")
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

@@ -182,7 +182,7 @@ def main():
     total = torch.tensor([num_checked])
     dist.all_reduce(total)
     say("", f"{total.item()} results on {world_size} ranks, all right")
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

@@ -141,7 +141,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         sys.stderr.write(f"{Path(__file__).name}: start it by torchrun: its header says how\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -153,5 +153,5 @@ if __name__ == "__main__":
         lesson()
     everything = total(num_checked)
     say(f"{everything} results on {world_size} ranks, all right")
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()

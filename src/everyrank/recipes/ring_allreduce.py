@@ -9,7 +9,7 @@ Travels   the gradients in N parts, to the next rank in 2 (N - 1) steps: on N ra
 Use when  you want to see what is inside DistributedDataParallel and dist.all_reduce; to train, those are faster
 
 What to change for your own training:
-- load() and build() are your data and your network. BATCH is the batch of all ranks; any number of ranks will do.
+- Replace load() and build() of digits.py. BATCH is the batch of all ranks; any number of ranks will do.
 - Each rank divides its loss by the size of the whole batch, so that the sum over ranks is the mean over the batch. An
   average of the ranks' own means is another number as soon as one of them has fewer samples.
 - All gradients travel in one piece after backward. DDP sends them in buckets, while backward still computes the others.
@@ -17,8 +17,6 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import sys
 import time
@@ -28,35 +26,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
+
+from digits import build, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all ranks together: it does not change with their number
+BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 SEED = 0
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}  # of sums in another order: a few units in the last place
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
 
 
 def ring_all_reduce(tensor, rank, world_size):
@@ -137,20 +113,21 @@ def train(rank, world_size, data, dtype, epochs):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         # Over gloo, on CPUs. On NCCL a send and a receive both ways have to be one call of dist.batch_isend_irecv.
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     model, losses, largest = train(rank, world_size, train_data, dtype, EPOCHS)
     if rank == 0:
-        for index, loss in enumerate(losses):
-            print(f"update {index} loss {loss}")
+        for epoch, epoch_losses in enumerate(torch.tensor(losses, dtype=torch.float64).view(EPOCHS, -1)):
+            print_losses(epoch, epoch_losses, every_update=args.float64)
         with torch.no_grad():
-            images, labels = held_out.tensors
-            print(f"top1 {(model(images).argmax(1) == labels).double().mean().item()}")
+            images, labels = eval_data.tensors
+            print(f"top1 {(model(images).argmax(1) == labels).double().mean().item():.4f}")
     if world_size > 1:
         if rank == 0:
             _, alone, _ = train(0, 1, train_data, dtype, epochs=1)  # over more updates training magnifies rounding
@@ -163,7 +140,7 @@ def main():
             )
             print(f"against dist.all_reduce: equal to {largest:.1e}, and the same bits on every rank")
             print(f"against one process: the losses of the first epoch equal to {drift:.1e}")
-        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
         dist.destroy_process_group()
 
 

@@ -24,8 +24,6 @@ What goes wrong:
 """
 
 import argparse
-import csv
-import gzip
 import logging
 import os
 import signal
@@ -38,38 +36,18 @@ from pathlib import Path
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
-from torch import multiprocessing, nn, optim
+from torch import multiprocessing, optim
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
+
+from digits import build, load, print_losses
 
 WORKERS = ["first", "second"]  # their names, by rank
 TIMEOUT = 60  # seconds for the answer to a call
 EPOCHS = 2
-BATCH = 64  # samples of one update
+BATCH = 64  # samples per update
 SEED = 0
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
 
 
 # --- called by name, on the worker that has the part
@@ -93,7 +71,7 @@ def refer_to_parameters(part):
 
 
 def train(dtype):
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     generator = torch.Generator()
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
     # remote() makes something over there and returns an RRef to it at once; here, it is there and here in one.
@@ -109,16 +87,18 @@ def train(dtype):
 
     for epoch in range(EPOCHS):
         generator.manual_seed(SEED + epoch)  # another order in every epoch; the smaller last batch is not dropped
-        for index, (images, labels) in enumerate(loader):
+        losses = []
+        for images, labels in loader:
             # Inside of the context each call notes, on both sides, that the graph goes on over there.
             with dist_autograd.context() as context:
-                loss = F.cross_entropy(model(images), labels, reduction="sum") / len(labels)
+                loss = F.cross_entropy(model(images), labels)
                 dist_autograd.backward(context, [loss])
                 optimizer.step(context)
-            print(f"update {epoch * len(loader) + index} loss {loss.item()}")
+            losses.append(loss.detach())
+        print_losses(epoch, torch.stack(losses), every_update=dtype == torch.float64)
 
-    correct = sum((model(images).argmax(1) == labels).sum() for images, labels in DataLoader(held_out, BATCH))
-    print(f"top1 {correct.item() / len(held_out)}", flush=True)
+    correct = sum((model(images).argmax(1) == labels).sum() for images, labels in DataLoader(eval_data, BATCH))
+    print(f"top1 {correct.item() / len(eval_data):.4f}", flush=True)
 
 
 # --- the same in every script over RPC: start, watch, end
@@ -166,7 +146,7 @@ def start(*arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     if not rpc.is_available():
         sys.stderr.write(f"{Path(__file__).name}: this torch is built without RPC: the builds for Linux have it\n")

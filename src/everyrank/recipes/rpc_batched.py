@@ -23,8 +23,6 @@ What goes wrong:
 """
 
 import argparse
-import csv
-import gzip
 import logging
 import os
 import signal
@@ -37,38 +35,18 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import multiprocessing, nn
+from torch import multiprocessing
 from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
+
+from digits import build, load, print_losses
 
 WORKERS = ["server", "trainer0", "trainer1"]  # their names, by rank
 TIMEOUT = 60  # seconds for the answer to a call
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all trainers together: it does not change with their number
 SEED = 0
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
-
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
-
-    torch.manual_seed(SEED)
-    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
 
 
 class Server:
@@ -128,14 +106,14 @@ def train(dtype):
         for trainer, name in enumerate(WORKERS[1:])
     ]
     torch.futures.wait_all(trainings)
-    for index, loss in enumerate(server.losses):
-        print(f"update {index} loss {loss.item()}")
-    _, held_out = load(dtype)
+    for epoch, losses in enumerate(torch.stack(server.losses).view(EPOCHS, -1)):
+        print_losses(epoch, losses, every_update=dtype == torch.float64)
+    _, eval_data = load(dtype)
     with torch.no_grad():
         correct = sum(
-            (server.model(images).argmax(1) == labels).sum() for images, labels in DataLoader(held_out, BATCH)
+            (server.model(images).argmax(1) == labels).sum() for images, labels in DataLoader(eval_data, BATCH)
         )
-    print(f"top1 {correct.item() / len(held_out)}", flush=True)
+    print(f"top1 {correct.item() / len(eval_data):.4f}", flush=True)
 
 
 # --- the same in every script over RPC: start, watch, end
@@ -182,7 +160,7 @@ def start(*arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     if not rpc.is_available():
         sys.stderr.write(f"{Path(__file__).name}: this torch is built without RPC: the builds for Linux have it\n")

@@ -52,10 +52,10 @@ WIDTH = 64
 SEED = 0
 
 
-def load(held_out):
+def load(eval_data):
     """Bytes and the byte after each, (LENGTH,) both, of the text behind Python's help(). The last tenth is held out."""
     text = torch.tensor(list("\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
-    text = text[len(text) * 9 // 10 :] if held_out else text[: len(text) * 9 // 10]
+    text = text[len(text) * 9 // 10 :] if eval_data else text[: len(text) * 9 // 10]
     text = text[: (len(text) - 1) // LENGTH * LENGTH + 1]
     return TensorDataset(text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH))
 
@@ -92,7 +92,7 @@ def refer_to_parameters(part):
 
 
 def train(dtype):
-    train_data, generator = load(held_out=False), torch.Generator().manual_seed(SEED)
+    train_data, generator = load(eval_data=False), torch.Generator().manual_seed(SEED)
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
     # remote() makes something over there and returns an RRef to it at once.
     embedding, decoder = (rpc.remote("server", make_part, (name, dtype)) for name in ("embedding", "decoder"))
@@ -113,10 +113,11 @@ def train(dtype):
             loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
-        print(f"update {index} loss {loss.item()}")
+        if dtype == torch.float64 or index % 10 == 9:
+            print(f"update {index} loss {loss.item() if dtype == torch.float64 else round(loss.item(), 4)}")
 
-    inputs, targets = load(held_out=True)[:200]
-    print(f"top1 {(model(inputs).argmax(-1) == targets).sum().item() / targets.numel()}", flush=True)
+    inputs, targets = load(eval_data=True)[:200]
+    print(f"top1 {(model(inputs).argmax(-1) == targets).sum().item() / targets.numel():.4f}", flush=True)
 
 
 # --- the same in every script over RPC: start, watch, end
@@ -164,7 +165,7 @@ def start(*arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     if not rpc.is_available():
         sys.stderr.write(f"{Path(__file__).name}: this torch is built without RPC: the builds for Linux have it\n")

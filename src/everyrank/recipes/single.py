@@ -32,21 +32,21 @@ SEED = 0
 
 
 def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
+    """Training data and evaluation data: images of shape (1, 8, 8) with values from 0 to 1, and their labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
         rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
     images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
+    is_eval = torch.arange(len(rows)) % 5 == 4  # every fifth image
+    return TensorDataset(images[~is_eval], labels[~is_eval]), TensorDataset(images[is_eval], labels[is_eval])
 
 
 def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
+    """A convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every run."""
 
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
+    def block(in_channels, out_channels, stride):
+        convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        # Group norm does not compute statistics over samples, so ranks have nothing to synchronize.
+        return nn.Sequential(convolution, nn.GroupNorm(4, out_channels), nn.ReLU())
 
     torch.manual_seed(SEED)
     blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
@@ -66,10 +66,11 @@ def evaluate(model, data, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     generator = torch.Generator()
     sampler = RandomSampler(train_data, generator=generator)
     loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=device.type == "cuda")
@@ -77,21 +78,25 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # the order is a function of seed and epoch: DistributedSampler's, too
-        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        generator.manual_seed(SEED + epoch)  # so that a resumed run has the same order of samples
+        losses = []
+        for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
             optimizer.zero_grad()
-            (loss / len(labels)).backward()  # the last batch is smaller, and not dropped
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
             optimizer.step()
-            losses[index] = loss.detach() / len(labels)
+            losses.append(loss.detach())
 
-        # The losses stayed on the device until now: reading one in the loop would make the CPU wait for it.
-        for index, loss in enumerate(losses.tolist()):
-            print(f"update {epoch * len(loader) + index} loss {loss}")
+        # Read the losses only now: in the loop, .item() would make the CPU wait for the device.
+        losses = torch.stack(losses).tolist()
+        if args.float64:
+            for index, loss in enumerate(losses):
+                print(f"update {epoch * len(losses) + index} loss {loss}")
+        else:
+            print(f"epoch {epoch + 1} loss {sum(losses) / len(losses):.4f}")
 
-    print(f"top1 {evaluate(model, held_out, device)}")
+    print(f"top1 {evaluate(model, eval_data, device):.4f}")
 
 
 if __name__ == "__main__":

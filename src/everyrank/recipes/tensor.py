@@ -18,8 +18,6 @@ What to change for your own training:
 """
 
 import argparse
-import csv
-import gzip
 import os
 import sys
 import time
@@ -33,24 +31,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
+
+from digits import count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update
+BATCH = 64  # samples per update
 SEED = 0
 WIDTH, HEADS = 32, 4  # the number of ranks divides the heads
 CLIP = 1.0  # the largest norm that the gradients may have
 PLAN = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
-
-
-def load(dtype):
-    """Real handwritten digits for training and, every fifth, held out: images (1, 8, 8) from 0 to 1, and labels."""
-    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
-        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
-    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 class Block(nn.Module):
@@ -92,27 +83,17 @@ def clip(gradients, world_size):
         part.mul_((CLIP / (squares.sqrt() + 1e-6)).clamp(max=1))  # 1e-6 as in torch
 
 
-@torch.no_grad()
-def evaluate(model, data, device):
-    """The fraction of the images that are classified correctly: every rank comes to the same."""
-    model.eval()
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in DataLoader(data, BATCH):
-        correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-    model.train()
-    return correct.item() / len(data)
-
-
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
-    dtype = torch.float64 if parser.parse_args().float64 else torch.float32
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    args = parser.parse_args()
+    dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if HEADS % world_size:
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: {HEADS} heads cannot be cut over {world_size} ranks evenly\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     model = build().to(device, dtype)
     if world_size > 1:
@@ -125,7 +106,7 @@ def main():
         mesh = init_device_mesh(device.type, (world_size,))
         for block in model[2:4]:
             parallelize_module(block, mesh, PLAN)
-    train_data, held_out = load(dtype)
+    train_data, eval_data = load(dtype)
     # No DistributedSampler: it would give each rank samples of its own. With one seed all draw the same order.
     generator = torch.Generator()
     sampler = RandomSampler(train_data, generator=generator)
@@ -135,26 +116,25 @@ def main():
 
     for epoch in range(EPOCHS):
         generator.manual_seed(SEED + epoch)  # another order in every epoch
-        losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        losses = []
+        for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
             optimizer.zero_grad()
-            (loss / len(labels)).backward()  # the last batch is smaller, and not dropped
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
             clip([parameter.grad for parameter in model.parameters()], world_size)
             optimizer.step()
-            losses[index] = loss.detach() / len(labels)
+            losses.append(loss.detach())
 
-        # Every rank has the loss of the whole batch. Added up over ranks it would count several times.
+        # Every rank has the loss of the whole batch: a sum over ranks would count it several times.
         if rank == 0:
-            for index, loss in enumerate(losses.tolist()):
-                print(f"update {epoch * len(loader) + index} loss {loss}")
+            print_losses(epoch, torch.stack(losses), every_update=args.float64)
 
-    top1 = evaluate(model, held_out, device)
+    correct = count_correct(model, eval_data, device)  # a collective: every rank computes the same
     if rank == 0:
-        print(f"top1 {top1}")
+        print(f"top1 {correct.item() / len(eval_data):.4f}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
         dist.destroy_process_group()
 
 

@@ -1,0 +1,93 @@
+"""Data, network and helpers of the scripts beside this file: handwritten digits and a small convolutional network.
+
+For your own training replace load() and build(), or import yours instead. The rest works for any dataset.
+"""
+
+import csv
+import gzip
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+SEED = 0
+
+
+def load(dtype):
+    """Training data and evaluation data: images of shape (1, 8, 8) with values from 0 to 1, and their labels."""
+    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
+        rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
+    images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
+    is_eval = torch.arange(len(rows)) % 5 == 4  # every fifth image
+    return TensorDataset(images[~is_eval], labels[~is_eval]), TensorDataset(images[is_eval], labels[is_eval])
+
+
+def build():
+    """A convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
+
+    def block(in_channels, out_channels, stride):
+        convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        # Group norm does not compute statistics over samples, so ranks have nothing to synchronize.
+        return nn.Sequential(convolution, nn.GroupNorm(4, out_channels), nn.ReLU())
+
+    torch.manual_seed(SEED)
+    blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
+
+
+class DistributedBatchSampler(Sampler):
+    """Splits each batch of all ranks and yields the sample indices of one rank: batch_sampler of a DataLoader.
+
+    It uses each sample once per epoch. DistributedSampler repeats some so that all ranks have equally many; they
+    would count twice in the gradient. Here the last batch is smaller, and so are the parts of it.
+    """
+
+    def __init__(self, num_samples, batch_size, rank, world_size, shuffle=True):
+        self.rank, self.world_size, self.shuffle, self.epoch = rank, world_size, shuffle, 0
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.batch_sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
+        smallest = min(self.batch_sizes)
+        if smallest < world_size:
+            raise SystemExit(
+                f"{world_size} ranks share a batch of {smallest} samples: use fewer, or another batch size"
+            )
+
+    def set_epoch(self, epoch):
+        """Select the order of the samples: without this call every epoch has the same order."""
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.arange(self.num_samples)
+        if self.shuffle:
+            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(SEED + self.epoch))
+        for batch in order.split(self.batch_size):
+            yield batch[self.rank :: self.world_size].tolist()
+
+    def __len__(self):
+        return len(self.batch_sizes)
+
+
+@torch.no_grad()
+def count_correct(model, data, device, rank=0, world_size=1):
+    """The number of images of this rank that are classified correctly, as a tensor: the sum over ranks is exact.
+
+    All ranks call the model equally often, because the forward pass of some models (FSDP) waits for all ranks.
+    """
+    model.eval()
+    sampler = DistributedBatchSampler(len(data), 64, rank, world_size, shuffle=False)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    for images, labels in DataLoader(data, batch_sampler=sampler):
+        predicted = model(images.to(device)).argmax(1)
+        correct += (predicted.to(device) == labels.to(device)).sum()
+    model.train()
+    return correct
+
+
+def print_losses(epoch, losses, every_update):
+    """Print the mean loss of an epoch, or with --float64 the loss of every update, to compare two scripts."""
+    if every_update:
+        for index, loss in enumerate(losses.tolist()):
+            print(f"update {epoch * len(losses) + index} loss {loss}")
+    else:
+        print(f"epoch {epoch + 1} loss {losses.mean().item():.4f}")
