@@ -177,7 +177,11 @@ BATCH_NORM = {"ddp_syncbn"}  # the others have group norm
 # What else goes wrong where more is written by hand.
 MORE_MUTATIONS = [
     ("ddp_syncbn", "grad.clone()\n        dist.all_reduce(total)\n", "grad.clone()\n"),  # what others' losses say of it
-    ("ddp_syncbn", "squares / count +", "squares / own_count / dist.get_world_size() +"),  # uneven parts taken for even
+    (
+        "ddp_syncbn",
+        "squares / count +",
+        "squares / local_count / dist.get_world_size() +",
+    ),  # uneven parts taken for even
     (  # what DistributedSampler would repeat gets into the statistics, and not into the loss
         "ddp_syncbn",
         "F.cross_entropy(ddp(images), labels",
@@ -205,7 +209,7 @@ MORE_MUTATIONS = [
     ("expert", "for parameter in shared])\n        dist", "for parameter in shared]) / world_size\n        dist"),
     ("expert", "AllToAll.apply(grad, ctx.of, ctx.to)", "torch.zeros(sum(ctx.to), WIDTH, dtype=grad.dtype)"),
     ("expert", "[order].split", ".split"),  # rows of one expert are taken for another's
-    ("expert", "said[order.argsort()]", "said"),  # what is said of one token is taken for another's
+    ("expert", "outputs[order.argsort()]", "outputs"),  # the outputs for one token are taken for another's
     ("ddp_torchrun", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),  # every epoch in the order of the first
     ("rpc_autograd", "manual_seed(SEED)\n", "manual_seed(os.getpid())\n"),  # weights of its own in every process
     ("rpc_batched", "own = slice(trainer, None, len(WORKERS) - 1)", "own = slice(0, None, len(WORKERS) - 1)"),
@@ -564,7 +568,7 @@ def test_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
 
 # Mistakes in the file that the recipes share.
 SHARED_MUTATIONS = [
-    ("batch[self.rank :: self.world_size]", "batch[:: self.world_size]"),  # all ranks read the same samples
+    ("tensor_split(self.world_size)[self.rank]", "tensor_split(self.world_size)[0]"),  # all ranks read the same samples
     ("manual_seed(SEED + self.epoch)", "manual_seed(SEED)"),  # every epoch in the same order
     ("min(batch_size, num_samples - start)", "batch_size"),  # the last batch divided by the full size
     ("(predicted.to(device) == labels.to(device)).sum()", "len(labels)"),

@@ -34,13 +34,13 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def check(what, found, right):
+def check(what, result, expected):
     """Ends this rank with status 1 where a result is not what it has to be; torchrun then ends the others."""
     global num_checked
     num_checked += 1
-    found = found.tolist() if isinstance(found, torch.Tensor) else found
-    if found != right:
-        sys.stderr.write(f"{Path(__file__).name}: rank {rank}: {what}: got {found}, not {right}\n")
+    result = result.tolist() if isinstance(result, torch.Tensor) else result
+    if result != expected:
+        sys.stderr.write(f"{Path(__file__).name}: rank {rank}: {what}: got {result}, not {expected}\n")
         raise SystemExit(1)
 
 
@@ -102,10 +102,10 @@ def all_reduce():
 def all_reduce_with_other_operations():
     """SUM, AVG, PRODUCT, MIN, MAX; BAND, BOR, BXOR for whole numbers, which NCCL does not have."""
     ranks = range(1, world_size + 1)
-    right = {"AVG": sum(ranks) / world_size, "PRODUCT": reduce(mul, ranks), "MIN": 1, "MAX": world_size}
+    expected = {"AVG": sum(ranks) / world_size, "PRODUCT": reduce(mul, ranks), "MIN": 1, "MAX": world_size}
     if dist.get_backend() != "nccl":
-        right |= {"BAND": reduce(and_, ranks), "BOR": reduce(or_, ranks), "BXOR": reduce(xor, ranks)}
-    for name, value in right.items():
+        expected |= {"BAND": reduce(and_, ranks), "BOR": reduce(or_, ranks), "BXOR": reduce(xor, ranks)}
+    for name, value in expected.items():
         dtype = torch.int64 if name in ("BAND", "BOR", "BXOR") else torch.float32  # AVG of integers is refused
         tensor = torch.tensor([rank + 1], dtype=dtype, device=device)
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, name))
@@ -120,12 +120,12 @@ def gather():
     rank 1  10   ->   rank 1
     rank 2  20        rank 2
     """
-    own = numbers(10 * rank)
-    parts = [torch.empty_like(own) for _ in range(world_size)] if rank == 0 else None
-    dist.gather(own, parts, dst=0)
+    local = numbers(10 * rank)
+    parts = [torch.empty_like(local) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(local, parts, dst=0)
     if rank == 0:
         check("gather", torch.cat(parts), [10 * sender for sender in range(world_size)])
-    draw("gather", own, torch.cat(parts) if rank == 0 else "")
+    draw("gather", local, torch.cat(parts) if rank == 0 else "")
 
 
 def scatter():
@@ -136,10 +136,10 @@ def scatter():
     rank 2                 rank 2  20
     """
     rows = [numbers(10 * receiver) for receiver in range(world_size)] if rank == 0 else None
-    own = numbers(-1)
-    dist.scatter(own, rows, src=0)
-    check("scatter", own, [10 * rank])
-    draw("scatter", torch.cat(rows) if rank == 0 else "", own)
+    local = numbers(-1)
+    dist.scatter(local, rows, src=0)
+    check("scatter", local, [10 * rank])
+    draw("scatter", torch.cat(rows) if rank == 0 else "", local)
 
 
 def all_gather():
@@ -149,11 +149,11 @@ def all_gather():
     rank 1  10   ->   rank 1  0 10 20
     rank 2  20        rank 2  0 10 20
     """
-    own = numbers(10 * rank)
-    parts = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(parts, own)
+    local = numbers(10 * rank)
+    parts = [torch.empty_like(local) for _ in range(world_size)]
+    dist.all_gather(parts, local)
     check("all_gather", torch.cat(parts), [10 * sender for sender in range(world_size)])
-    draw("all_gather", own, torch.cat(parts))
+    draw("all_gather", local, torch.cat(parts))
 
 
 def reduce_scatter():
@@ -164,10 +164,10 @@ def reduce_scatter():
     rank 2  20 21 22        rank 2  36
     """
     parts = [numbers(10 * rank + receiver) for receiver in range(world_size)]
-    own = numbers(-1)
-    dist.reduce_scatter(own, parts)
-    check("reduce_scatter", own, [sum(10 * sender + rank for sender in range(world_size))])
-    draw("reduce_scatter", torch.cat(parts), own)
+    local = numbers(-1)
+    dist.reduce_scatter(local, parts)
+    check("reduce_scatter", local, [sum(10 * sender + rank for sender in range(world_size))])
+    draw("reduce_scatter", torch.cat(parts), local)
 
 
 def all_to_all():
@@ -177,11 +177,11 @@ def all_to_all():
     rank 1  10 11 12   ->   rank 1  1 11 21
     rank 2  20 21 22        rank 2  2 12 22
     """
-    own = numbers(*(10 * rank + receiver for receiver in range(world_size)))
-    received = torch.empty_like(own)
-    dist.all_to_all_single(received, own)
+    local = numbers(*(10 * rank + receiver for receiver in range(world_size)))
+    received = torch.empty_like(local)
+    dist.all_to_all_single(received, local)
     check("all_to_all", received, [10 * sender + rank for sender in range(world_size)])
-    draw("all_to_all", own, received)
+    draw("all_to_all", local, received)
 
 
 def all_to_all_uneven():
@@ -193,11 +193,11 @@ def all_to_all_uneven():
     """
     given = [receiver + 1 for receiver in range(world_size)]  # how many go to each rank
     taken = [rank + 1] * world_size  # how many come from each: both sides have to know; else send the numbers first
-    own = numbers(*(10 * rank + receiver for receiver in range(world_size) for _ in range(receiver + 1)))
-    received = own.new_empty(sum(taken))
-    dist.all_to_all_single(received, own, taken, given)
+    local = numbers(*(10 * rank + receiver for receiver in range(world_size) for _ in range(receiver + 1)))
+    received = local.new_empty(sum(taken))
+    dist.all_to_all_single(received, local, taken, given)
     check("all_to_all uneven", received, [10 * sender + rank for sender in range(world_size) for _ in range(rank + 1)])
-    draw("all_to_all uneven", own, received)
+    draw("all_to_all uneven", local, received)
 
 
 def barrier():
@@ -216,14 +216,14 @@ def barrier():
 
 def objects():
     """Anything that can be pickled. Who receives it unpickles it, and that may run any code: trust the sender."""
-    found = [{"lr": 0.1} if rank == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    check("broadcast_object_list", found, [{"lr": 0.1}])
-    draw("broadcast_object_list", "" if rank else str(found[0]), str(found[0]))
-    found = [None] * world_size
-    dist.all_gather_object(found, "abcdefghijkl"[: rank + 1])  # of any size
-    check("all_gather_object", found, ["abcdefghijkl"[: sender + 1] for sender in range(world_size)])
-    draw("all_gather_object", found[rank], " ".join(found))
+    result = [{"lr": 0.1} if rank == 0 else None]
+    dist.broadcast_object_list(result, src=0)
+    check("broadcast_object_list", result, [{"lr": 0.1}])
+    draw("broadcast_object_list", "" if rank else str(result[0]), str(result[0]))
+    result = [None] * world_size
+    dist.all_gather_object(result, "abcdefghijkl"[: rank + 1])  # of any size
+    check("all_gather_object", result, ["abcdefghijkl"[: sender + 1] for sender in range(world_size)])
+    draw("all_gather_object", result[rank], " ".join(result))
     box = [None]
     dist.scatter_object_list(box, [f"for {receiver}" for receiver in range(world_size)] if rank == 0 else None, src=0)
     check("scatter_object_list", box, [f"for {rank}"])

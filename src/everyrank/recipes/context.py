@@ -219,8 +219,7 @@ def main():
         dist.all_reduce(losses)
     if rank == 0:
         for index, loss in enumerate(losses.tolist()):
-            if args.float64 or index % 10 == 9:
-                print(f"update {index} loss {loss if args.float64 else round(loss, 4)}")
+            print(f"update {index} loss {loss if args.float64 else round(loss, 4)}")
     top1 = evaluate(model, positions, device)
     if rank == 0:
         print(f"top1 {top1}")

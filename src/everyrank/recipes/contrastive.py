@@ -60,13 +60,15 @@ def build():
 
 
 class Gather(torch.autograd.Function):
-    """The rows of this rank -> the rows of all ranks, in their order; backward adds up what all ranks say of a row."""
+    """The rows of this rank -> the rows of all ranks, in order; backward sums the gradients of all ranks for a row."""
 
     @staticmethod
-    def forward(ctx, own, sizes, rank):
+    def forward(ctx, local_features, sizes, rank):
         ctx.sizes, ctx.rank = sizes, rank
-        padded = own.new_zeros(max(sizes), *own.shape[1:])  # slices may differ by one row, and all_gather's may not
-        padded[: len(own)] = own
+        padded = local_features.new_zeros(
+            max(sizes), *local_features.shape[1:]
+        )  # slices may differ by one row, and all_gather's may not
+        padded[: len(local_features)] = local_features
         rows = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(rows, padded)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
@@ -78,20 +80,20 @@ class Gather(torch.autograd.Function):
         return grad.split(ctx.sizes)[ctx.rank], None, None
 
 
-def contrast(own, everyone, first):
-    """Each of this rank's views (b, 2, d) is to find the other one of its image among all views (B, 2, d): a sum."""
-    index = first + torch.arange(len(own), device=own.device)
-    total = own.new_zeros(())
+def contrast(local_features, all_features, first):
+    """Sum of the losses of this rank: each view (b, 2, d) has to find the other view of its image among all (B, 2, d)."""
+    index = first + torch.arange(len(local_features), device=local_features.device)
+    total = local_features.new_zeros(())
     for view in (0, 1):
-        logits = own[:, view] @ torch.cat([everyone[:, 1 - view], everyone[:, view]]).T / TEMPERATURE
-        logits = logits.scatter(1, (len(everyone) + index)[:, None], float("-inf"))  # not itself
+        logits = local_features[:, view] @ torch.cat([all_features[:, 1 - view], all_features[:, view]]).T / TEMPERATURE
+        logits = logits.scatter(1, (len(all_features) + index)[:, None], float("-inf"))  # not itself
         total = total + F.cross_entropy(logits, index, reduction="sum")
     return total
 
 
 @torch.no_grad()
 def evaluate(model, train_data, eval_data, device):
-    """The fraction of held-out images whose nearest training image is the same digit; the same on every rank."""
+    """The fraction of evaluation images whose nearest training image is the same digit; the same on every rank."""
     keys, queries = (F.normalize(model(data.tensors[0].to(device)), dim=1) for data in (train_data, eval_data))
     nearest = (queries @ keys.T).argmax(1).cpu()
     return (train_data.tensors[1][nearest] == eval_data.tensors[1]).double().mean().item()
@@ -119,7 +121,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # No DistributedSampler: a sample that it repeats would be its own negative. Ranks know here who has which.
+        # DistributedSampler repeats samples, and a sample would be its own negative. Here each rank knows all parts.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
         batches = order.to(device).split(BATCH)
         views = two_views(images, epoch)
@@ -128,9 +130,11 @@ def main():
             slices = batch.tensor_split(world_size)
             sizes = [len(part) for part in slices]
             optimizer.zero_grad()
-            own = F.normalize(ddp(views[slices[rank]].flatten(0, 1)), dim=1).unflatten(0, (-1, 2))
-            everyone = Gather.apply(own, sizes, rank) if world_size > 1 else own
-            loss = contrast(own, everyone, sum(sizes[:rank])) / (2 * len(batch))  # two terms for each image
+            local_features = F.normalize(ddp(views[slices[rank]].flatten(0, 1)), dim=1).unflatten(0, (-1, 2))
+            all_features = Gather.apply(local_features, sizes, rank) if world_size > 1 else local_features
+            loss = contrast(local_features, all_features, sum(sizes[:rank])) / (
+                2 * len(batch)
+            )  # two terms for each image
             (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
             losses.append(loss.detach())

@@ -8,9 +8,9 @@ Use when  the activations of the batch do not fit on the devices together
 
 What to change for your own training:
 - ACCUMULATE: more micro-batches need less memory; the losses stay the same, because BATCH does.
-- Divide by the size of the whole batch. A mean over each micro-batch, divided by ACCUMULATE, is another training
-  as soon as they differ in size, or in how many of their targets are masked.
-- With batch norm each micro-batch has its own statistics: accumulation is then another training.
+- Divide by the size of the whole batch. A mean over each micro-batch, divided by ACCUMULATE, is not equivalent
+  if they differ in size, or in how many of their targets are masked.
+- With batch norm each micro-batch has its own statistics: accumulation is then not equivalent.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

@@ -6,12 +6,12 @@ Holds     as DDP; with powersgd also the error of each gradient and a narrow mat
 Travels   gradients in 16 bits: half of float32. With powersgd of a matrix (n, m) RANK * (n + m) elements
 Use when  links, not devices, decide the time of a step, and the loss bears it: look at its curve beside --hook none
 
-Another training than DDP: what is rounded or left out is not in the update.
+Not equivalent to DDP: what is rounded or left out is not in the update.
 
 What to change for your own training:
 - fp16 overflows at 65,504 and loses what is below 6e-8: bf16 does not (a hook for it needs NCCL).
 - powersgd begins after START updates with the plain all-reduce: torch's default is 1,000, for training from scratch.
-- A checkpoint needs the hook's state as well (PowerSGDState can be pickled), or its errors begin anew.
+- A checkpoint needs the hook's state as well (PowerSGDState can be pickled), or its errors start from zero.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

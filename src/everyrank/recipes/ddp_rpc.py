@@ -75,7 +75,7 @@ def build():
 
 
 class SGD(optim.SGD):
-    """Runs as it is. DistributedOptimizer takes a TorchScript version of torch's own class, which is deprecated."""
+    """For torch's own class DistributedOptimizer uses a TorchScript version, which is deprecated; not for a subclass."""
 
 
 def refer_to_parameters(module):
@@ -92,10 +92,10 @@ def train_share(table, trainer, init_method, dtype):
     dense = build()[1].to(dtype)
     ddp = DistributedDataParallel(dense)
     on_server = rpc.rpc_sync(table.owner(), refer_to_parameters, (table,))
-    own = [rpc.RRef(parameter) for parameter in dense.parameters()]
+    dense_parameters = [rpc.RRef(parameter) for parameter in dense.parameters()]
     optimizers = [
         DistributedOptimizer(SGD, on_server, lr=0.3 / TRAINERS),
-        DistributedOptimizer(SGD, own, lr=0.1, momentum=0.9, weight_decay=5e-4),
+        DistributedOptimizer(SGD, dense_parameters, lr=0.1, momentum=0.9, weight_decay=5e-4),
     ]
     losses = []
     for epoch in range(EPOCHS):

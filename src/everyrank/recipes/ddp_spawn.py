@@ -8,8 +8,8 @@ Use when  one machine is enough and plain `python` has to start it: in an IDE, a
 
 What to change for your own training:
 - Replace load() and build() of digits.py. On CUDA, give as many processes as there are devices.
-- BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
-- Masked or padded targets: divide by the number of loss terms on all ranks, all-reduced before backward.
+- BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
+- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
 - What starts processes stays under __main__: every process imports this file again.
 - For several machines, or restarts after a fault, take ddp_torchrun.py.
 """

@@ -4,7 +4,7 @@ Run: torchrun --standalone --nproc-per-node 2 ddp_syncbn.py
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients, as under any DDP; for each batch norm, forward and backward, two numbers a channel
-Use when  the model has batch norm: on each rank's samples alone, every number of ranks is another training
+Use when  the model has batch norm: on each rank's samples alone, every number of ranks trains a different model
 
 DDP leaves batch norm alone: each rank normalises by its own samples, and the running statistics are those of rank 0.
 nn.SyncBatchNorm takes them over all ranks, on GPUs only: on CPU it raises. BatchNormOverRanks is the same on CPU.
@@ -39,8 +39,8 @@ class SumOverRanks(torch.autograd.Function):
     """The sum over ranks. The losses of all ranks depend on it, so its gradient is summed over them, too."""
 
     @staticmethod
-    def forward(_, own):
-        total = own.clone()
+    def forward(_, local):
+        total = local.clone()
         dist.all_reduce(total)
         return total
 
@@ -57,8 +57,8 @@ class BatchNormOverRanks(nn.BatchNorm2d):
     def forward(self, images):
         if not self.training:
             return super().forward(images)  # by the running statistics
-        own_count = images.new_tensor([images[:, 0].numel()])
-        *_, count = total = SumOverRanks.apply(torch.cat([images.sum((0, 2, 3)), own_count]))
+        local_count = images.new_tensor([images[:, 0].numel()])
+        *_, count = total = SumOverRanks.apply(torch.cat([images.sum((0, 2, 3)), local_count]))
         mean = total[:-1] / count
         centred = images - mean[:, None, None]
         # Sums of squares, less the mean's square, would need one all-reduce less, and lose digits.
@@ -102,7 +102,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

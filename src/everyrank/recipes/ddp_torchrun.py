@@ -8,9 +8,9 @@ Use when  the model fits on one device: the first thing to try on several
 
 What to change for your own training:
 - Replace load() and build() of digits.py. Batch norm needs nn.SyncBatchNorm, on GPUs only.
-- BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
-- Masked or padded targets: divide by the number of loss terms on all ranks, all-reduced before backward.
-- Train with ddp(...), never model(...): the gradients of model(...) stay on their rank, without a word.
+- BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
+- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
+- Train with ddp(...), never model(...): model(...) sends no gradients, and no error says so.
 - On several machines: --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT instead of --standalone.
 """
 
@@ -40,7 +40,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )
@@ -74,8 +74,8 @@ def main():
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
     del ddp  # before its process group is destroyed
-    # One of gloo's threads may still hold the last tensor, and outlives the group. Letting go of it while Python exits
-    # would abort the process ("terminate called without an active exception"); it takes far less than this.
+    # A gloo thread may hold the last tensor a little longer than its group exists. If it releases the tensor while
+    # Python exits, the process aborts ("terminate called without an active exception").
     time.sleep(0.1)
     dist.destroy_process_group()
 

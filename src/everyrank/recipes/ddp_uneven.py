@@ -82,10 +82,10 @@ class SameMomentum(Joinable, JoinHook):
 
 def own_stream(data, rank, world_size, epoch):
     """Batches of this rank, as many as come: rank 1 has twice as much as rank 0, rank 2 three times as much."""
-    borders = [len(data) * place * (place + 1) // (world_size * (world_size + 1)) for place in range(world_size + 1)]
-    own = torch.arange(borders[rank], borders[rank + 1])
-    order = torch.randperm(len(own), generator=torch.Generator().manual_seed(SEED + epoch))
-    for numbers in own[order].split(BATCH // world_size):
+    borders = [len(data) * index * (index + 1) // (world_size * (world_size + 1)) for index in range(world_size + 1)]
+    local = torch.arange(borders[rank], borders[rank + 1])
+    order = torch.randperm(len(local), generator=torch.Generator().manual_seed(SEED + epoch))
+    for numbers in local[order].split(BATCH // world_size):
         yield data[numbers]
 
 
@@ -115,9 +115,9 @@ def main():
             for images, labels in own_stream(train_data, rank, world_size, epoch):
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 loss = F.cross_entropy(ddp(images), labels, reduction="sum")
-                own = torch.stack([loss.detach(), loss.new_tensor(len(labels))])
+                local = torch.stack([loss.detach(), loss.new_tensor(len(labels))])
                 ddp.zero_grad()
-                (loss + model.totals @ own).backward()
+                (loss + model.totals @ local).backward()
                 # Both came as the sum over ranks / world_size, so that goes out again: what is left is sum / count.
                 (total, count), model.totals.grad = model.totals.grad, None
                 for parameter in parameters:

@@ -1,11 +1,11 @@
-"""Evaluation on all ranks, exact: each held-out sample counts once, however many ranks there are.
+"""Evaluation on all ranks, exact: each evaluation sample counts once, however many ranks there are.
 
 Run: torchrun --standalone --nproc-per-node 2 distributed_evaluation.py
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; for each
           evaluation one all-reduce of its sums: loss, correct images, images
-Use when  the held-out set is too large for one rank to read alone while the others wait
+Use when  the evaluation set is too large for one rank to read alone while the others wait
 
 What to change for your own training:
 - totals has one entry for each sum: add your own. Divide after the all-reduce, not before: a mean of the
@@ -38,16 +38,16 @@ def evaluate(model, data, rank, world_size, device):
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # float64: exact for counts up to 2^53
     # Each image is read by one rank; some ranks read one more than others, and none is repeated to even that out.
-    own = Subset(data, range(rank, len(data), world_size))
-    for images, labels in DataLoader(own, BATCH):
+    subset = Subset(data, range(rank, len(data), world_size))
+    for images, labels in DataLoader(subset, BATCH):
         output, labels = model(images.to(device)), labels.to(device)
         totals[0] += F.cross_entropy(output, labels, reduction="sum")
         totals[1] += (output.argmax(1) == labels).sum()
         totals[2] += len(labels)
     dist.all_reduce(totals)
     model.train()
-    loss, right, count = totals.tolist()
-    return loss / count, right / count, int(count)
+    loss, correct, count = totals.tolist()
+    return loss / count, correct / count, int(count)
 
 
 def main():
@@ -59,7 +59,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

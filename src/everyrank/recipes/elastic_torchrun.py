@@ -15,7 +15,7 @@ What to change for your own training:
 - On several hosts: --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id 7, the same on all. When one
   leaves, the others continue if two are left; when one joins, all restart from the checkpoint.
 - CHECKPOINT is on storage that all hosts share: rank 0 reads and writes it, and may be another host after a restart.
-- What is not in the checkpoint begins anew: add schedule, GradScaler and the random generators that you draw from.
+- Add to the checkpoint what else has state: schedule, GradScaler, the random generators that you draw from.
 - The variable gives each start a store of its own. In torchrun's, which outlives its ranks, new ones find addresses
   of dead ones, and fail or hang (pytorch issue 135712).
 - A restart repeats what came after the last checkpoint. It cures no mistake of the script: --max-restarts ends those.

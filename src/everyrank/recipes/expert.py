@@ -46,9 +46,9 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, to, of):
         ctx.to, ctx.of = to, of
-        found = rows.new_empty(sum(of), rows.shape[1])
-        dist.all_to_all_single(found, rows.contiguous(), of, to)
-        return found
+        received = rows.new_empty(sum(of), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), of, to)
+        return received
 
     @staticmethod
     def backward(ctx, grad):  # the way back
@@ -56,7 +56,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class Mixture(nn.Module):
-    """Adds to each token what its TOP_K experts say of it: (N, 8, WIDTH) -> (N, 8, WIDTH)."""
+    """Adds to each token the weighted outputs of its TOP_K experts: (N, 8, WIDTH) -> (N, 8, WIDTH)."""
 
     def __init__(self):
         super().__init__()
@@ -69,25 +69,27 @@ class Mixture(nn.Module):
         weights, chosen = self.router(tokens).softmax(1).topk(TOP_K)
         order = chosen.flatten().argsort(stable=True)  # pairs of token and choice: by expert, and so by rank
         counts = chosen.flatten().bincount(minlength=EXPERTS)
-        said = self.ask(tokens[order // TOP_K], counts)
-        said = said[order.argsort()].unflatten(0, (-1, TOP_K))  # by token again
-        return stream + (said * weights[:, :, None]).sum(1).view_as(stream)
+        outputs = self.route(tokens[order // TOP_K], counts)
+        outputs = outputs[order.argsort()].unflatten(0, (-1, TOP_K))  # by token again
+        return stream + (outputs * weights[:, :, None]).sum(1).view_as(stream)
 
-    def ask(self, rows, counts):
-        """What the experts say of rows that are sorted by expert, `counts` for each; in the same order."""
+    def route(self, rows, counts):
+        """Outputs of the experts for rows sorted by expert, `counts` rows for each, in the same order."""
         world_size = EXPERTS // len(self.experts)
         if world_size == 1:
             return self.run(rows.split(counts.tolist()))
-        asked = torch.empty_like(counts)  # the numbers of rows for the experts that are here, rank after rank
-        dist.all_to_all_single(asked, counts)
-        to, of = (numbers.view(world_size, -1).sum(1).tolist() for numbers in (counts, asked))
-        expert = torch.arange(len(self.experts), device=rows.device).repeat(world_size).repeat_interleave(asked)
-        order = expert.argsort(stable=True)  # what comes is sorted by the rank it comes from
-        own = AllToAll.apply(rows, to, of)[order].split(expert.bincount(minlength=len(self.experts)).tolist())
-        return AllToAll.apply(self.run(own)[order.argsort()], of, to)
+        received_counts = torch.empty_like(counts)  # numbers of rows for the experts of this rank, by sending rank
+        dist.all_to_all_single(received_counts, counts)
+        to, of = (numbers.view(world_size, -1).sum(1).tolist() for numbers in (counts, received_counts))
+        expert = (
+            torch.arange(len(self.experts), device=rows.device).repeat(world_size).repeat_interleave(received_counts)
+        )
+        order = expert.argsort(stable=True)  # received rows are sorted by sending rank
+        local_rows = AllToAll.apply(rows, to, of)[order].split(expert.bincount(minlength=len(self.experts)).tolist())
+        return AllToAll.apply(self.run(local_rows)[order.argsort()], of, to)
 
     def run(self, parts):
-        # One without rows runs, too: its gradients are zeros then, and the way back is taken by every rank.
+        # An expert without rows runs, too: its gradients are zero, and every rank takes part in the way back.
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
 
 

@@ -46,7 +46,7 @@ def build_sharded(rank, world_size, device, dtype, bf16):
     mesh = init_device_mesh(device.type, (world_size,))
     for block in model[:3]:
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision))
-    # What is left, the last layer; its output in full precision, for the loss.
+    # The rest of the model: the last layer. Its output has full precision, for the loss.
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision, output_dtype=dtype))
 
     # Gather the next block's parameters before this block's kernels are launched, so that they overlap even where the
@@ -72,7 +72,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

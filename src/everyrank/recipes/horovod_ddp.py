@@ -44,7 +44,9 @@ def main():
     device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, os.cpu_count() // hvd.local_size()))  # else each rank starts one for every core
+    torch.set_num_threads(
+        max(1, os.cpu_count() // hvd.local_size())
+    )  # by default each rank starts a thread for every core
 
     train_data, eval_data = load(dtype)
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)

@@ -8,13 +8,13 @@ Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
 Use when  you train a classifier of images, and for the shape of a whole script: loader workers, schedule, checkpoint
 
-Differs from the example that everybody copies in what is usually wrong there:
+What it does that the usual example does not:
 - The batch is that of all ranks; adding ranks does not change the training.
 - Augmentation is a function of (seed, epoch, image): not of the rank or the worker that happens to draw.
 - The last, smaller batch is not dropped, and no image is repeated to make ranks even: top-1 and top-5 are exact.
 - Batch norm is synchronised on CUDA. On CPU, where torch cannot, the network has group norm.
 - Nothing in the loop waits for the device or for another rank: no .item(), no barrier, no all-reduce of a metric.
-- The newest checkpoint is whole, whenever the machine goes down: start the same command again and it goes on.
+- The newest checkpoint is complete, whenever the machine goes down: start the same command again to resume.
 """
 
 import argparse
@@ -42,8 +42,8 @@ class Images:
     """(image, class) of the files in folders of classes; a random part of the image for training."""
 
     def __init__(self, folder, size, training, classes=None):
-        there = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
-        self.classes = classes or there  # the held-out images have the numbers of the training classes
+        folders = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+        self.classes = classes or folders  # evaluation images get the numbers of the training classes
         names = ((path, i) for i, name in enumerate(self.classes) for path in sorted((folder / name).rglob("*")))
         self.samples = [(path, i) for path, i in names if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")]
         self.size, self.training = size, training
@@ -61,9 +61,9 @@ class Images:
         if self.training:  # 8% to all of the area, sides from 3:4 to 4:3
             area = width * height * (0.08 + 0.92 * torch.rand(()).item())
             shape = math.exp((2 * torch.rand(()).item() - 1) * math.log(4 / 3))
-            own_width, own_height = min(width, math.sqrt(area * shape)), min(height, math.sqrt(area / shape))
-            left, top = (torch.rand(2) * torch.tensor([width - own_width, height - own_height])).tolist()
-            box = (left, top, left + own_width, top + own_height)
+            crop_width, crop_height = min(width, math.sqrt(area * shape)), min(height, math.sqrt(area / shape))
+            left, top = (torch.rand(2) * torch.tensor([width - crop_width, height - crop_height])).tolist()
+            box = (left, top, left + crop_width, top + crop_height)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
         if self.training and torch.rand(()) < 0.5:
@@ -91,12 +91,14 @@ class Seeded:
 class Block(nn.Module):
     """Two 3 x 3 convolutions beside a shortcut (He et al. 2016)."""
 
-    def __init__(self, before, after, stride, norm):
+    def __init__(self, in_channels, out_channels, stride, norm):
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), norm(after), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), norm(after))
-        projection = nn.Conv2d(before, after, 1, stride, bias=False), norm(after)
-        self.shortcut = nn.Identity() if stride == 1 and before == after else nn.Sequential(*projection)
+        self.first = nn.Sequential(
+            nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False), norm(out_channels), nn.ReLU()
+        )
+        self.second = nn.Sequential(nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False), norm(out_channels))
+        projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), norm(out_channels)
+        self.shortcut = nn.Identity() if stride == 1 and in_channels == out_channels else nn.Sequential(*projection)
 
     def forward(self, features):
         return F.relu(self.second(self.first(features)) + self.shortcut(features))
@@ -113,25 +115,27 @@ def build(num_classes, width, cuda):
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if cuda else model
 
 
-def parts(order, batch, rank, world_size):
-    """This rank's part of each batch: contiguous, sizes that differ by at most one; and the sizes of the batches."""
-    batches = order.split(batch)
-    return [part.tensor_split(world_size)[rank].tolist() for part in batches], [len(part) for part in batches]
+def split_batches(order, batch_size, rank, world_size):
+    """The sample indices of this rank for each batch of all ranks, and the sizes of those batches."""
+    batches = order.split(batch_size)
+    local_batches = [batch.tensor_split(world_size)[rank].tolist() for batch in batches]
+    return local_batches, [len(batch) for batch in batches]
 
 
 @torch.no_grad()
 def evaluate(model, data, args, rank, world_size, device, dtype):
     """(top-1, top-5): each image is read by one rank, none is repeated."""
     model.eval()
-    own, _ = parts(torch.arange(len(data)), args.batch, rank, world_size)
-    right = torch.zeros(2, dtype=torch.int64, device=device)
-    for images, labels in DataLoader(data, batch_sampler=[part for part in own if part], num_workers=args.workers):
+    local_batches, _ = split_batches(torch.arange(len(data)), args.batch, rank, world_size)
+    correct = torch.zeros(2, dtype=torch.int64, device=device)
+    batch_sampler = [indices for indices in local_batches if indices]
+    for images, labels in DataLoader(data, batch_sampler=batch_sampler, num_workers=args.workers):
         output = model(images.to(device, dtype))
         likeliest = output.topk(min(5, output.shape[1])).indices == labels.to(device)[:, None]
-        right += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
-    dist.all_reduce(right)
+        correct += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
+    dist.all_reduce(correct)
     model.train()
-    return (right.double() / len(data)).tolist()
+    return (correct.double() / len(data)).tolist()
 
 
 def main():
@@ -151,7 +155,7 @@ def main():
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = torch.float64 if args.float64 else torch.float32
-    low = torch.autocast("cuda", torch.bfloat16) if cuda and not args.float64 else contextlib.nullcontext()
+    autocast = torch.autocast("cuda", torch.bfloat16) if cuda and not args.float64 else contextlib.nullcontext()
 
     data = Images(args.data / "train", args.size, True)
     held_out = Images(args.data / "val", args.size, False, data.classes)
@@ -159,53 +163,65 @@ def main():
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, args.epochs // 3), gamma=0.1)
-    begin, done, top1, top5 = 0, 0, math.nan, math.nan
-    newest = Path("imagenet_ddp.pt")  # in a folder that all hosts share
-    goes_on = torch.tensor([newest.exists()], device=device)
-    dist.broadcast(goes_on, src=0)  # one rank decides: with two opinions they would train two models
-    if goes_on:
-        saved = torch.load(newest, map_location=device, weights_only=True)
-        for part, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
-            part.load_state_dict(saved[name])
-        begin, done = saved["epoch"], saved["updates"]
+    first_epoch, num_updates, top1, top5 = 0, 0, math.nan, math.nan
+    checkpoint = Path("imagenet_ddp.pt")  # in a folder that all hosts share
+    resume = torch.tensor([checkpoint.exists()], device=device)
+    dist.broadcast(resume, src=0)  # rank 0 decides: ranks that disagree would train two models
+    if resume:
+        saved = torch.load(checkpoint, map_location=device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        first_epoch, num_updates = saved["epoch"], saved["updates"]
 
-    for epoch in range(begin, args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         start = time.perf_counter()
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
-        own, sizes = parts(order, args.batch, rank, world_size)
-        keys = [[(epoch, i) for i in part or [0]] for part in own]  # a rank without a sample borrows one: it counts 0
+        local_batches, batch_sizes = split_batches(order, args.batch, rank, world_size)
+        # A rank that has no sample in the last batch reads image 0, with weight 0: DDP needs all ranks in each update.
+        keys = [[(epoch, index) for index in indices or [0]] for indices in local_batches]
         loader = DataLoader(Seeded(data), batch_sampler=keys, num_workers=args.workers, pin_memory=cuda)
-        sums = torch.zeros(len(sizes), dtype=torch.float64, device=device)
-        for index, (images, labels) in enumerate(loader):
+        losses = []
+        for (images, labels), indices, batch_size in zip(loader, local_batches, batch_sizes, strict=True):
             images = images.to(device, dtype, non_blocking=True, memory_format=torch.channels_last)
-            with low:
-                loss = F.cross_entropy(ddp(images), labels.to(device, non_blocking=True), reduction="sum")
-            loss = loss * bool(own[index])
             optimizer.zero_grad()
-            (loss * world_size / sizes[index]).backward()
+            with autocast:
+                loss = F.cross_entropy(ddp(images), labels.to(device, non_blocking=True), reduction="sum") / batch_size
+            if not indices:
+                loss = loss * 0
+            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
-            sums[index] = loss.detach()
+            losses.append(loss.detach())
         schedule.step()
-        dist.all_reduce(sums)
+        losses = torch.stack(losses)
+        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
         top1, top5 = evaluate(model, held_out, args, rank, world_size, device, dtype)
         if rank == 0:
-            for index, total in enumerate(sums.tolist()):
+            for index, loss in enumerate(losses.tolist()):
                 if args.float64:
-                    print(f"update {done + index} loss {total / sizes[index]}")
-            print(f"epoch {epoch}: {time.perf_counter() - start:.1f} s, top1 {top1:.4f}, top5 {top5:.4f}")
-            named = {"model": model, "optimizer": optimizer, "schedule": schedule}
-            state = {name: part.state_dict() for name, part in named.items()}
-            with newest.with_suffix(".partial").open("wb") as file:
-                torch.save({**state, "epoch": epoch + 1, "updates": done + len(sizes)}, file)
+                    print(f"update {num_updates + index} loss {loss}")
+            print(
+                f"epoch {epoch + 1}: loss {losses.mean().item():.4f}, {time.perf_counter() - start:.1f} s, top1 {top1:.4f}, top5 {top5:.4f}"
+            )
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+                "epoch": epoch + 1,
+                "updates": num_updates + len(losses),
+            }
+            partial = checkpoint.with_suffix(".partial")
+            with partial.open("wb") as file:
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            newest.with_suffix(".partial").replace(newest)  # whole, or not there
-        done += len(sizes)
+            partial.replace(checkpoint)  # the old checkpoint or the whole new one exists at any time
+        num_updates += len(losses)
 
     if rank == 0:
         print(f"top1 {top1:.4f}\ntop5 {top5:.4f}")
-    del ddp  # before its process group
-    time.sleep(0.1)  # for gloo's threads: the end of ddp_torchrun.py says why
+    del ddp  # before its process group is destroyed
+    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 
 

@@ -54,8 +54,8 @@ def devices():
     if torch.cuda.device_count() >= 2 * num_ranks:
         return torch.device("cuda", 2 * local_rank), torch.device("cuda", 2 * local_rank + 1)
     if local_rank == 0:
-        found = f"{2 * num_ranks} CUDA devices wanted, {torch.cuda.device_count()} found"
-        sys.stderr.write(f"{Path(__file__).name}: {found}: both halves are on the CPU\n")
+        message = f"{2 * num_ranks} CUDA devices wanted, {torch.cuda.device_count()} message"
+        sys.stderr.write(f"{Path(__file__).name}: {message}: both halves are on the CPU\n")
     return torch.device("cpu"), torch.device("cpu")
 
 

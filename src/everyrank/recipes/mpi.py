@@ -41,17 +41,17 @@ VARIABLES = (  # rank, local rank, world size, ranks of this host: Open MPI; MPI
 )
 
 
-def refuse(why):  # in one line, with the exit status of wrong usage
-    sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # in one go: ranks share the screen
+def refuse(why):  # exit status 2: wrong usage
+    sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # one write: ranks share the screen
     raise SystemExit(2)
 
 
 def read_environment():
     """(rank, local rank, world size, ranks of this host) as mpirun says, and the init_method that all ranks share."""
-    found = [names for names in VARIABLES if all(name in os.environ for name in names)]
-    if not found:
+    variables = [names for names in VARIABLES if all(name in os.environ for name in names)]
+    if not variables:
         refuse(f"not started by mpirun: mpirun -n 2 --bind-to none python {Path(__file__).name}")
-    rank, local_rank, world_size, local_size = (int(os.environ[name]) for name in found[0])
+    rank, local_rank, world_size, local_size = (int(os.environ[name]) for name in variables[0])
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host and port:
         return rank, local_rank, world_size, local_size, f"tcp://{host}:{port}"
@@ -77,7 +77,7 @@ def main():
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, os.cpu_count() // local_size))  # else each rank starts one for every core
+    torch.set_num_threads(max(1, os.cpu_count() // local_size))  # by default each rank starts a thread for every core
     # The timeout ends the wait for a rank that died.
     name, bound = ("nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(name, init_method, timedelta(minutes=5), world_size, rank, device_id=bound)

@@ -45,31 +45,31 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 def refuse(why):  # one line from each host, with the exit status of wrong usage
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # in one go: ranks share the screen
+        sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # one write: ranks share the screen
     raise SystemExit(2)
 
 
 def rendezvous():
-    """The store of all ranks, this one's rank and how many there are, once their hosts are found to fit together."""
+    """(store, rank, world size) after a check that the hosts reach each other and have the same torch."""
     if "GROUP_RANK" not in os.environ:
         refuse("not started by torchrun; its lines are at the top of this file")
-    master, own, local_rank = os.environ["MASTER_ADDR"], socket.gethostname(), os.environ["LOCAL_RANK"]
+    master, host_name, local_rank = os.environ["MASTER_ADDR"], socket.gethostname(), os.environ["LOCAL_RANK"]
     try:
-        family, *_, there = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, *_, address_of_master = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing; the system picks the address it would come from
+            probe.connect(address_of_master)  # sends nothing; the system picks the address it would come from
             address = probe.getsockname()[0]
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-        store.set(f"host of {rank}", json.dumps([own, torch.__version__, there[0]]))
+        store.set(f"host of {rank}", json.dumps([host_name, torch.__version__, address_of_master[0]]))
         hosts = [json.loads(store.get(f"host of {other}")) for other in range(world_size)]
     except (dist.DistError, OSError) as error:
-        refuse(f"{own} did not find all others by MASTER_ADDR={master}: {str(error).splitlines()[0]}")
+        refuse(f"{host_name} did not find all others by MASTER_ADDR={master}: {str(error).splitlines()[0]}")
     if len({version for _, version, _ in hosts}) > 1:
         refuse(f"not the same torch: {', '.join(sorted({f'{host} has {version}' for host, version, _ in hosts}))}")
     for host, _, seen in hosts:
         if len({name for name, _, _ in hosts}) > 1 and ipaddress.ip_address(seen.partition("%")[0]).is_loopback:
             refuse(f"MASTER_ADDR={master} is {seen} on {host}, loopback: change --master-addr (of c10d: --local-addr)")
-    sys.stdout.write(f"rank {rank} of {world_size}: host {own}, local rank {local_rank}, address {address}\n")
+    sys.stdout.write(f"rank {rank} of {world_size}: host {host_name}, local rank {local_rank}, address {address}\n")
     return store, rank, world_size
 
 

@@ -88,7 +88,7 @@ def main():
     num_trainers = int(os.environ.get("WORLD_SIZE", "1")) - 1
     if num_trainers < 1:
         raise SystemExit("start it by torchrun: rank 0 is the server, the other ranks are trainers")
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

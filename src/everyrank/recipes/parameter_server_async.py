@@ -81,12 +81,12 @@ class Server:
     def replay(self, model, data, num_trainers):
         """What the same events come to in one process: the largest difference of a parameter."""
         again, pulled = Server(model), {}
-        own = [batches(data, trainer, num_trainers) for trainer in range(num_trainers)]
+        trainer_batches = [batches(data, trainer, num_trainers) for trainer in range(num_trainers)]
         for trainer, what in self.events:
             if what == "pull":
                 pulled[trainer] = again.pull(trainer)
             else:
-                again.push(trainer, *gradient(model, pulled[trainer], next(own[trainer])))
+                again.push(trainer, *gradient(model, pulled[trainer], next(trainer_batches[trainer])))
         return (self.flat - again.flat).abs().max().item()
 
 
@@ -105,25 +105,27 @@ def finish(trainer):
     server.done.add(trainer)
 
 
-def connect(name, rank, world_size, meeting):
+def connect(name, rank, world_size, init_method):
     """Meet the others. Each call ends after a minute, where the other side hangs."""
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # else: the address of this host's name
         os.environ.setdefault(variable, "lo")
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=world_size + 1, rpc_timeout=60, init_method=meeting)
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=world_size + 1, rpc_timeout=60, init_method=init_method
+    )
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
-def train(trainer, num_trainers, meeting, dtype):
+def train(trainer, num_trainers, init_method, dtype):
     """A process: pull, compute, push, as fast as it can."""
     torch.set_num_threads(1)
     data, model = load(dtype)[0], build().to(dtype)
-    connect(f"trainer{trainer}", trainer + 1, num_trainers + 1, meeting)
+    connect(f"trainer{trainer}", trainer + 1, num_trainers + 1, init_method)
     try:
         for batch in batches(data, trainer, num_trainers):
             flat = rpc.rpc_sync("server", pull, (trainer,))
             rpc.rpc_sync("server", push, (trainer, *gradient(model, flat, batch)))
         rpc.rpc_sync("server", finish, (trainer,))
-    except RuntimeError as error:  # of a call that nobody answers; an error of the server's own is in its text, too
+    except RuntimeError as error:  # no answer to a call, or an error that the server raised
         sys.stderr.write(f"trainer {trainer}: the server is gone: {str(error).splitlines()[0]}\n")
     os._exit(0)  # rpc.shutdown() would wait for those that are dead
 
@@ -146,12 +148,12 @@ def main():
     data, eval_data = load(dtype)
     server = Server(build().to(dtype))
     with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{folder}/meeting"
-        words = [(trainer, args.trainers, meeting, dtype) for trainer in range(args.trainers)]
-        trainers = [mp.get_context("spawn").Process(target=train, args=some, daemon=True) for some in words]
+        init_method = f"file://{folder}/init_method"
+        arguments = [(trainer, args.trainers, init_method, dtype) for trainer in range(args.trainers)]
+        trainers = [mp.get_context("spawn").Process(target=train, args=some, daemon=True) for some in arguments]
         for process in trainers:
             process.start()
-        connect("server", 0, args.trainers + 1, meeting)
+        connect("server", 0, args.trainers + 1, init_method)
         for process in trainers:
             process.join()
     lost = [trainer for trainer in range(args.trainers) if trainer not in server.done]

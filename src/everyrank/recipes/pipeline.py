@@ -10,7 +10,7 @@ What to change for your own training:
 - build() gives the layers in order; a stage has one or several, and the slowest stage sets the pace. One tensor passes
   between stages, a row for each sample. A weight that two stages use needs its gradients added up.
 - MICRO_BATCHES: of p stages each idles (p - 1) / (MICRO_BATCHES + p - 1) of the time. They may differ in size, where
-  the schedules in torch.distributed.pipelining want all of one size. With batch norm it is another training.
+  the schedules in torch.distributed.pipelining want all of one size. With batch norm it is not equivalent.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

@@ -73,9 +73,9 @@ def fail(why):
 
 def compare(gradients, summed, rank):
     """How far the ring's sum is from dist.all_reduce's, as a part of the largest gradient; ends if too far."""
-    theirs, of_rank_0 = gradients.clone(), summed.clone()
-    dist.all_reduce(theirs)
-    difference = ((summed - theirs).abs().max() / theirs.abs().max()).item()
+    reduced_by_torch, of_rank_0 = gradients.clone(), summed.clone()
+    dist.all_reduce(reduced_by_torch)
+    difference = ((summed - reduced_by_torch).abs().max() / reduced_by_torch.abs().max()).item()
     if not difference <= ROUNDING[summed.dtype]:
         fail(f"the ring's sum on rank {rank} differs from dist.all_reduce's by {difference:.1e}: that is not rounding")
     dist.broadcast(of_rank_0, 0)

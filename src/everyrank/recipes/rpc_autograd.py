@@ -54,7 +54,7 @@ SEED = 0
 
 
 class SGD(optim.SGD):
-    """Runs as it is. DistributedOptimizer takes a TorchScript version of torch's own class, which is deprecated."""
+    """For torch's own class DistributedOptimizer uses a TorchScript version, which is deprecated; not for a subclass."""
 
 
 def make_part(start, stop, dtype):

@@ -1,19 +1,18 @@
-"""One process, one device: the training that every other recipe distributes, number for number.
+"""One process, one device: the training that the other scripts distribute, with the same losses.
 
 Run: python single.py
 
 Holds     everything, on one device
 Travels   nothing
-Use when  one device is enough; and first of all, to have losses to compare with: python single.py --float64
+Use when  one device is enough; and first, to have losses to compare with: python single.py --float64
 
 What to change for your own training:
-- load() and build() are your data and your network. Data that has to be decoded wants num_workers in the DataLoader.
-- pin_memory and non_blocking belong together: then the CPU goes on while a batch is copied; the GPU copies it after
-  the step before, unless in a CUDA stream of its own.
-- Sum the loss over its terms and divide once, by their number: with tokens or masks that is not the number of samples.
-  A sum can be split over micro-batches and ranks; a mean of means is another number.
-- Read no tensor inside the loop (.item(), print): each time the CPU would wait for the device.
-- Under --float64 all recipes agree to about 1e-12 with this one; in float32 rounding sets them apart.
+- load() and build() are your data and your network. If samples have to be decoded, give the DataLoader num_workers.
+- pin_memory and non_blocking belong together: the CPU continues while a batch is copied to the GPU.
+- cross_entropy averages over the samples of the batch. With tokens or masks, divide the sum of the loss by the number
+  of its terms. Then micro-batches and ranks can share the sum; a mean of their means is a different number.
+- Do not read a tensor inside the loop (.item(), print): the CPU would wait for the device each time.
+- With --float64 the scripts agree to about 1e-12; in float32 they differ by rounding.
 """
 
 import argparse

@@ -40,8 +40,8 @@ EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
-def refuse(why):  # in one line, with the exit status of wrong usage
-    sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # in one go: ranks share the screen
+def refuse(why):  # exit status 2: wrong usage
+    sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # one write: ranks share the screen
     raise SystemExit(2)
 
 

@@ -8,8 +8,8 @@ Use when  model and gradients fit on one device, and the optimizer state (twice 
 
 What to change for your own training:
 - optimizer_class and its arguments; with Adam, whose state is twice the model, this saves most.
-- BATCH is the batch of all ranks. Fix the batch of one rank instead, and more ranks mean another training.
-- Masked or padded targets: divide by the number of loss terms on all ranks, all-reduced before backward.
+- BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
+- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
 - Saving: optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.
 """
 
@@ -40,7 +40,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # torchrun passes address and ranks in the environment. A rank that died ends the wait of others after the timeout.
+    # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
     )

@@ -62,7 +62,7 @@ class DistributedBatchSampler(Sampler):
         if self.shuffle:
             order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(SEED + self.epoch))
         for batch in order.split(self.batch_size):
-            yield batch[self.rank :: self.world_size].tolist()
+            yield batch.tensor_split(self.world_size)[self.rank].tolist()
 
     def __len__(self):
         return len(self.batch_sizes)
