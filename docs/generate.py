@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from everyrank.collectives.options import OPERATION_NAMES, size_text
+from everyrank.commands.new import GROUPS
 from everyrank.launch import LAUNCHERS
 from everyrank.layout import STRATEGIES
 from everyrank.record import Record, read_records
@@ -165,14 +166,19 @@ def launchers() -> str:
 
 
 def recipes() -> str:
-    """Of each script what its header says: the command, what it is, when to use it."""
-    rows: list[list[str]] = []
-    for path in sorted((PACKAGE / "recipes").glob("[!_]*.py")):
-        text = _docstring(path)
-        begin = text.partition("Run: ")[2].splitlines()[0].strip() if "Run: " in text else ""
-        [use] = _header(path, "Use when")
-        rows.append([f"`{path.stem}`", _sentence(path), use, f"`{begin.removesuffix(' &')}`"])
-    return _table(["`everyrank new`", "what it is", "use it when", "its first command"], rows)
+    """A table for each group of recipes, in reading order: from their headers the command, purpose, when to use it."""
+    tables: list[str] = []
+    for heading, names in GROUPS.items():
+        rows: list[list[str]] = []
+        for path in [PACKAGE / "recipes" / f"{name}.py" for name in names if name != "workload"]:
+            text = _docstring(path)
+            begin = text.partition("Run: ")[2].splitlines()[0].strip() if "Run: " in text else ""
+            [use] = _header(path, "Use when")
+            rows.append([f"`{path.stem}`", _sentence(path), use, f"`{begin.removesuffix(' &')}`"])
+        if rows:
+            table = _table(["`everyrank new`", "what it is", "use it when", "its first command"], rows)
+            tables.append(f"## {heading}\n\n{table}")
+    return "\n\n".join(tables)
 
 
 def theory_of_algorithms() -> str:

@@ -23,7 +23,7 @@ assert len(workload.train_data()) == 1438
 assert len(workload.eval_data()) == 359
 package = importlib.resources.files("everyrank")
 data = ("py.typed", "builtin/DIGITS.md", "builtin/digits.csv.gz", "report/page.html", "eject/parts/main.py.txt")
-for name in (*data, "recipes/fsdp.py"):
+for name in (*data, "recipes/fsdp.py", "recipes/shared/digits.py"):
     assert (package / name).is_file(), name
 assert main(["new", "fsdp", sys.argv[1]]) == 0
 assert main(["eject", "digits", sys.argv[1] + "-project", "--layout", "fsdp"]) == 0

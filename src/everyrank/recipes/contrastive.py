@@ -81,7 +81,7 @@ class Gather(torch.autograd.Function):
 
 
 def contrast(local_features, all_features, first):
-    """Sum of the losses of this rank: each view (b, 2, d) has to find the other view of its image among all (B, 2, d)."""
+    """Sum of the losses: each view (b, 2, d) has to find the other view of its image among all views (B, 2, d)."""
     index = first + torch.arange(len(local_features), device=local_features.device)
     total = local_features.new_zeros(())
     for view in (0, 1):

@@ -75,7 +75,7 @@ def build():
 
 
 class SGD(optim.SGD):
-    """For torch's own class DistributedOptimizer uses a TorchScript version, which is deprecated; not for a subclass."""
+    """A subclass, because DistributedOptimizer replaces torch's own class by a TorchScript version (deprecated)."""
 
 
 def refer_to_parameters(module):

@@ -200,9 +200,8 @@ def main():
             for index, loss in enumerate(losses.tolist()):
                 if args.float64:
                     print(f"update {num_updates + index} loss {loss}")
-            print(
-                f"epoch {epoch + 1}: loss {losses.mean().item():.4f}, {time.perf_counter() - start:.1f} s, top1 {top1:.4f}, top5 {top5:.4f}"
-            )
+            seconds = time.perf_counter() - start
+            print(f"epoch {epoch + 1} loss {losses.mean():.4f} top1 {top1:.4f} top5 {top5:.4f} in {seconds:.1f} s")
             state = {
                 "model": model.state_dict(),
                 "optimizer": optimizer.state_dict(),

@@ -54,7 +54,7 @@ SEED = 0
 
 
 class SGD(optim.SGD):
-    """For torch's own class DistributedOptimizer uses a TorchScript version, which is deprecated; not for a subclass."""
+    """A subclass, because DistributedOptimizer replaces torch's own class by a TorchScript version (deprecated)."""
 
 
 def make_part(start, stop, dtype):
