@@ -59,7 +59,7 @@ LONG = {
     "ddp_rpc": 195,
     "ddp_uneven": 190,
     "expert": 205,
-    "imagenet_ddp": 215,
+    "imagenet_ddp": 230,
     "parameter_server_async": 200,
     "pipeline": 185,
     "point_to_point": 190,
@@ -156,10 +156,7 @@ MUTATIONS = {
     "horovod_ddp": ("        op=hvd.Sum,\n", ""),  # the default averages what is a sum already
     "hsdp": ("loss * world_size", "loss * SHARDS"),  # averaged over copies too
     "tensor": ("(-1, WIDTH // HEADS)", "(HEADS, -1)"),  # the halves of two heads are taken for heads
-    "fsdp_tensor": (  # the batch is cut over all ranks, of which those of a tensor group compute together
-        "BATCH, shard, num_shards)",
-        "BATCH, rank, world_size)",
-    ),
+    "fsdp_tensor": ("BATCH, shard, num_shards)", "BATCH, 0, num_shards)"),  # both shards read the same samples
     "pipeline": ("/ len(labels)", "/ len(own_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
     "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
@@ -211,7 +208,11 @@ MORE_MUTATIONS = [
     ("expert", "[order].split", ".split"),  # rows of one expert are taken for another's
     ("expert", "outputs[order.argsort()]", "outputs"),  # the outputs for one token are taken for another's
     ("ddp_torchrun", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),  # every epoch in the order of the first
-    ("rpc_autograd", "manual_seed(SEED)\n", "manual_seed(os.getpid())\n"),  # weights of its own in every process
+    (  # a part does not have the weights that it has in the whole network
+        "rpc_autograd",
+        "build()[start:stop]",
+        "build()[start:stop].apply(lambda module: getattr(module, 'reset_parameters', int)())",
+    ),
     ("rpc_batched", "own = slice(trainer, None, len(WORKERS) - 1)", "own = slice(0, None, len(WORKERS) - 1)"),
     ("rpc_pipeline", "for stage in stages for", "for stage in stages[1:] for"),
     ("local_sgd", "[*model.parameters(), *states]", "[*model.parameters()]"),  # momentum differs between ranks

@@ -12,9 +12,9 @@ Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, wh
 Use when  a run is longer than you can afford to repeat
 
 What to change for your own training:
-- State: model, optimizer and the number of updates that are done. Order and dropout must follow from seed and update
-  alone, as the order does here; else save the random generators too. A schedule and a GradScaler have a state_dict.
-- A checkpoint gets its name when it is whole. Whoever reads it never sees half of one.
+- State: model, optimizer and the number of updates. The order of samples and dropout must depend only on seed and
+  update, as the order does here; otherwise save the random generators too. Save schedule and GradScaler, too.
+- A checkpoint gets its name when it is complete: a reader never sees half of one.
 - torch.distributed.checkpoint unpickles its table of contents: load what you wrote yourself, nothing from elsewhere.
 """
 
@@ -52,7 +52,7 @@ class ResumableSampler(DistributedBatchSampler):
 
 
 def save(model, optimizer, updates, rank):
-    """All ranks write; rank 0 gives the folder its name when every part is on the disk."""
+    """All ranks write; rank 0 renames the folder when every part is on the disk."""
     unfinished, final = FOLDER / "unfinished", FOLDER / f"{updates:06d}"
     if rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by a crash
@@ -64,10 +64,10 @@ def save(model, optimizer, updates, rank):
 
 
 def load_newest(model, optimizer, device):
-    """How many updates the newest checkpoint has done, once model and optimizer are as it has them; 0 without one."""
+    """Load the newest checkpoint into model and optimizer; returns its number of updates, 0 without a checkpoint."""
     updates = torch.tensor(max((int(path.name) for path in FOLDER.glob("*") if path.name.isdigit()), default=0))
     updates = updates.to(device)
-    dist.broadcast(updates, src=0)  # one rank decides: with two opinions they would wait for each other
+    dist.broadcast(updates, src=0)  # rank 0 decides: ranks that disagree would wait for each other
     if not updates:
         return 0
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -89,6 +89,7 @@ def main():
     name, bound = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+
     train_data, eval_data = load(dtype)
     sampler = ResumableSampler(len(train_data), BATCH, rank, world_size)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
@@ -102,7 +103,7 @@ def main():
         epoch, sampler.first_batch = divmod(updates, updates_per_epoch)
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         batch_sizes = sampler.batch_sizes[sampler.first_batch :]
-        for (images, labels), batch_size in zip(loader, batch_sizes, strict=False):
+        for (images, labels), batch_size in zip(loader, batch_sizes, strict=True):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size

@@ -57,7 +57,7 @@ class ResumableSampler(DistributedBatchSampler):
 
 
 def save(**state):
-    """Write to another name first, so that CHECKPOINT is a whole file at every moment."""
+    """Write to a temporary name and rename, so that CHECKPOINT is a complete file at any time."""
     partial = CHECKPOINT.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(state, file)
