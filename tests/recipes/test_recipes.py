@@ -157,7 +157,7 @@ MUTATIONS = {
     "hsdp": ("loss * world_size", "loss * SHARDS"),  # averaged over copies too
     "tensor": ("(-1, WIDTH // HEADS)", "(HEADS, -1)"),  # the halves of two heads are taken for heads
     "fsdp_tensor": ("BATCH, shard, num_shards)", "BATCH, 0, num_shards)"),  # both shards read the same samples
-    "pipeline": ("/ len(labels)", "/ len(own_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
+    "pipeline": ("/ len(labels)", "/ len(micro_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
     "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
     "parameter_server_rpc": ("/ count  # a sum", "/ BATCH  # a sum"),

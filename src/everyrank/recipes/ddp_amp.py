@@ -57,7 +57,7 @@ def main():
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     # Small gradients are zero in fp16: the scaler multiplies the loss, and skips an update that overflowed.
-    # bf16 reaches as far as float32, and there the scaler does nothing.
+    # bf16 has the range of float32 and needs no scaler.
     scaler = torch.amp.GradScaler(device.type, enabled=PRECISION == "fp16" and dtype == torch.float32)
     # Parameters, gradients and the optimizer stay in float32; autocast converts what each operation reads.
     autocast = torch.autocast(device.type, AUTOCAST_DTYPE, enabled=dtype == torch.float32)

@@ -35,7 +35,7 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
 def train(rank, world_size, init_method, dtype):
-    """What each process runs; spawn passes its rank first."""
+    """Runs in each process; spawn passes the rank first."""
     cuda = torch.cuda.device_count() >= world_size  # one per rank
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:

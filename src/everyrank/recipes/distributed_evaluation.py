@@ -5,14 +5,14 @@ Run: torchrun --standalone --nproc-per-node 2 distributed_evaluation.py
 Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; for each
           evaluation one all-reduce of its sums: loss, correct images, images
-Use when  the evaluation set is too large for one rank to read alone while the others wait
+Use when  the evaluation set is so large that one rank should not read it while the others wait
 
 What to change for your own training:
-- totals has one entry for each sum: add your own. Divide after the all-reduce, not before: a mean of the
-  ranks' means is wrong as soon as they read unequally many samples.
+- totals has one entry for each sum: add yours. Divide after the all-reduce: a mean of the means of the ranks is wrong
+  if they read different numbers of samples.
 - No DistributedSampler here: it repeats samples until all ranks have equally many, and those count twice.
-- model(...), not ddp(...): ranks may read unequally many batches, and none should wait for another here.
-- What no sum can express (AUC, a median): gather the outputs and compute it on rank 0.
+- model(...), not ddp(...): ranks may read different numbers of batches and must not wait for each other.
+- For a metric that is not a sum (AUC, a median), gather the outputs and compute it on rank 0.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def evaluate(model, data, rank, world_size, device):
     """(loss, top1, number of samples) over all of `data`; a collective: every rank calls it."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # float64: exact for counts up to 2^53
-    # Each image is read by one rank; some ranks read one more than others, and none is repeated to even that out.
+    # Each image is read by one rank. Some ranks read one image more than others; no image is repeated.
     subset = Subset(data, range(rank, len(data), world_size))
     for images, labels in DataLoader(subset, BATCH):
         output, labels = model(images.to(device)), labels.to(device)

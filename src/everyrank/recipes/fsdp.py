@@ -2,17 +2,17 @@
 
 Run: torchrun --standalone --nproc-per-node 2 fsdp.py
 
-Holds     a shard of everything on every rank; in full only the blocks that are being computed
-Travels   per block: its parameters by all-gather, in forward and again in backward; its gradients by reduce-scatter
+Holds     a shard of everything on every rank; the full parameters only of the blocks that are being computed
+Travels   per block: parameters by all-gather, in forward and again in backward; gradients by reduce-scatter
 Use when  model, gradients and optimizer state do not fit on one device
 
 What to change for your own training:
 - Shard the repeated blocks of your network (a transformer's layers): one block at a time is gathered in full.
 - The optimizer comes after sharding: fully_shard replaces the parameters, and the old ones train nothing.
-- Every rank calls the model equally often, in evaluation too: a forward pass gathers, and waits for all.
+- Every rank calls the model equally often, also in evaluation: each forward pass waits for all ranks.
 - Modules that share a weight belong into one fully_shard([first, second]).
-- A model that fits in no CPU's memory either: after to_empty() load its shards with torch.distributed.checkpoint.
-- Where building on the meta device leaves buffers (rotary tables, masks) empty, compute them after to_empty().
+- If the model does not fit in CPU memory, load its shards with torch.distributed.checkpoint after to_empty().
+- The meta device leaves buffers (rotary tables, masks) empty: compute them after to_empty().
 """
 
 import argparse
@@ -36,12 +36,12 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
 def build_sharded(rank, world_size, device, dtype, bf16):
-    """The same network, of which each rank has a shard: nowhere but in the memory of rank 0's CPU is it ever whole."""
+    """The network, sharded over the ranks. Only rank 0 has all weights at once, in CPU memory."""
     with torch.device("meta"):  # shapes without memory
         model = build().to(dtype)
 
-    # Blocks are gathered and computed in bf16: half of the bytes travel. Gradients are reduced in float32, since a sum
-    # over many ranks loses digits in bf16, and the optimizer updates float32 shards.
+    # Blocks are gathered and computed in bf16, which halves the communication. Gradients are reduced in float32, because
+    # a sum over many ranks loses digits in bf16. The optimizer updates float32 shards.
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
     mesh = init_device_mesh(device.type, (world_size,))
     for block in model[:3]:
@@ -49,14 +49,14 @@ def build_sharded(rank, world_size, device, dtype, bf16):
     # The rest of the model: the last layer. Its output has full precision, for the loss.
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision, output_dtype=dtype))
 
-    # Gather the next block's parameters before this block's kernels are launched, so that they overlap even where the
-    # CPU is slow; by default it comes after them. In backward one block ahead is the default, and this says which.
+    # Prefetch: gather the parameters of the next block before the kernels of this block are launched, so that they
+    # overlap even if the CPU is slow.
     for block, following in pairwise(model[:3]):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 
-    model.to_empty(device=device)  # memory for the shards, with nothing in it yet
-    # Weights drawn shard by shard would depend on the number of ranks: rank 0 draws all, on its CPU, and sends them.
+    model.to_empty(device=device)  # uninitialized memory for the shards
+    # Weights initialized shard by shard would depend on the number of ranks: rank 0 initializes all and sends them.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, build().to(dtype).state_dict() if rank == 0 else {}, options=options)
     return model

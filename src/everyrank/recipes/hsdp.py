@@ -4,15 +4,15 @@ Run: torchrun --standalone --nproc-per-node 4 hsdp.py
 
 Holds     a shard of everything on every rank of a group; each group has the whole model among its ranks
 Travels   within a group all-gathers and reduce-scatters as in FSDP; between groups an all-reduce of each gradient shard
-Use when  the model does not fit on one device, fits on one host, and hosts are connected slower than devices within one
+Use when  the model fits on one host but not on one device, and the network between hosts is slow
 
 What to change for your own training:
-- SHARDS is the number of devices on one host: parameters are gathered inside it, and only the gradients of a rank's
-  shard go between hosts. As many as there are ranks is FSDP; 1 is DDP.
-- The batch is divided over all ranks: to the data, a replica is as good as a shard.
+- SHARDS is the number of devices of one host: parameters are gathered inside the host, and only gradient shards go
+  between hosts. SHARDS = number of ranks is FSDP; SHARDS = 1 is DDP.
+- The batch is divided over all ranks, of both axes.
 - Mixed precision, building on the meta device and prefetching: as in fsdp.py.
 - The optimizer comes after sharding: fully_shard replaces the parameters, and the old ones train nothing.
-- Every rank calls the model equally often, in evaluation too: a forward pass gathers, and waits for all.
+- Every rank calls the model equally often, also in evaluation: each forward pass waits for all ranks.
 """
 
 import argparse

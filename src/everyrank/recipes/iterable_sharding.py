@@ -6,16 +6,15 @@ Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
 Use when  samples arrive in order and cannot be picked by index (tar files, a queue), so that no sampler can divide them
 
-An IterableDataset is copied into every worker of every rank, and nothing divides it unless its __iter__ does, as here.
-Easily wrong: not dividing it at all (every reader yields everything), by rank alone (workers repeat each other), or
-twice. Here sample i of an epoch belongs to update i // BATCH, so the losses are those of one process.
+An IterableDataset is copied into every worker of every rank, and only its __iter__ can divide it. Common mistakes: not
+dividing it (every worker yields all samples), dividing only by rank (workers repeat each other), or twice. Here sample i of an epoch belongs to update i // BATCH, so the losses are those of one process.
 
 What to change for your own training:
-- __iter__ goes through your source in its own order; each reader skips what is not its own. Decode after that.
-- The order of an epoch has to reach the workers: they are started anew for each epoch, after set_epoch. With
-  persistent_workers=True they would keep the first epoch's order for ever.
+- __iter__ reads your source in order, and each worker skips the samples of others. Decode after that.
+- The workers have to know the epoch: the DataLoader starts them again for each epoch, after set_epoch. With
+  persistent_workers=True they would keep the order of the first epoch.
 - Ranks must make equally many updates, or they wait for each other until the timeout. Dividing every batch over all
-  ranks, as here, does that for any length; files given to ranks whole do not.
+  ranks, as here, ensures that for any length; distributing whole files does not.
 """
 
 import argparse
@@ -38,7 +37,7 @@ SEED = 0
 
 
 class Stream(IterableDataset):
-    """Batches of this reader: of every update the rank's part, and of those the updates that are this worker's."""
+    """Yields this rank's part of each batch, and of those the batches of this DataLoader worker."""
 
     def __init__(self, data, rank, world_size):
         self.data, self.rank, self.world_size, self.epoch = data, rank, world_size, 0

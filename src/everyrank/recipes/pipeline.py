@@ -7,8 +7,8 @@ Travels   per micro-batch the activations between neighbours, forward to the nex
 Use when  the model does not fit on one device and connections are slow: little is sent, and only between neighbours
 
 What to change for your own training:
-- build() gives the layers in order; a stage has one or several, and the slowest stage sets the pace. One tensor passes
-  between stages, a row for each sample. A weight that two stages use needs its gradients added up.
+- build() returns the layers in order. A stage has one or several; the slowest stage determines the speed. One tensor
+  passes between stages, with a row for each sample. If two stages share a weight, add up its gradients.
 - MICRO_BATCHES: of p stages each idles (p - 1) / (MICRO_BATCHES + p - 1) of the time. They may differ in size, where
   the schedules in torch.distributed.pipelining want all of one size. With batch norm it is not equivalent.
 """
@@ -38,10 +38,9 @@ MICRO_BATCHES = 7  # of 10 samples and six times 9
 def build():
     """A small convolutional network, (N, 1, 8, 8) -> (N, 10), as a list; the same weights in every process."""
 
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
+    def block(in_channels, out_channels, stride):
+        convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        return nn.Sequential(convolution, nn.GroupNorm(4, out_channels), nn.ReLU())
 
     torch.manual_seed(SEED)
     blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
@@ -53,12 +52,12 @@ class Stage:
 
     def __init__(self, rank, world_size, device, dtype):
         layers = build()  # all of them on every rank, so that all draw the same weights
-        own = [index for index in range(len(layers)) if index * world_size // len(layers) == rank]
-        # What arrives for a sample has the shape that the layers before give it: no message has to say it.
-        self.shape = nn.Sequential(*layers[: own[0]])(torch.zeros(1, 1, 8, 8)).shape[1:]
-        self.layers = nn.Sequential(*(layers[index] for index in own)).to(device, dtype)
+        local_indices = [index for index in range(len(layers)) if index * world_size // len(layers) == rank]
+        # The shape of one sample as the earlier layers return it, so that no message has to carry it.
+        self.shape = nn.Sequential(*layers[: local_indices[0]])(torch.zeros(1, 1, 8, 8)).shape[1:]
+        self.layers = nn.Sequential(*(layers[index] for index in local_indices)).to(device, dtype)
         self.rank, self.num_later, self.device, self.dtype = rank, world_size - 1 - rank, device, dtype
-        # A group for each direction: on NCCL, what two ranks send each other in one group waits in one queue.
+        # A group for each direction: on NCCL, messages of two ranks in one group wait in one queue.
         self.to_next, self.to_previous = dist.new_group(), dist.new_group()
 
     def forward(self, images):
@@ -69,7 +68,7 @@ class Stage:
             dist.recv(inputs, self.rank - 1, self.to_next)
             inputs.requires_grad_(torch.is_grad_enabled())
         output = self.layers(inputs)
-        # Not send, which waits for the other: that one may be waiting to send a gradient to this rank.
+        # isend, because send waits for the receiver, which may be waiting to send a gradient to this rank.
         sending = dist.isend(output.detach().contiguous(), self.rank + 1, self.to_next) if self.num_later else None
         return inputs, output, sending
 
@@ -95,12 +94,12 @@ class Stage:
             if step == "B":
                 self.backward(*in_flight.popleft())
                 continue
-            own_images, own_labels = next(micro_batches)
-            inputs, output, sending = self.forward(own_images)
+            micro_images, micro_labels = next(micro_batches)
+            inputs, output, sending = self.forward(micro_images)
             if not self.num_later:
-                own_labels = own_labels.to(self.device, non_blocking=True)
+                micro_labels = micro_labels.to(self.device, non_blocking=True)
                 # Divided by the size of the whole batch, so that the micro-batches add up to its mean.
-                output = F.cross_entropy(output, own_labels, reduction="sum") / len(labels)
+                output = F.cross_entropy(output, micro_labels, reduction="sum") / len(labels)
                 batch_loss += output.detach()
             in_flight.append((inputs, output, sending))
         return batch_loss

@@ -2,7 +2,7 @@
 
 Run: srun --ntasks 2 --cpu-bind=none python slurm.py
 
-In the queue: sbatch slurm.sbatch, which has the same line and what it asks for; `everyrank new slurm` writes it beside.
+As a batch job: sbatch slurm.sbatch, which `everyrank new slurm` writes next to this script.
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
@@ -46,9 +46,9 @@ def refuse(why):  # exit status 2: wrong usage
 
 
 def read_environment():
-    """(rank, local rank, world size) as Slurm says, and the address where rank 0 listens."""
+    """(rank, local rank, world size) from Slurm's variables, and the address where rank 0 listens."""
     env = os.environ
-    if "SLURM_STEP_ID" not in env:  # an allocation alone says how many tasks there are to be, but starts only one
+    if "SLURM_STEP_ID" not in env:  # in an allocation without srun there is only one process
         job = f"in job {env['SLURM_JOB_ID']}, but not by srun" if "SLURM_JOB_ID" in env else "not in a job of Slurm"
         refuse(f"started {job}: srun --ntasks 2 --cpu-bind=none python {Path(__file__).name}")
     rank, local_rank, world_size = (int(env[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NTASKS"))

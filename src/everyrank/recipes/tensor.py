@@ -2,18 +2,18 @@
 
 Run: torchrun --standalone --nproc-per-node 2 tensor.py
 
-`python tensor.py` trains the same network whole, in one process: with --float64 on both the losses are the same.
+`python tensor.py` trains the same network in one process; with --float64 both print the same losses.
 
-Holds     a part of each large layer, of its gradient and optimizer state; the small layers whole
+Holds     a part of each large layer, its gradient and its optimizer state; small layers in full
 Travels   per pair of layers one all-reduce of activations, in forward and in backward; no gradients
 Use when  single layers or their activations are too large for a device, and devices are connected fast (one host)
 
 What to change for your own training:
-- PLAN names the layers of your network in pairs: split by columns what goes wide, by rows what comes back. Between the
-  two nothing is sent; after the second the ranks add up what each has. All other layers are whole on every rank.
-- Count the heads from the width that arrives, as here: a number of heads written into forward is silently wrong.
-- So is one fused layer for query, key and value: split by columns, a rank gets other parts than its own heads'.
-- parallelize_module unties tied weights without a word: tie them again after it.
+- PLAN names the layers of your network in pairs: split the first by columns and the second by rows. Between the two
+  there is no communication; after the second an all-reduce. All other layers are in full on every rank.
+- Compute the number of heads from the local width, as here: a constant in forward() is wrong, without an error.
+- One fused layer for query, key and value is wrong, too: split by columns, a rank gets parts of different heads.
+- parallelize_module unties tied weights without a warning: tie them again afterwards.
 - Every rank reads the same samples in the same order. Dropout outside the pairs needs the same seed on all ranks.
 """
 
