@@ -4,6 +4,5 @@
 shared/digits.py, which most of them import. They train the same network on the same samples in the same order, in
 float32; with --float64 they print the losses that the library gets. Where that network has nothing to split (tensor,
 fsdp_tensor, context, expert), or the loss is different (contrastive), the same script in one process is the reference.
-Three over RPC (ddp_rpc, rpc_rnn, rpc_reinforcement) have their own networks, which tests/recipes/test_rpc.py trains in one
-process.
+Three over RPC (ddp_rpc, rpc_rnn, rpc_reinforcement) have networks of their own; tests/recipes/test_rpc.py trains those.
 """

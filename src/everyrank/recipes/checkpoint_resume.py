@@ -39,7 +39,7 @@ from digits import DistributedBatchSampler, build, count_correct, load
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 EVERY = 10  # updates between two checkpoints
-FOLDER = Path("checkpoints")  # that all hosts share
+FOLDER = Path("checkpoints")  # on storage that all hosts share
 
 
 class ResumableSampler(DistributedBatchSampler):

@@ -7,7 +7,7 @@ Travels   per update: parameters and inputs from the first device to all, output
 Use when  never in new code: ddp_torchrun.py is faster on one machine too (no copies, one interpreter per device)
 
 What to change for your own training:
-- The loss is computed here, over the gathered output: a mean taken on each device would be a mean of means.
+- The loss is computed on the gathered output: the mean of the means of the devices would be a different number.
 - Save model.state_dict(), not parallel.state_dict(), whose names begin with "module.".
 """
 

@@ -10,8 +10,8 @@ What to change for your own training:
 - Replace load() and build() of digits.py. On CUDA, give as many processes as there are devices.
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
 - Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
-- What starts processes stays under __main__: every process imports this file again.
-- For several machines, or restarts after a fault, take ddp_torchrun.py.
+- Keep the code that starts processes under __main__: every process imports this file again.
+- For several machines, or to restart after a failure, use ddp_torchrun.py.
 """
 
 import argparse

@@ -6,12 +6,12 @@ Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients, as under any DDP; for each batch norm, forward and backward, two numbers a channel
 Use when  the model has batch norm: on each rank's samples alone, every number of ranks trains a different model
 
-DDP leaves batch norm alone: each rank normalises by its own samples, and the running statistics are those of rank 0.
+DDP does not change batch norm: each rank normalizes by its own samples, and the running statistics are those of rank 0.
 nn.SyncBatchNorm takes them over all ranks, on GPUs only: on CPU it raises. BatchNormOverRanks is the same on CPU.
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BatchNorm1d and 3d: other dimensions in BatchNormOverRanks.
-- BATCH is the batch of all ranks. A rank of 32 samples and more trains well without any of this, but differently.
+- BATCH is the batch of all ranks. With 32 samples per rank or more, training works without synchronization, but differs.
 - DistributedSampler repeats samples, which would count twice in the statistics: the sampler of digits.py does not.
 - Every rank has to call every batch norm in the same order: one that skips a layer leaves the others waiting.
 """
@@ -52,7 +52,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class BatchNormOverRanks(nn.BatchNorm2d):
-    """What nn.SyncBatchNorm is on CUDA. Ranks may have different numbers of images, or none."""
+    """What nn.SyncBatchNorm is on CUDA. Ranks may have different numbers of images."""
 
     def forward(self, images):
         if not self.training:

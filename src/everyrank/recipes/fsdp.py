@@ -40,8 +40,8 @@ def build_sharded(rank, world_size, device, dtype, bf16):
     with torch.device("meta"):  # shapes without memory
         model = build().to(dtype)
 
-    # Blocks are gathered and computed in bf16, which halves the communication. Gradients are reduced in float32, because
-    # a sum over many ranks loses digits in bf16. The optimizer updates float32 shards.
+    # Blocks are gathered and computed in bf16, which halves the communication. Gradients are reduced in float32: a sum
+    # over many ranks loses digits in bf16. The optimizer updates float32 shards.
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
     mesh = init_device_mesh(device.type, (world_size,))
     for block in model[:3]:

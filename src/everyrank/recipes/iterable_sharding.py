@@ -7,7 +7,8 @@ Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, wh
 Use when  samples arrive in order and cannot be picked by index (tar files, a queue), so that no sampler can divide them
 
 An IterableDataset is copied into every worker of every rank, and only its __iter__ can divide it. Common mistakes: not
-dividing it (every worker yields all samples), dividing only by rank (workers repeat each other), or twice. Here sample i of an epoch belongs to update i // BATCH, so the losses are those of one process.
+dividing it (every worker yields all samples), dividing only by rank (workers repeat each other), or dividing twice.
+Here sample i of an epoch belongs to update i // BATCH, so the losses are those of one process.
 
 What to change for your own training:
 - __iter__ reads your source in order, and each worker skips the samples of others. Decode after that.

@@ -9,7 +9,7 @@ Travels   the gradients in N parts, to the next rank in 2 (N - 1) steps: on N ra
 Use when  you want to see what is inside DistributedDataParallel and dist.all_reduce; to train, those are faster
 
 What to change for your own training:
-- Replace load() and build() of digits.py. BATCH is the batch of all ranks; any number of ranks will do.
+- Replace load() and build() of digits.py. BATCH is the batch of all ranks; any number of ranks works.
 - Each rank divides its loss by the size of the whole batch, so that the sum over ranks is the mean over the batch. An
   average of the ranks' own means is another number as soon as one of them has fewer samples.
 - All gradients travel in one piece after backward. DDP sends them in buckets, while backward still computes the others.

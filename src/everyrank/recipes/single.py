@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 EPOCHS = 2
-BATCH = 64  # samples of one update
+BATCH = 64  # samples per update
 SEED = 0
 
 
@@ -44,7 +44,7 @@ def build():
 
     def block(in_channels, out_channels, stride):
         convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
-        # Group norm does not compute statistics over samples, so ranks have nothing to synchronize.
+        # Group norm has no statistics over samples, so that ranks have nothing to synchronize.
         return nn.Sequential(convolution, nn.GroupNorm(4, out_channels), nn.ReLU())
 
     torch.manual_seed(SEED)

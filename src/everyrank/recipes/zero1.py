@@ -2,12 +2,12 @@
 
 Run: torchrun --standalone --nproc-per-node 2 zero1.py
 
-Holds     the whole model and its gradients on every rank; of the optimizer state each rank a part
+Holds     the whole model and its gradients on every rank; the optimizer state of a part of the parameters
 Travels   the gradients, by all-reduce as in DDP; after each step every parameter, broadcast by the rank that updated it
 Use when  model and gradients fit on one device, and the optimizer state (twice the model for Adam) no longer does
 
 What to change for your own training:
-- optimizer_class and its arguments; with Adam, whose state is twice the model, this saves most.
+- optimizer_class and its arguments. Adam saves most: its state is twice the size of the model.
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
 - Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
 - Saving: optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.

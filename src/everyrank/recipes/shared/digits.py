@@ -1,6 +1,6 @@
-"""Data, network and helpers of the scripts beside this file: handwritten digits and a small convolutional network.
+"""Data, network and helpers of the scripts next to this file: handwritten digits and a small convolutional network.
 
-For your own training replace load() and build(), or import yours instead. The rest works for any dataset.
+Replace load() and build() by your own data and network. The rest works for any dataset of (input, label).
 """
 
 import csv
@@ -28,7 +28,7 @@ def build():
 
     def block(in_channels, out_channels, stride):
         convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
-        # Group norm does not compute statistics over samples, so ranks have nothing to synchronize.
+        # Group norm has no statistics over samples, so that ranks have nothing to synchronize.
         return nn.Sequential(convolution, nn.GroupNorm(4, out_channels), nn.ReLU())
 
     torch.manual_seed(SEED)
@@ -37,10 +37,10 @@ def build():
 
 
 class DistributedBatchSampler(Sampler):
-    """Splits each batch of all ranks and yields the sample indices of one rank: batch_sampler of a DataLoader.
+    """Yields this rank's part of each batch, as a list of indices: the batch_sampler of a DataLoader.
 
-    It uses each sample once per epoch. DistributedSampler repeats some so that all ranks have equally many; they
-    would count twice in the gradient. Here the last batch is smaller, and so are the parts of it.
+    Each sample is used once per epoch, and the last batch is smaller. DistributedSampler repeats samples so that all
+    ranks have equally many; these samples would count twice in the gradient.
     """
 
     def __init__(self, num_samples, batch_size, rank, world_size, shuffle=True):
