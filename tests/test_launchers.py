@@ -29,8 +29,8 @@ from everyrank.launch import (
     torchrun,
     worker,
 )
-from everyrank.launch.environments import is_rank_0_of_all, rank_info_from_environment
 from everyrank.launch import launcher as launcher_table
+from everyrank.launch.environments import is_rank_0_of_all, rank_info_from_environment
 from everyrank.launch.job import WORKER
 from everyrank.launch.launcher import Launcher, LauncherOptions
 from everyrank.launch.node import main as node_main
@@ -250,7 +250,7 @@ def test_the_launcher_in_contributing_starts_ranks(monkeypatch: pytest.MonkeyPat
     page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     code = page.partition("## A new launcher")[2].partition("```python\n")[2].partition("```")[0]
     names = {"Launcher": Launcher, "Launch": Launch, "Path": Path, "UsageError": UsageError, "WORKER": WORKER}
-    exec(code, names)  # noqa: S102  (our own page)
+    exec(code, names)
     launcher = names["LAUNCHER"]
     assert isinstance(launcher, Launcher)
     add_launcher(monkeypatch, launcher)

@@ -314,11 +314,6 @@ class Training:
         return self.metrics
 
 
-def _counting(job: TrainingJob, updates: Updates) -> Any:
-    """Return the object whose `samples_before(step)` counts samples."""
-    return updates if is_uncounted(job.train_data) else epoch_of(job.prepared.workload, job.train_data)
-
-
 def _best_before(options: TrainOptions, metadata: CheckpointMetadata) -> float | None:
     """Return the best score of the resumed run, None without one."""
     best = best_of(checkpoints_of(options.resume.parent.parent), metadata.best_by) if options.resume else None
