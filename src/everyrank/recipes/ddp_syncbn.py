@@ -11,7 +11,7 @@ nn.SyncBatchNorm takes them over all ranks, on GPUs only: on CPU it raises. Batc
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BatchNorm1d and 3d: other dimensions in BatchNormOverRanks.
-- BATCH is the batch of all ranks. With 32 or more samples per rank, training works without synchronization, but differs.
+- BATCH is the batch of all ranks. With 32 samples per rank or more, training works without it, but differs.
 - DistributedSampler repeats samples, which would count twice in the statistics: the sampler of digits.py does not.
 - Every rank has to call every batch norm in the same order: one that skips a layer leaves the others waiting.
 """
