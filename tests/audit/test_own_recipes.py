@@ -21,7 +21,7 @@ RECIPES = {
     "ddp_accumulate": (2, ""),
     "ddp_syncbn": (2, ""),
     "ddp_torchrun": (2, ""),
-    "fsdp": (2, "whether samples that were repeated are counted"),
+    "fsdp": (2, ""),
     "iterable_sharding": (2, "the order of epochs: the data is a stream"),
     "ring_allreduce": (2, SPLIT),
     "tensor": (2, SPLIT),
@@ -44,7 +44,7 @@ MORE = {
     "distributed_evaluation": (2, ""),
     "elastic_torchrun": (2, ""),
     "fsdp_tensor": (4, SPLIT),
-    "hsdp": (4, "whether samples that were repeated are counted"),
+    "hsdp": (4, ""),
     "multi_node": (2, ""),
     "parameter_server": (3, SPLIT),
 }
@@ -69,8 +69,8 @@ def test_none_is_left_out() -> None:
 def test_nothing_is_said_of_a_recipe(forkserver: ForkServer, tmp_path: Path, name: str) -> None:
     processes, unseen = {**RECIPES, **MORE}[name]
     beside(tmp_path, name)
-    # elastic_torchrun knows the updates of an epoch: a shortened one would end before its first checkpoint
-    whole = {"batches": 0} if name == "elastic_torchrun" else {}
+    # These know the updates of an epoch: a shortened epoch would end before the first checkpoint.
+    whole = {"batches": 0} if name in ("elastic_torchrun", "checkpoint_resume") else {}
     audit = audit_forked(forkserver, tmp_path, tmp_path / f"{name}.py", processes=processes, **whole)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.world_size == processes
