@@ -31,7 +31,7 @@ from everyrank.backends.engine import PendingWork
 from everyrank.backends.operation_queue import OperationQueue
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import current_state
-from everyrank.launch.autopsy.rank_state import _LOOK_SECONDS
+from everyrank.launch.autopsy.rank_state import _POLL_SECONDS
 from everyrank.layout import parse_layout
 from everyrank.parallel.mesh import open_mesh
 from everyrank.train.stragglers import _WINDOW_SECONDS, StragglerWatch
@@ -132,7 +132,7 @@ def main() -> None:
             "comparison_seconds": statistics.median(found["look"]),
             "comparison_share": statistics.median(found["look"]) / _WINDOW_SECONDS,
             "note_seconds": found["note_seconds"],
-            "thread_share": found["thread_look_seconds"] / (2 * _LOOK_SECONDS),
+            "thread_share": found["thread_look_seconds"] / (2 * _POLL_SECONDS),
         }
         print(
             f"{backend}: a step of {1e3 * row['step_seconds']:.2f} ms takes {row['ratio']['median']:.3f} times as long "

@@ -23,7 +23,7 @@ from everyrank.cli import main
 from everyrank.errors import RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import hang_autopsy
-from everyrank.launch.autopsy.look import RankView
+from everyrank.launch.autopsy.rank_views import RankView
 from everyrank.launch.autopsy.verdict import verdict
 from everyrank.launch.host_info import pid_namespace, start_time
 from everyrank.world import calls as recorder
@@ -57,7 +57,7 @@ def expected(name: str, backend: str) -> list[str]:
             f", at {at(way, 'cause')}"
         ]
 
-    other_operation, eight = "another operation or in another order", "all_reduce of 8 elements of"
+    other_operation, eight = "different operation or order", "all_reduce of 8 elements of"
     at_the_end = f"{at(hangs.hang, 'end')} (it waits for the others at a barrier of everyrank's"
     if name == "another_dtype" and backend == "gloo":  # which aborts the process that gets too much
         return [
@@ -68,8 +68,8 @@ def expected(name: str, backend: str) -> list[str]:
         "rank_0_only_collective": lambda: never_came(three, 2, at(way, "cause") + " (it waits, process "),
         "uneven_loop": lambda: never_came(three, 5, at_the_end),
         "different_order": lambda: mismatch(other_operation, three, "broadcast of 3 elements of float32"),
-        "another_shape": lambda: mismatch("another size", f"{eight} float32", "all_reduce of 6 elements of float32"),
-        "another_dtype": lambda: mismatch("another dtype", f"{eight} float32", f"{eight} float64"),
+        "another_shape": lambda: mismatch("different size", f"{eight} float32", "all_reduce of 6 elements of float32"),
+        "another_dtype": lambda: mismatch("different dtype", f"{eight} float32", f"{eight} float64"),
         "exception_on_one_rank": lambda: never_came(three, 2, at(way, "cause") + " (it waits for a thread or a lock"),
         "deadlock_in_the_loader": lambda: [
             *never_came(three, 2, at(way, "cause") + " (it waits for its data loader"),
@@ -77,7 +77,7 @@ def expected(name: str, backend: str) -> list[str]:
         ],
         "forgotten_join": lambda: never_came(f"{eight} float32", 9, at_the_end),
         "wrong_group": lambda: [
-            f"mismatch (groups in another order): rank 1 waits in {three}, collective 2 of {ALL}, to which rank 0 "
+            f"mismatch (groups in different order): rank 1 waits in {three}, collective 2 of {ALL}, to which rank 0 "
             f"never came, at {at(way, 'cause')}; rank 0 waits in {three}, collective 1 of {ALL}, to which rank 1 "
             f"never came, at {at(way, 'waits')}"
         ],
@@ -236,9 +236,9 @@ def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
         row = me | {"space": pid_namespace(), "pid": child, "began": began}
         (tmp_path / "rank0.state").write_text(json.dumps(row))
         (tmp_path / "rank0.stacks").touch()
-        text = hang_autopsy(tmp_path, patience_seconds=0.1)
+        text = hang_autopsy(tmp_path, timeout_seconds=0.1)
         assert text is not None
-        assert "a place that is not known" in text
+        assert "an unknown location" in text
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -243,7 +243,7 @@ def test_files_that_are_nearly_right(tmp_path: Path) -> None:
             for name, row in files.items():
                 (folder / name).write_text(json.dumps(row))
             try:
-                text = hang_autopsy(folder, patience_seconds=0.1)
+                text = hang_autopsy(folder, timeout_seconds=0.1)
                 if text is not None and not text.isprintable():
                     raise ValueError(f"it would steer a terminal: {text!r}")
             except Exception as error:
@@ -264,7 +264,7 @@ def test_files_that_are_right_are_read(tmp_path: Path) -> None:
     """What the mutations above begin with says who never came."""
     for name, row in crafted().items():
         (tmp_path / name).write_text(json.dumps(row))
-    text = hang_autopsy(tmp_path, patience_seconds=0.1)
+    text = hang_autopsy(tmp_path, timeout_seconds=0.1)
     assert text is not None
     assert "rank 0" in text
     assert "train.py" in text

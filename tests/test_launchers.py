@@ -119,6 +119,7 @@ def test_each_launcher_is_a_file_with_its_row() -> None:
 
 FLAGS = {
     "accepts_arguments": {"torchrun", "slurm", "mpi", "horovodrun"},
+    "supports_nodes": {"spawn", "torchrun", "slurm", "mpi", "horovodrun"},
     "launch_per_node": {"spawn", "torchrun"},
     "needs_shared_folder": {"slurm", "mpi", "horovodrun"},
     "graceful_shutdown": {"slurm", "mpi", "ray", "horovodrun"},
@@ -179,7 +180,7 @@ def test_what_a_launcher_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(CannotRunError, match="srun was not found"):
         run_ranks(Launch("slurm"), len)
-    with pytest.raises(UsageError, match="--nodes 2: Ray chooses the hosts itself"):
+    with pytest.raises(UsageError, match="--nodes 2: not supported by --launcher ray"):
         Launch("ray", processes=2, nodes=2)
 
 
@@ -249,7 +250,7 @@ def test_the_launcher_in_contributing_starts_ranks(monkeypatch: pytest.MonkeyPat
     """The page's code, with what it needs from other files."""
     page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     code = page.partition("## A new launcher")[2].partition("```python\n")[2].partition("```")[0]
-    names = {"Launcher": Launcher, "Launch": Launch, "Path": Path, "UsageError": UsageError, "WORKER": WORKER}
+    names = {"Launcher": Launcher, "Launch": Launch, "Path": Path, "WORKER": WORKER}
     exec(code, names)
     launcher = names["LAUNCHER"]
     assert isinstance(launcher, Launcher)
@@ -314,7 +315,7 @@ def test_what_an_earlier_start_has_left_is_no_error_of_this_one(tmp_path: Path) 
 
     def started(rank: int, local_rank: int) -> None:
         info = RankInfo(rank, local_rank, 4, 2, "torchrun", "")
-        worker._clear_earlier(tmp_path, info)  # pyright: ignore[reportPrivateUsage]
+        worker._delete_old_files(tmp_path, info)  # pyright: ignore[reportPrivateUsage]
         for kind in kinds:
             (tmp_path / f"rank{rank}.{kind}").write_text("{}")
 

@@ -333,7 +333,7 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 def test_too_few_files_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They and their rank would wait for each other for ever."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
-    with pytest.raises(UsageError, match=r"--workers 1: a process may open 32 files here, .* ulimit -n 1024"):
+    with pytest.raises(UsageError, match=r"--workers 1: .* 32 open files, .* ulimit -n 1024"):
         run_ranks(Launch(loader_workers=1), len)
 
 

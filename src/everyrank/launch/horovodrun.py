@@ -24,6 +24,7 @@ class Horovodrun(Launcher):
     name = "horovodrun"
     program = "horovodrun"
     accepts_arguments = True
+    supports_nodes = True
     needs_shared_folder = True
     graceful_shutdown = True
     terminates_on_failure = True

@@ -126,6 +126,8 @@ class Launch:
 
     def _check_rendezvous_of_nodes(self) -> None:
         """Where the command is typed on each host, each needs the rendezvous and its own number."""
+        if self.nodes > 1 and not self.row.supports_nodes:
+            raise UsageError(f"--nodes {self.nodes}: not supported by --launcher {self.launcher}; leave --nodes out")
         if self.nodes == 1 or not self.row.launch_per_node:
             return
         if self.rendezvous is None:

@@ -88,6 +88,7 @@ class Launcher(ABC):
     package                 the Python package it needs, for `everyrank doctor`
     install_hint            how to install that program or package; "": `everyrank doctor` does not look for it
     accepts_arguments       --launcher-args are passed to it (`Launch.arguments`)
+    supports_nodes          it can start ranks on several hosts (--nodes)
     launch_per_node         the command is typed on each node and starts the ranks of that node only
     needs_shared_folder     ranks on other hosts read the job's folder, which therefore is below the home directory
     graceful_shutdown       it needs SIGTERM to end its ranks; after SIGKILL some would stay
@@ -112,6 +113,7 @@ class Launcher(ABC):
     package: str = ""
     install_hint: str = ""
     accepts_arguments: bool = False
+    supports_nodes: bool = False
     launch_per_node: bool = False
     needs_shared_folder: bool = False
     graceful_shutdown: bool = False

@@ -1,4 +1,4 @@
-"""The processes of one job: start them, watch them, end them."""
+"""The process monitor: starts, watches and ends the processes of one job."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from everyrank.launch.stalled_ranks import resume_stopped
 
 __all__ = ["ProcessMonitor", "pass_on_output"]
 
-_GRACE_SECONDS = 2.0  # after the first failure, for the others to say what they saw
+_GRACE_SECONDS = 2.0  # after the first failure, so that other ranks can report theirs
 _END_SECONDS = 2.0  # between SIGTERM and SIGKILL
-_BEAT_SECONDS = 1.0  # for supervisors on other machines
+_HEARTBEAT_SECONDS = 1.0  # for supervisors on other machines
 
 
 class ProcessMonitor:
-    """The started processes. Leaving the block ends whatever still runs, however the block is left."""
+    """The processes of a job, started on entry of a `with` block. On exit, all that still run are ended."""
 
     def __init__(self, launch: Launch, directory: Path, logs: Path, stop: Stop | None = None) -> None:
         self.launch = launch
@@ -44,38 +44,38 @@ class ProcessMonitor:
         self.commands = self.launcher.commands(launch, directory)
         self.starts_supervisors = starts_supervisors(self.commands)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.beat_at = 0.0
-        # where each host starts its own, only theirs report here
-        is_one_of_several = launch.nodes > 1 and self.launcher.launch_per_node
-        count = launch.processes_per_node if is_one_of_several else launch.processes
-        first = (launch.node_rank or 0) * count if is_one_of_several else 0
+        self.heartbeat_at = 0.0
+        # with one command per host, only the ranks of this host report here
+        is_per_host = launch.nodes > 1 and self.launcher.launch_per_node
+        count = launch.processes_per_node if is_per_host else launch.processes
+        first = (launch.node_rank or 0) * count if is_per_host else 0
         expected = range(first, first + count)
         self.reports = Reports(directory, logs, launch.processes, expected, launch)
 
     def __enter__(self) -> ProcessMonitor:
-        for stale in self._logs_of_before():
+        for old_log in self._old_logs():
             with contextlib.suppress(FileNotFoundError):
-                stale.replace(stale.with_name(stale.name + ".before"))
-        # A launcher's own messages are kept away from the screen: what it says of a failure is not what failed.
+                old_log.replace(old_log.with_name(old_log.name + ".before"))
+        # The launcher's own messages go to a log: what it prints after a failure is rarely the cause.
         if not self.starts_supervisors:
             self.launcher_log = (self.logs / self._launcher_log_name).open("wb")
-        self._beat()
+        self._heartbeat()
         try:
             for command in self.commands:
                 self.processes.append(self._start(command))
-        except BaseException:  # Ctrl-C between two starts: `__exit__` would not be called
+        except BaseException:  # Ctrl-C between two starts, when `__exit__` is not called
             self._end()
             raise
         return self
 
     @property
     def _launcher_log_name(self) -> str:
-        # hosts that each start their own may share the folder
+        # several hosts may share the folder
         return f"{self.launch.launcher}{f'-{host_name()}' if self.launch.nodes > 1 else ''}.log"
 
-    def _logs_of_before(self) -> list[Path]:
-        """Those that this host's ranks are about to write, from the run before."""
-        if self.launch.nodes > 1 and self.launch.assigns_node_ranks:  # which ranks are here is decided later
+    def _old_logs(self) -> list[Path]:
+        """Logs of the previous run that this host's ranks would overwrite."""
+        if self.launch.nodes > 1 and self.launch.assigns_node_ranks:  # it is not yet known which ranks run here
             return [self.logs / self._launcher_log_name]
         ranks = (self.logs / f"rank{rank}.log" for rank in self.reports.expected)
         return [self.logs / self._launcher_log_name, *ranks]
@@ -87,43 +87,43 @@ class ProcessMonitor:
             stdout=subprocess.PIPE if self.launcher.line_prefix is not None else None,
             stderr=self.launcher_log,
             env={**_child_environment(), **self.launch.options.variables},
-            # Ctrl-C reaches this process alone, which then ends them all in order.
+            # Ctrl-C reaches only this process, which then ends the others in order.
             start_new_session=True,
         )
         if self.launcher.line_prefix is not None:
             assert process.stdout is not None
-            assert self.launcher_log is not None, "it starts no supervisors itself"
+            assert self.launcher_log is not None, "it does not start supervisors directly"
             self.output = pass_on_output(process.stdout, self.launcher.line_prefix, self.launcher_log)
         return process
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._end()
-        else:  # what a workload has started and forgotten
+        else:  # processes that the workload started and did not end
             _signal(os.killpg, [process.pid for process in self.processes], signal.SIGKILL)
         if self.output is not None:
-            self.output.join(_END_SECONDS)  # what rank 0 has printed is on the screen before anything else is
+            self.output.join(_END_SECONDS)  # first show everything that rank 0 printed
         if self.launcher_log is not None:
             self.launcher_log.close()
 
     def wait(self) -> None:
-        """Return when every process has ended well.
+        """Return when all processes have succeeded.
 
-        Raises what went wrong first: the error of a rank, or `RankFailedError` for one that died or never started.
+        Raises the root cause of a failure: the error of a rank, or `RankFailedError` for a rank that died.
         """
-        # where nobody else listens to it, the signal asks where the ranks stand
+        # SIGUSR2 prints where the ranks are, unless the caller uses that signal
         is_free = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-        with catch_signals(*[signal.SIGUSR2] if is_free else []) as question:
-            self._wait(question)
+        with catch_signals(*[signal.SIGUSR2] if is_free else []) as autopsy_request:
+            self._wait(autopsy_request)
 
-    def _wait(self, question: Stop) -> None:
-        # a host that comes to a running job waits until the others take it in; a spare one, until they need it
+    def _wait(self, autopsy_request: Stop) -> None:
+        # A host that joins a running job waits until the other hosts admit it, without a limit.
         has_limit = not self.launch.is_elastic
         deadline = time.monotonic() + self.launch.start_seconds if has_limit else 0
-        is_asked = False
+        was_stop_forwarded = False
         while True:
             codes = [process.poll() for process in self.processes]
-            is_final = not self.launch.restarts_ranks or self._is_asked
+            is_final = not self.launch.restarts_ranks or self._is_stop_requested
             failed = is_final and (self.reports.errors() or self._dead())
             if failed or any(code not in (None, 0) for code in codes):
                 self._raise_first_failure()
@@ -135,32 +135,32 @@ class ProcessMonitor:
             elif time.monotonic() > deadline:
                 raise RankFailedError(
                     f"{ranks_text(missing)} of {self.launch.processes} never started: "
-                    f"no sign within {self.launch.start_seconds:g} s ({self.launch.start_flag}){self._last_words()}"
+                    f"no sign within {self.launch.start_seconds:g} s ({self.launch.start_flag}){self._last_line()}"
                 )
-            if self._is_asked and not is_asked:
-                is_asked = True
-                (self.directory / "stop").touch()  # each rank's supervisor looks for it
-            if question.asked is not None:
-                question.asked = None
-                found = hang_autopsy(self.logs / FOLDER) or "no rank has left its state yet"
-                print(f"everyrank: autopsy: {found}", file=sys.stderr, flush=True)
-            if time.monotonic() > self.beat_at + _BEAT_SECONDS:
-                self._beat()
+            if self._is_stop_requested and not was_stop_forwarded:
+                was_stop_forwarded = True
+                (self.directory / "stop").touch()  # each supervisor polls for this file
+            if autopsy_request.asked is not None:
+                autopsy_request.asked = None
+                text = hang_autopsy(self.logs / FOLDER) or "no rank has written its state yet"
+                print(f"everyrank: autopsy: {text}", file=sys.stderr, flush=True)
+            if time.monotonic() > self.heartbeat_at + _HEARTBEAT_SECONDS:
+                self._heartbeat()
             time.sleep(0.02 if missing else 0.1)
 
     def results(self) -> dict[int, Any]:
-        """What the function returned, by rank, of those that report here; `RankFailedError` where one left nothing."""
+        """Results of the function by rank. Raises `RankFailedError` if one is missing."""
         return self.reports.results(needs_all=not self.launch.restarts_ranks)
 
-    def _beat(self) -> None:
-        self.beat_at = time.monotonic()
-        with contextlib.suppress(OSError):  # of storage elsewhere
+    def _heartbeat(self) -> None:
+        self.heartbeat_at = time.monotonic()
+        with contextlib.suppress(OSError):  # network storage may fail
             (self.directory / "alive").touch()
         resume_stopped(self.directory)
 
     @property
-    def _is_asked(self) -> bool:
-        """Whether a signal has asked the training to stop."""
+    def _is_stop_requested(self) -> bool:
+        """Whether a signal has requested a stop."""
         return self.stop is not None and self.stop.asked is not None
 
     def _dead(self) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ class ProcessMonitor:
         return self.reports.dead(codes)
 
     def _raise_first_failure(self) -> None:
-        """Let the others say what they saw, then raise the root cause."""
+        """Wait shortly for the reports of other ranks, then raise the root cause."""
         deadline, count = time.monotonic() + _GRACE_SECONDS, len(self.reports.expected)
         while time.monotonic() < deadline and len(self.reports.errors()) + len(self._dead()) < count:
             time.sleep(0.02)
@@ -184,15 +184,15 @@ class ProcessMonitor:
         )
 
     def _launcher_ended(self) -> str:
-        """How the launcher itself has ended, where no rank has said anything."""
+        """How the launcher ended, if no rank has reported anything."""
         code = next((process.poll() for process in self.processes if process.poll()), 0) or 0
-        how = f"was ended by {signal_text(-code)}" if code < 0 else "ended"
+        ending = f"was ended by {signal_text(-code)}" if code < 0 else "ended"
         if self.reports.processes():
-            return f"{self.launch.launcher} {how} after its ranks had started"
-        return f"{self.launch.launcher} {how} before its ranks had started{self._last_words()}"
+            return f"{self.launch.launcher} {ending} after its ranks had started"
+        return f"{self.launch.launcher} {ending} before its ranks had started{self._last_line()}"
 
-    def _last_words(self) -> str:
-        """The last line that a launcher said."""
+    def _last_line(self) -> str:
+        """The last line that the launcher printed."""
         if self.launcher_log is None:
             return ""
         text = (self.logs / self._launcher_log_name).read_text(errors="replace")
@@ -200,29 +200,30 @@ class ProcessMonitor:
         return f": {lines[-1]}" if lines else ""
 
     def _end(self) -> None:
-        """SIGTERM to all, SIGKILL to whoever is left; their data loader workers are in the same groups."""
-        groups = [process.pid for process in self.processes]  # a group may outlive the rank that led it
+        """Send SIGTERM to all processes, then SIGKILL to their groups, which include data loader workers."""
+        groups = [process.pid for process in self.processes]  # a process group may outlive its first process
         ranks = self.reports.processes()
-        # ranks that catch signals take SIGTERM for a request to stop; these launchers must end in order all the same
+        # Ranks that catch SIGTERM take it as a request to stop, so it is sent only to launchers that need it.
         if self.stop is None or self.launcher.graceful_shutdown:
             _signal(os.killpg, groups, signal.SIGTERM)
             deadline = time.monotonic() + _END_SECONDS
             while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
                 time.sleep(0.02)
         _signal(os.killpg, groups, signal.SIGKILL)
-        if not self.starts_supervisors:  # their ranks have groups of their own; on other hosts supervisors see
-            mine = os.getpgrp()
+        if (
+            not self.starts_supervisors
+        ):  # their ranks have process groups of their own; on other hosts the supervisors end them
+            own_group = os.getpgrp()
             _signal(os.kill, [pid for pid, _ in ranks], signal.SIGKILL)
-            _signal(os.killpg, [group for _, group in ranks if group != mine], signal.SIGKILL)
+            _signal(os.killpg, [group for _, group in ranks if group != own_group], signal.SIGKILL)
         for process in self.processes:
             process.wait()
 
 
 def _child_environment() -> dict[str, str]:
-    # The world sets the number of threads itself; the first variable only spares torchrun its warning. The second
-    # tells rich, in rank 0, whether there is a terminal at the end of what a launcher passes on. Without the third,
-    # c10d warns when it cannot find the name of an address, and gloo prints what it also raises, in a rank that only
-    # answers the loss of another one. What NCCL's watchdog says is nowhere else.
+    # OMP_NUM_THREADS only avoids a warning of torchrun; `world` sets the number of threads. TTY_COMPATIBLE tells rich
+    # in rank 0 whether its output reaches a terminal. TORCH_CPP_LOG_LEVEL silences warnings of c10d about names of
+    # addresses, and errors that gloo also raises; with GPUs, messages of NCCL's watchdog have to stay.
     terminal = str(int(sys.stdout.isatty()))
     level = "ERROR" if has_driver() else "FATAL"
     return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": terminal, "TORCH_CPP_LOG_LEVEL": level, **os.environ}
@@ -234,39 +235,39 @@ def _signal(send: Callable[[int, int], None], targets: Iterable[int], number: si
             send(target, number)
 
 
-# --- what rank 0 prints, where its launcher puts a mark before each line
+# --- the output of rank 0, if its launcher adds a prefix to each line
 
 
-_LINES = re.compile(rb"(?<=[\r\n])")  # a progress bar begins its line again by \r
+_LINES = re.compile(rb"(?<=[\r\n])")  # a progress bar restarts its line by \r
 
 
-def pass_on_output(printed: IO[bytes], mark: bytes, others: IO[bytes]) -> threading.Thread:
-    """Start to write to this process's own output what rank 0 prints, until the launcher has closed `printed`.
+def pass_on_output(printed: IO[bytes], prefix: bytes, other_output: IO[bytes]) -> threading.Thread:
+    """Start a thread that copies the output of rank 0 to stdout, without the launcher's prefix.
 
-    mark     a regular expression of what the launcher puts before each line of rank 0
-    others   the file for lines without it: what the launcher itself says
+    prefix         regular expression of what the launcher prints before each line of rank 0
+    other_output   file for lines without the prefix
     """
-    thread = threading.Thread(target=_pass_on, args=(printed, re.compile(mark), others), daemon=True)
+    thread = threading.Thread(target=_pass_on, args=(printed, re.compile(prefix), other_output), daemon=True)
     thread.start()
     return thread
 
 
-def _pass_on(printed: IO[bytes], mark: re.Pattern[bytes], others: IO[bytes]) -> None:
+def _pass_on(printed: IO[bytes], prefix: re.Pattern[bytes], other_output: IO[bytes]) -> None:
     rest = b""
     with printed, os.fdopen(os.dup(1), "wb", buffering=0) as screen:
         while chunk := os.read(printed.fileno(), 65_536):
             *lines, rest = _LINES.split(rest + chunk)
             for line in lines:
-                _write(line, mark, screen, others)
-        _write(rest, mark, screen, others)
+                _write(line, prefix, screen, other_output)
+        _write(rest, prefix, screen, other_output)
 
 
-def _write(line: bytes, mark: re.Pattern[bytes], screen: IO[bytes], others: IO[bytes]) -> None:
-    found = mark.match(line)
-    if found is None:
-        if not others.closed:
-            others.write(line)
+def _write(line: bytes, prefix: re.Pattern[bytes], screen: IO[bytes], other_output: IO[bytes]) -> None:
+    match = prefix.match(line)
+    if match is None:
+        if not other_output.closed:
+            other_output.write(line)
         return
-    left = memoryview(line)[found.end() :]
-    while left:
-        left = left[screen.write(left) :]
+    text = memoryview(line)[match.end() :]
+    while text:
+        text = text[screen.write(text) :]

@@ -23,6 +23,7 @@ class Mpi(Launcher):
     program = "mpirun"
     install_hint = "pip install 'everyrank[mpi]', or load your cluster's module"
     accepts_arguments = True
+    supports_nodes = True
     needs_shared_folder = True
     graceful_shutdown = True
     default_for_backend = "mpi"

@@ -1,6 +1,7 @@
-"""Function in, results by rank out: in processes that are started here, or in this one where it is a rank itself.
+"""`run_ranks`: call a function on every rank and return the results by rank.
 
-Results and errors come back through files in a directory that only this user can open.
+It starts the rank processes, or calls the function here if this process is itself a rank. Results and errors are
+returned through files in a folder that only this user can open.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from everyrank.launch.signals import Stop
 
 __all__ = ["run_ranks"]
 
-_FILES_OF_A_RANK, _FILES_OF_A_WORKER = 32, 4  # with fewer, loader workers and their rank wait for each other for ever
+_FILES_PER_RANK, _FILES_PER_WORKER = 32, 4  # with fewer open files, a rank and its loader workers deadlock
 
 
 def run_ranks(
@@ -59,28 +60,30 @@ def run_ranks(
     stop: Stop | None = None,
     kept: dict[int, Any] | None = None,
 ) -> dict[int, Any]:
-    """Call `function(info, *arguments)` in every rank process; its results by rank, of those started from here.
+    """Call `function(info, *arguments)` in every rank process. Returns the results by rank.
 
-    function   sent by value where it stands in a notebook or a script; or "module:name", which the rank imports, so
-               that this process need not have torch. `info` is its `RankInfo`.
-    stop       when it is asked, the ranks are: they get SIGUSR1 until they end by themselves
-    kept       gets what each rank has left by `info.keep`, by rank, however the call ends
+    For example `run_ranks(Launch(processes=2), lambda info: info.rank)` returns `{0: 0, 1: 1}`.
 
-    Where this process was itself started as a rank (by torchrun, mpirun or srun), the function is called here, with
-    `stop` at the end where there is one, and the result is that of this rank alone.
+    function   pickled by value if it is defined in a notebook or a script; or "module:name", which the rank imports, so
+               that this process need not have torch. `info` is a `RankInfo`
+    stop       when it requests a stop, ranks receive SIGUSR1 until they end by themselves
+    kept       receives the preliminary results of `info.keep` by rank, also after an error
 
-    Raises the error of the rank that failed first, labelled with it; the other ranks are ended within five seconds.
-    `UsageError` or `CannotRunError` where the launch cannot be tried here.
+    If this process was started as a rank (by torchrun, mpirun or srun), the function is called here, with `stop` as its
+    last argument if given, and the result is only that of this rank.
+
+    Raises the error of the rank that failed first, with its number. All other ranks are ended within five seconds.
+    Raises `UsageError` or `CannotRunError` if the launch is not possible here.
     """
     info = rank_info_from_environment(os.environ)
     if info is not None:
         keep = functools.partial(kept.__setitem__, info.rank) if kept is not None else None
         info = dataclasses.replace(info, keep=keep)
-        here = (*arguments, stop) if stop is not None else arguments
-        return {info.rank: _call_here(info, named_function(function), here)}
+        local_arguments = (*arguments, stop) if stop is not None else arguments
+        return {info.rank: _call_here(info, named_function(function), local_arguments)}
     _check(launch)
     with _folders(launch, kept) as (directory, logs):
-        # of a function of ours the whole module; a person's modules are imported by the ranks themselves
+        # Only everyrank's own modules: the ranks import the user's modules themselves.
         preload = function.partition(":")[0] if isinstance(function, str) else "torch"
         job = _job(launch, cloudpickle.dumps((function, arguments)), preload, directory, logs)
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
@@ -91,7 +94,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Path, Path]]:
-    """The job's folder, and that of the logs, which stays where it was asked for or an error names a log in it."""
+    """(job folder, folder of the logs). Logs are kept if the user named their folder, or an error names a log."""
     make_folder = _shared_folder if launch.row.needs_shared_folder else _temporary_folder
     directory = make_folder("everyrank-")
     logs = launch.logs or make_folder("everyrank-logs-")
@@ -103,21 +106,21 @@ def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Pat
         keep_logs = keep_logs or error.log is not None
         raise
     finally:
-        contents = (
+        kept_files = (
             {rank_of(path): path.read_bytes() for path in directory.glob("rank*.kept")} if kept is not None else {}
         )
         try:
             shutil.rmtree(directory, ignore_errors=True)
-        finally:  # a second Ctrl-C in the middle of it
+        finally:  # a second Ctrl-C may interrupt the deletion
             shutil.rmtree(directory, ignore_errors=True)
             if not keep_logs:
                 shutil.rmtree(logs, ignore_errors=True)
         if kept is not None:
-            kept.update({rank: pickle.loads(content) for rank, content in contents.items()})  # noqa: S301
+            kept.update({rank: pickle.loads(content) for rank, content in kept_files.items()})  # noqa: S301
 
 
 def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Path) -> Job:
-    """What each rank process finds in the job's folder."""
+    """The content of job.pickle, which each rank process reads."""
     return Job(
         payload=payload,
         sys_path=list(sys.path),
@@ -135,7 +138,7 @@ def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Pa
 
 
 def _check(launch: Launch) -> None:
-    """Whether this launch can be tried here. Raises `UsageError` or `CannotRunError`."""
+    """Raises `UsageError` or `CannotRunError` if this launch is not possible here."""
     if isinstance(launch.row, BatchLauncher):
         launch.row.check_allocation(launch, os.environ)
     launch.row.find()
@@ -151,17 +154,17 @@ def _check(launch: Launch) -> None:
 
 
 def _check_files(workers: int) -> None:
-    """Whether a rank may open as many files as its loader workers take. Raises `UsageError`."""
-    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_OF_A_RANK + _FILES_OF_A_WORKER * workers
-    if workers and files != resource.RLIM_INFINITY and files < needed:
+    """Raises `UsageError` if the limit of open files is too small for this number of loader workers."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_PER_RANK + _FILES_PER_WORKER * workers
+    if workers and limit != resource.RLIM_INFINITY and limit < needed:
         raise UsageError(
-            f"--workers {workers}: a process may open {files} files here, and a rank with so many workers needs "
+            f"--workers {workers}: the limit is {limit} open files, and a rank with so many workers needs "
             f"{needed}: ulimit -n {max(1024, needed)}, or --workers 0"
         )
 
 
 def _rendezvous_url(launch: Launch, directory: Path) -> str | None:
-    """Where the ranks meet unless an init method was asked for; None where their launcher tells them."""
+    """Where the ranks meet without --init-method; None if their launcher tells them."""
     if launch.rank_launcher.provides_rendezvous:
         return None
     if launch.rendezvous is not None:
@@ -172,7 +175,7 @@ def _rendezvous_url(launch: Launch, directory: Path) -> str | None:
 
 
 def _call_here(info: RankInfo, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call it in this rank, which somebody else started; an error of its own gets a label and a log."""
+    """Call the function in this rank of an external launcher. An unexpected error is labelled and written to a log."""
 
     def fail(error: BaseException) -> None:
         print(
@@ -187,24 +190,27 @@ def _call_here(info: RankInfo, function: Callable[..., Any], arguments: tuple[An
     except (UsageError, StoppedError):
         raise
     except Exception as error:
-        found = last_words(error)
+        autopsy = last_words(error)
         logs = _temporary_folder("everyrank-logs-")
         log = logs / f"rank{info.rank}.log"
         log.write_text("".join(traceback.format_exception(error)))
         kind = type(error) if isinstance(error, EveryrankError) else RankFailedError
         raise kind(
-            f"rank {info.rank} of {info.size} on {host_name()}: {describe(error)}{found and f'; autopsy: {found}'}", log
+            f"rank {info.rank} of {info.size} on {host_name()}: {describe(error)}{autopsy and f'; autopsy: {autopsy}'}",
+            log,
         ) from error
 
 
 def _shared_folder(prefix: str) -> Path:
-    """A folder for a job whose ranks may be on several hosts: below the home directory, which clusters share."""
-    place = Path.home() / ".cache" / "everyrank" / "jobs"
+    """A folder below the home directory, which the hosts of a cluster share."""
+    folder = Path.home() / ".cache" / "everyrank" / "jobs"
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
     except OSError as error:
-        raise CannotRunError(f"no folder for the job: {error}; it has to be on storage that all hosts share") from error
+        raise CannotRunError(
+            f"cannot create a folder for the job: {error}; it must be on storage that all hosts share"
+        ) from error
 
 
 def _temporary_folder(prefix: str) -> Path:
@@ -212,5 +218,5 @@ def _temporary_folder(prefix: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
         raise CannotRunError(
-            f"no folder for temporary files: {error}; set TMPDIR to one that can be written"
+            f"cannot create a temporary folder: {error}; set TMPDIR to a folder that can be written"
         ) from error

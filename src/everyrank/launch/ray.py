@@ -73,14 +73,12 @@ class Ray(Launcher):
         return super().find()
 
     def check(self, launch: Launch) -> None:
-        """Ray chooses the hosts itself."""
+        """Check the options."""
         options: RayOptions = launch.options
         if options.restarts < 0:
             raise UsageError(f"--restarts {options.restarts}: give 0 or more")
         if options.min_processes is not None and not 1 <= options.min_processes <= launch.processes:
             raise UsageError(f"--min-processes {options.min_processes}: give 1 to {launch.processes} (--processes)")
-        if launch.nodes > 1:
-            raise UsageError(f"--nodes {launch.nodes}: Ray chooses the hosts itself; leave --nodes out")
 
 
 def visible_devices(devices: str, environment: Mapping[str, str]) -> dict[str, str]:

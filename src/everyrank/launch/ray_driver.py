@@ -1,11 +1,15 @@
-"""Ask a Ray cluster for a place for each rank: one actor a rank, which starts it as a process of its own there.
+"""The Ray driver: creates one actor for each rank, and each actor starts its rank as a process on its host.
 
-`python -P -m everyrank.launch.ray_driver DIRECTORY COUNT cpu|gpu|any ADDRESS|local [RESTARTS]`; any: GPUs where there
-are enough; RESTARTS: how often all are placed and started again after one was lost. The actors carry bytes between the
-job's folder here and one like it on their host, so no storage has to be shared: the job there, results and errors back.
+`python -P -m everyrank.launch.ray_driver JOB_FOLDER COUNT cpu|gpu|any ADDRESS|local [RESTARTS]`
 
-COUNT is N or MIN:MAX: as many as there is room for. Where that is fewer than MAX, one more stays asked for; once Ray
-has it, the ranks are asked to stop, which saves, and all are placed anew. A node that is lost takes no restart.
+    any        GPUs if the cluster has enough
+    RESTARTS   how often all ranks are placed and started again after one was lost
+    COUNT      N or MIN:MAX, as many as the cluster has room for
+
+The actors copy files between the job folder here and a folder on their host, so no shared storage is needed.
+
+With fewer ranks than MAX, one more is requested from Ray. When Ray grants it, the ranks are asked to stop, which saves
+a checkpoint, and all are placed again. A lost node does not count as a restart.
 """
 
 from __future__ import annotations
@@ -29,17 +33,17 @@ from everyrank.launch.supervisor import end_with_parent
 
 __all__ = ["main"]
 
-ray: Any = importlib.import_module("ray")  # an extra, which the type checker need not have
+ray: Any = importlib.import_module("ray")  # optional, so the type checker may not find it
 placement: Any = importlib.import_module("ray.util")
-_LOOK_SECONDS = 0.1
-_PLACE_SECONDS = 120.0
-_SAVE_SECONDS = 120.0  # for ranks that were asked to stop, where new ones are taken in
+_POLL_SECONDS = 0.1
+_PLACEMENT_SECONDS = 120.0
+_SAVE_SECONDS = 120.0  # for ranks that stop because new ones are added
 _END_SECONDS = 10.0
 
 
 @ray.remote
-class Place:
-    """One rank's place in the cluster."""
+class RankActor:
+    """Starts one rank on the host where Ray places this actor."""
 
     def __init__(self) -> None:
         import tempfile
@@ -47,16 +51,16 @@ class Place:
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-ray-"))
         self.process: Any = None
         self.sent: set[str] = set()
-        self.read: dict[str, int] = {}  # bytes of a file that grows
+        self.num_read: dict[str, int] = {}  # bytes already read of a growing file
 
     def host(self) -> tuple[str, list[str]]:
-        """Which of Ray's nodes this is on, and the GPUs that Ray has given to it."""
+        """(Ray node of this actor, numbers of the GPUs that Ray assigned to it)."""
         return ray.get_runtime_context().get_node_id(), [str(number) for number in ray.get_gpu_ids()]
 
     def start(self, job: bytes, cwd: str, rank: int, size: int, local_rank: int, local_size: int, devices: str) -> None:
-        """Start the rank. `job` comes from the driver, over Ray's own connections; `devices` are those of the node.
+        """Start the rank. `job` is pickled by the driver and sent by Ray; `devices` are all GPUs used on this node.
 
-        The rank runs in the folder of the driver, where this host has it too; else in that of Ray.
+        The rank runs in the working folder of the driver if this host has it, else in that of Ray.
         """
         import dataclasses
         import subprocess
@@ -64,21 +68,20 @@ class Place:
         from everyrank.launch.host_info import pid_namespace
         from everyrank.launch.ray import visible_devices
 
-        here: Job = pickle.loads(job)  # noqa: S301  (the driver's own)
-        own = dataclasses.replace(
-            here,
+        driver_job: Job = pickle.loads(job)  # noqa: S301  (sent by the driver)
+        local_job = dataclasses.replace(
+            driver_job,
             processes=size,
             rendezvous_url="meet://" + (self.folder / "address").as_uri().removeprefix("file://"),
             pid_namespace=pid_namespace(),
-            sys_path=[*here.sys_path, *sys.path],
+            sys_path=[*driver_job.sys_path, *sys.path],
             parent_pid=os.getpid(),
             logs=self.folder,
         )
-        (self.folder / "job.pickle").write_bytes(pickle.dumps(own))
-        words = [str(self.folder), str(rank), str(local_rank), str(local_size)]
-        with (self.folder / "screen").open("wb") as screen:  # of rank 0; the others write to their logs
-            command = [*WORKER, *words]
-            # a rank picks its device by its local rank, so it sees those of all ranks of the node
+        (self.folder / "job.pickle").write_bytes(pickle.dumps(local_job))
+        command = [*WORKER, str(self.folder), str(rank), str(local_rank), str(local_size)]
+        with (self.folder / "screen").open("wb") as screen:  # only rank 0 writes here; the others write to their logs
+            # A rank chooses its GPU by its local rank, so it must see the GPUs of all ranks on the node.
             environment = {**os.environ, **visible_devices(devices, os.environ)}
             self.process = subprocess.Popen(
                 command,
@@ -90,102 +93,104 @@ class Place:
             )
 
     def give(self, name: str, content: bytes) -> None:
-        """A file for the rank: where rank 0 has opened the store, or the request to stop."""
+        """Write a file for the rank: the address of the store of rank 0, or the request to stop."""
         partial = self.folder / f"{name}.partial"
         partial.write_bytes(content)
         partial.replace(self.folder / name)
 
     def take(self) -> tuple[dict[str, bytes], int | None]:
-        """Files of the rank that are new, and the status of its process when it has ended."""
+        """(new files of the rank, exit status of its process or None)."""
         status = self.process.poll()
-        new: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
         for path in self.folder.glob("*"):
             if path.name == "screen" or path.suffix == ".log":
                 with path.open("rb") as file:
-                    file.seek(self.read.get(path.name, 0))
-                    new[path.name] = file.read()
-                    self.read[path.name] = file.tell()
+                    file.seek(self.num_read.get(path.name, 0))
+                    files[path.name] = file.read()
+                    self.num_read[path.name] = file.tell()
             elif path.name not in self.sent and (
                 path.name == "address" or path.suffix in (".pid", ".result", ".error", ".exit")
             ):
                 self.sent.add(path.name)
-                new[path.name] = path.read_bytes()
-        return new, status
+                files[path.name] = path.read_bytes()
+        return files, status
 
     def end(self) -> None:
-        """End the rank, with its data loader workers, and take the folder away: ranks may be started anew at once."""
+        """End the rank with its data loader workers, and delete the folder. New ranks may be started at once."""
         import psutil
 
         if self.process is not None and self.process.poll() is None:
             supervisor = psutil.Process(self.process.pid)
-            ending = [*supervisor.children(recursive=True), supervisor]
-            for process in ending:
+            processes = [*supervisor.children(recursive=True), supervisor]
+            for process in processes:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(ending, timeout=_END_SECONDS)
+            psutil.wait_procs(processes, timeout=_END_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Ended(NamedTuple):
-    """How an attempt ended: the first status that is not 0; whether ranks failed, or only their number changes."""
+    """How an attempt ended: the first exit status that is not 0; whether ranks failed, or only their number changes."""
 
     status: int
     is_failure: bool
 
 
 def main() -> int:
-    """0 when all ranks ended well, else the status of the first that did not."""
+    """0 if all ranks succeeded, else the exit status of the first that failed."""
     directory, devices, address = Path(sys.argv[1]), sys.argv[3], sys.argv[4]
-    least, most = (int(number) for number in (sys.argv[2].partition(":")[0], sys.argv[2].rpartition(":")[2]))
-    left = int(sys.argv[5]) if len(sys.argv) > 5 else 0
-    starter = os.getppid()
+    min_ranks, max_ranks = (int(number) for number in (sys.argv[2].partition(":")[0], sys.argv[2].rpartition(":")[2]))
+    restarts_left = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    parent_pid = os.getppid()
     signal.signal(signal.SIGTERM, _terminated)
-    end_with_parent(starter, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    end_with_parent(parent_pid, lambda: os.kill(os.getpid(), signal.SIGTERM))
     content = (directory / "job.pickle").read_bytes()
-    job: Job = pickle.loads(content)  # noqa: S301  (our own parent wrote it)
+    job: Job = pickle.loads(content)  # noqa: S301  (written by the parent)
     local: dict[str, Any] = {}
-    if address == "local":  # one of this machine, which nothing else has to reach
-        local = {"num_cpus": max(most, os.cpu_count() or 1), "include_dashboard": False}
+    if address == "local":  # a cluster on this machine, unreachable from others
+        local = {"num_cpus": max(max_ranks, os.cpu_count() or 1), "include_dashboard": False}
         local["_node_ip_address"] = "127.0.0.1"
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
     try:
-        has_devices = devices == "any" and ray.cluster_resources().get("GPU", 0) >= least
-        wanted = Wanted(least, most, {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" or has_devices else {})})
+        has_devices = devices == "any" and ray.cluster_resources().get("GPU", 0) >= min_ranks
+        request = Request(
+            min_ranks, max_ranks, {"CPU": 1.0, **({"GPU": 1.0} if devices == "gpu" or has_devices else {})}
+        )
         while True:
-            status, is_failure = _attempt(wanted, content, directory, job)
-            if status == 0 or (is_failure and left == 0) or (directory / "stop").exists():
+            status, is_failure = _attempt(request, content, directory, job)
+            if status == 0 or (is_failure and restarts_left == 0) or (directory / "stop").exists():
                 return status
-            left -= is_failure
+            restarts_left -= is_failure
             for kind in ("result", "error", "exit", "pid"):
                 for path in directory.glob(f"rank*.{kind}"):
                     path.unlink(missing_ok=True)
     finally:
         ray.shutdown()
-        if os.getppid() != starter:  # nobody else is left to tidy up
+        if os.getppid() != parent_pid:  # the parent can no longer delete them
             for folder in (directory, *([] if job.keeps_logs else [job.logs])):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _attempt(wanted: Wanted, content: bytes, directory: Path, job: Job) -> Ended:
-    """Place as many as there is room for, start all, and follow them. An actor that dies is a rank that failed."""
-    group, places, hosts = _places(wanted)
-    more = reserve(wanted, 1) if len(places) < wanted.most else None
+def _attempt(request: Request, content: bytes, directory: Path, job: Job) -> Ended:
+    """Place as many ranks as there is room for, start them, and follow them. A lost actor is a failed rank."""
+    group, actors, hosts = _place_actors(request)
+    extra_group = reserve(request, 1) if len(actors) < request.max_ranks else None
     try:
-        _start(places, hosts, content)
-        ended = _follow(places, more, directory, job)
+        _start(actors, hosts, content)
+        ended = _follow(actors, extra_group, directory, job)
     except ray.exceptions.RayActorError as error:
         print(f"Ray has lost an actor: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         ended = Ended(1, is_failure=True)
     finally:
-        for place in places:
-            with contextlib.suppress(ray.exceptions.RayError):  # of the lost one
-                ray.get(place.end.remote(), timeout=2 * _END_SECONDS)
-        for place in places:
-            ray.kill(place)
-        for one in (group, more):
-            if one is not None:
-                release(one)
-    if ended.is_failure and wanted.least < wanted.most and has_lost_one_of({node for node, _ in hosts}):
+        for actor in actors:
+            with contextlib.suppress(ray.exceptions.RayError):  # for the lost actor
+                ray.get(actor.end.remote(), timeout=2 * _END_SECONDS)
+        for actor in actors:
+            ray.kill(actor)
+        for reservation in (group, extra_group):
+            if reservation is not None:
+                release(reservation)
+    if ended.is_failure and request.min_ranks < request.max_ranks and has_lost_node({node for node, _ in hosts}):
         return Ended(ended.status, is_failure=False)
     return ended
 
@@ -194,148 +199,150 @@ def _terminated(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _places(wanted: Wanted) -> tuple[Any, list[Any], list[tuple[str, list[str]]]]:
-    """(Ray's reservation, an actor for each rank, the node of each and its GPUs).
+def _place_actors(request: Request) -> tuple[Any, list[Any], list[tuple[str, list[str]]]]:
+    """(placement group, an actor for each rank, (node, GPUs) of each actor).
 
-    Those of one node are beside each other, so local ranks count from 0.
+    Actors of one node are adjacent, so that local ranks count from 0.
     """
-    count = wanted.most if wanted.least == wanted.most else num_places(wanted)
-    group = reserve(wanted, count)
-    while not group.wait(_PLACE_SECONDS if count == wanted.least else SETTLE_SECONDS):
-        if count == wanted.least:
-            there = ray.available_resources()
-            has = ", ".join(f"{there.get(name, 0):g} {name}" for name in wanted.each)
+    count = request.max_ranks if request.min_ranks == request.max_ranks else num_ranks_that_fit(request)
+    group = reserve(request, count)
+    while not group.wait(_PLACEMENT_SECONDS if count == request.min_ranks else SETTLE_SECONDS):
+        if count == request.min_ranks:
+            free = ray.available_resources()
+            free_text = ", ".join(f"{free.get(name, 0):g} {name}" for name in request.resources)
             print(
-                f"Ray found no place for {count} ranks within {_PLACE_SECONDS:g} s; it has {has} free", file=sys.stderr
+                f"Ray found no place for {count} ranks within {_PLACEMENT_SECONDS:g} s; it has {free_text} free",
+                file=sys.stderr,
             )
             raise SystemExit(1)
-        release(group)  # somebody else was faster
+        release(group)  # another job took the room
         count -= 1
-        group = reserve(wanted, count)
+        group = reserve(request, count)
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     place_in: Any = strategies.PlacementGroupSchedulingStrategy
-    strategy = [place_in(group, placement_group_bundle_index=index) for index in range(count)]
-    options = {"num_cpus": 1, "num_gpus": wanted.each.get("GPU", 0)}
-    actor: Any = Place
-    places = [actor.options(scheduling_strategy=one, **options).remote() for one in strategy]
-    hosts: list[tuple[str, list[str]]] = ray.get([place.host.remote() for place in places])
+    strategies_by_rank = [place_in(group, placement_group_bundle_index=index) for index in range(count)]
+    options = {"num_cpus": 1, "num_gpus": request.resources.get("GPU", 0)}
+    actor_class: Any = RankActor
+    actors = [actor_class.options(scheduling_strategy=strategy, **options).remote() for strategy in strategies_by_rank]
+    hosts: list[tuple[str, list[str]]] = ray.get([actor.host.remote() for actor in actors])
     nodes = [node for node, _ in hosts]
     order = sorted(range(count), key=lambda index: (nodes.index(nodes[index]), index))
-    return group, [places[index] for index in order], [hosts[index] for index in order]
+    return group, [actors[index] for index in order], [hosts[index] for index in order]
 
 
-def _start(places: list[Any], hosts: list[tuple[str, list[str]]], content: bytes) -> None:
-    """Start all ranks; `hosts` are the node of each and its GPUs."""
+def _start(actors: list[Any], hosts: list[tuple[str, list[str]]], content: bytes) -> None:
+    """Start all ranks. `hosts` has (node, GPUs) of each actor."""
     nodes = [node for node, _ in hosts]
-    sizes, seen = Counter(nodes), Counter[str]()
+    local_sizes, local_ranks = Counter(nodes), Counter[str]()
     starts: list[Any] = []
-    for rank, (place, node) in enumerate(zip(places, nodes, strict=True)):
-        devices = ",".join(device for other, own in hosts if other == node for device in own)
-        starts.append(place.start.remote(content, str(Path.cwd()), rank, len(places), seen[node], sizes[node], devices))
-        seen[node] += 1
+    for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
+        devices = ",".join(device for other_node, gpus in hosts if other_node == node for device in gpus)
+        numbers = (rank, len(actors), local_ranks[node], local_sizes[node])
+        starts.append(actor.start.remote(content, str(Path.cwd()), *numbers, devices))
+        local_ranks[node] += 1
     ray.get(starts)
 
 
-def _follow(places: list[Any], more: Any, directory: Path, job: Job) -> Ended:
-    """Carry what the ranks leave until they have ended, or until there is room for `more` and they have saved."""
+def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> Ended:
+    """Copy the files of the ranks until they have ended, or have saved because there is room for `extra_group`."""
     is_stopping, grows_until = False, 0.0
-    held: list[tuple[str, bytes]] = []  # how ranks ended that were asked to, for more of them
+    held: list[tuple[str, bytes]] = []  # errors and exits of ranks that were stopped to add ranks
     while True:
-        time.sleep(_LOOK_SECONDS)
-        is_asked = (directory / "stop").exists()
-        if not grows_until and not is_asked and more is not None and is_there(more):
+        time.sleep(_POLL_SECONDS)
+        is_stop_requested = (directory / "stop").exists()
+        if not grows_until and not is_stop_requested and extra_group is not None and is_granted(extra_group):
             grows_until = time.monotonic() + _SAVE_SECONDS
-        if (is_asked or grows_until) and not is_stopping:
+        if (is_stop_requested or grows_until) and not is_stopping:
             is_stopping = True
-            ray.get([place.give.remote("stop", b"") for place in places])
-        taken = ray.get([place.take.remote() for place in places])
-        statuses = [status for _, status in taken]
-        for files, _ in taken:
+            ray.get([actor.give.remote("stop", b"") for actor in actors])
+        results = ray.get([actor.take.remote() for actor in actors])
+        statuses = [status for _, status in results]
+        for files, _ in results:
             for name, text in files.items():
                 if grows_until and Path(name).suffix in (".error", ".exit"):
                     held.append((name, text))
                 else:
-                    _carry(name, text, directory, job, places)
+                    _carry(name, text, directory, job, actors)
         failed = [status for status in statuses if status]
         has_ended = all(status is not None for status in statuses)
-        is_growing = grows_until and not is_asked
-        if is_growing and (failed or not has_ended):  # else the training was over before they heard it
+        is_growing = grows_until and not is_stop_requested
+        if is_growing and (failed or not has_ended):  # else the training ended before the request arrived
             if has_ended or time.monotonic() > grows_until:
                 return Ended(1, is_failure=False)
         elif failed or has_ended:
             for name, text in held:
-                _carry(name, text, directory, job, places)
+                _carry(name, text, directory, job, actors)
             return Ended(abs(failed[0]) if failed else 0, is_failure=bool(failed))
 
 
-def _carry(name: str, text: bytes, directory: Path, job: Job, places: list[Any]) -> None:
+def _carry(name: str, text: bytes, directory: Path, job: Job, actors: list[Any]) -> None:
     if name == "screen":
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
     elif name == "address":
-        ray.get([place.give.remote(name, text) for place in places[1:]])
+        ray.get([actor.give.remote(name, text) for actor in actors[1:]])
     elif name.endswith(".log"):
         with (job.logs / name).open("ab") as log:
             log.write(text)
     else:
-        # a process of another host is nothing that can be signalled here
+        # a process of another host cannot be signalled from here
         partial = directory / f"{name}.partial"
         partial.write_bytes(b"" if name.endswith(".pid") else text)
         partial.replace(directory / name)
 
 
-# --- room in the cluster: how much there is, what is reserved, which nodes are lost
+# --- free resources of the cluster, reservations, lost nodes
 
-SETTLE_SECONDS = 10.0  # until Ray has noticed what is free again, and what is gone
+SETTLE_SECONDS = 10.0  # until Ray has noticed freed resources and lost nodes
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How many ranks, and what of the cluster each takes."""
+class Request:
+    """The number of ranks, and the resources that each needs."""
 
-    least: int
-    most: int
-    each: dict[str, float]
+    min_ranks: int
+    max_ranks: int
+    resources: dict[str, float]
 
     def room_in(self, resources: dict[str, float]) -> int:
-        """How many ranks these suffice for."""
-        return int(min(resources.get(name, 0.0) // amount for name, amount in self.each.items()))
+        """The number of ranks that fit into these resources."""
+        return int(min(resources.get(name, 0.0) // amount for name, amount in self.resources.items()))
 
 
-def reserve(wanted: Wanted, count: int) -> Any:
-    """Ray's reservation for so many ranks, which it may not have yet."""
-    return placement.placement_group([wanted.each] * count, strategy="PACK")
+def reserve(request: Request, count: int) -> Any:
+    """Request a placement group for this number of ranks. Ray may grant it later."""
+    return placement.placement_group([request.resources] * count, strategy="PACK")
 
 
 def release(group: Any) -> None:
-    """Give a reservation back."""
+    """Remove a placement group."""
     placement.remove_placement_group(group)
 
 
-def is_there(group: Any) -> bool:
-    """Whether Ray has found room for a reservation."""
+def is_granted(group: Any) -> bool:
+    """Whether Ray has granted a placement group."""
     return placement.placement_group_table(group)["state"] == "CREATED"
 
 
-def has_lost_one_of(nodes: set[str]) -> bool:
-    """Whether one of these nodes is gone, of which Ray may hear later than of the actors on it."""
+def has_lost_node(nodes: set[str]) -> bool:
+    """Whether one of these nodes is lost. Ray may notice it later than the loss of its actors."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < deadline:
         if nodes - {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             return True
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return False
 
 
-def num_places(wanted: Wanted) -> int:
-    """For how many ranks there is room. What an attempt before this one had is free a moment later."""
+def num_ranks_that_fit(request: Request) -> int:
+    """The number of ranks that the cluster has room for. Resources of the previous attempt become free with a delay."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        in_all = sum(wanted.room_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
-        free = min(in_all, wanted.room_in(ray.available_resources()), wanted.most)
-        if free == min(in_all, wanted.most) or time.monotonic() > deadline:
-            return max(free, wanted.least)
-        time.sleep(_LOOK_SECONDS)
+        total = sum(request.room_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        free = min(total, request.room_in(ray.available_resources()), request.max_ranks)
+        if free == min(total, request.max_ranks) or time.monotonic() > deadline:
+            return max(free, request.min_ranks)
+        time.sleep(_POLL_SECONDS)
 
 
 if __name__ == "__main__":

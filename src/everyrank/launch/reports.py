@@ -1,10 +1,10 @@
-"""What rank processes and their supervisors leave in the job's folder, and the root cause of a failure.
+"""The files that ranks and supervisors write to the job folder, and the root cause of a failure.
 
-rank3.pid      the process and its group; nothing where it is on another host
-rank3.result   what the function returned
-rank3.error    what it raised
-rank3.exit     how the rank process ended, by its supervisor
-rank3.kept     what it left for the case that there is no result
+rank3.pid      process number and group; empty for a process on another host
+rank3.result   the result of the function
+rank3.error    its exception
+rank3.exit     how the rank process ended, written by its supervisor
+rank3.kept     a preliminary result, used if there is no result
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from everyrank.launch.stalled_ranks import diagnose_stalled, is_a_wait
 
 __all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
 
-_FILES_SECONDS = 5.0  # until what a rank on another host has written can be read here
-# who was asked to end, or has aborted, often only answers to what another rank met
-_ANSWERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM)
+_FILES_SECONDS = 5.0  # until a file written on another host is visible here
+# A rank that ended by these often only reacted to the failure of another rank.
+_REACTIONS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Reports:
-    """The files that ranks leave.
+    """The files of the ranks of one job.
 
-    directory         the job's folder
-    logs              where the ranks' logs are
-    size              ranks in all
-    expected          those that report here
-    launch            says how long one rank waits for another, for messages
+    directory         the job folder
+    logs              the folder of the ranks' logs
+    size              number of ranks over all hosts
+    expected          the ranks that report to this process
+    launch            its timeouts are shown in messages
     """
 
     directory: Path
@@ -49,24 +49,24 @@ class Reports:
     launch: Launch
 
     def results(self, needs_all: bool) -> dict[int, Any]:
-        """What the function returned, by rank. Raises `RankFailedError` where there is none, or not each of them."""
+        """Results by rank. Raises `RankFailedError` if there is none, or with `needs_all` if one is missing."""
         deadline = time.monotonic() + _FILES_SECONDS
         count = len(self.expected)
-        while not (found := sorted(self.directory.glob("rank*.result"))) or (len(found) < count and needs_all):
+        while not (paths := sorted(self.directory.glob("rank*.result"))) or (len(paths) < count and needs_all):
             if time.monotonic() > deadline:
-                raise RankFailedError(f"{count - len(found)} of {count} ranks left no result")
+                raise RankFailedError(f"{count - len(paths)} of {count} ranks left no result")
             time.sleep(0.05)
         return {
             rank_of(path): pickle.loads(path.read_bytes())  # noqa: S301
-            for path in sorted(found, key=rank_of)
+            for path in sorted(paths, key=rank_of)
         }
 
     def not_started(self) -> list[int]:
-        """Ranks that have given no sign yet."""
-        there = {rank_of(path) for path in self.directory.glob("rank*.pid")}
-        if len(there) >= len(self.expected):  # torchrun's c10d rendezvous decides which host has which ranks
+        """The expected ranks that have not started yet."""
+        started = {rank_of(path) for path in self.directory.glob("rank*.pid")}
+        if len(started) >= len(self.expected):  # torchrun's c10d rendezvous decides which host has which ranks
             return []
-        return [rank for rank in self.expected if rank not in there]
+        return [rank for rank in self.expected if rank not in started]
 
     def processes(self) -> list[tuple[int, int]]:
         """(process, group) of each rank process of this host."""
@@ -74,37 +74,38 @@ class Reports:
         return [(int(row[0]), int(row[1])) for row in rows if len(row) == 2]
 
     def errors(self) -> list[dict[str, Any]]:
-        """What the ranks reported, earliest first."""
+        """The errors reported by ranks, earliest first."""
         return self._rows("error")
 
     def dead(self, codes: Mapping[int, int | None]) -> list[dict[str, Any]]:
         """Ranks that ended without leaving a result or an error, earliest first.
 
-        `codes` are those with which supervisors have ended, by rank, where they are known: one that was killed wrote
-        nothing.
+        `codes` are exit codes of supervisors by rank, if known: a supervisor that was killed wrote no file.
         """
         rows = self._rows("exit")
         written = {row["rank"] for row in rows}
         rows += [exit_row(rank, code) for rank, code in codes.items() if code and rank not in written]
-        left = ("result", "error")
+        final_files = ("result", "error")
         return [
-            row for row in rows if not any((self.directory / f"rank{row['rank']}.{kind}").exists() for kind in left)
+            row
+            for row in rows
+            if not any((self.directory / f"rank{row['rank']}.{kind}").exists() for kind in final_files)
         ]
 
     def _rows(self, kind: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for path in self.directory.glob(f"rank*.{kind}"):
-            with contextlib.suppress(FileNotFoundError):  # a rank that is started again takes its own away
+            with contextlib.suppress(FileNotFoundError):  # a rank that is restarted deletes its old files
                 rows.append(json.loads(path.read_text()))
         return sorted(rows, key=lambda row: row["time"])
 
     def root_cause(self, dead: list[dict[str, Any]]) -> EveryrankError | None:
-        """What went wrong first: a rank process that was killed, else the earliest error. None where nobody said."""
+        """The root cause of a failure: a rank process that was killed, else the earliest error. None if unknown."""
         for row in dead:
-            if row["code"] < 0 and row["code"] not in _ANSWERS:
+            if row["code"] < 0 and row["code"] not in _REACTIONS:
                 return self._died(row)
         for row in dead:
-            if row["code"] not in _ANSWERS:
+            if row["code"] not in _REACTIONS:
                 return self._died(row)
         errors = self.errors()
         if errors:
@@ -114,21 +115,21 @@ class Reports:
     def _died(self, row: dict[str, Any]) -> RankFailedError:
         code = row["code"]
         if row.get("for_memory"):
-            what = "killed for memory (SIGKILL): the machine, or its control group, has no more (oom_kill)"
+            cause = "killed for memory (SIGKILL): the machine, or its control group, has no more (oom_kill)"
         elif code < 0:
-            what = f"ended by {signal_text(-code)}"
+            cause = f"ended by {signal_text(-code)}"
         else:
-            what = f"exited with status {code} before its work was done"
-        return RankFailedError(f"{self._who(row)}: {what}", self._log(row["rank"]))
+            cause = f"exited with status {code} before its work was done"
+        return RankFailedError(f"{self._who(row)}: {cause}", self._log(row["rank"]))
 
     def _hanging(self, errors: list[dict[str, Any]]) -> RankFailedError | None:
-        """Whom the first error was a wait for; None where it was none, or all have said something."""
+        """The error for ranks that do not respond, if the first error was a timeout; else None."""
         first = errors[0]
-        silent = [rank for rank in self.expected if rank not in {row["rank"] for row in errors}]
-        if not is_a_wait(first["message"]) or not silent or len(self.expected) < self.size:
+        stalled = [rank for rank in self.expected if rank not in {row["rank"] for row in errors}]
+        if not is_a_wait(first["message"]) or not stalled or len(self.expected) < self.size:
             return None
-        found = diagnose_stalled(self.directory, silent)
-        who, states = ranks_text(list(found)), "; ".join(dict.fromkeys(found.values()))
+        states_by_rank = diagnose_stalled(self.directory, stalled)
+        who, states = ranks_text(list(states_by_rank)), "; ".join(dict.fromkeys(states_by_rank.values()))
         launch, is_started = self.launch, first.get("is_started", True)
         seconds = launch.timeout_seconds if is_started else launch.start_seconds
         flag = "--timeout" if is_started else launch.start_flag
@@ -138,14 +139,14 @@ class Reports:
         )
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
-        # ranks that stopped because their launcher asked them to, when another had failed
+        # skip ranks that their launcher stopped after another rank had failed
         first = next((row for row in errors if row["kind"] != StoppedError.__name__), errors[0])
         kind = kind_named(first["kind"])
         log = self._log(first["rank"]) if first["has_frames"] else None
-        # A wrong call or workload is wrong on every rank; what one rank alone meets is a failed run.
-        alike = [row for row in errors if _place(row["message"]) == _place(first["message"])]
-        alone = issubclass(kind, UsageError) and len(alike) < len(self.expected)
-        if alone or kind is RankFailedError:
+        # A wrong call or workload fails on every rank. An error on only some ranks is a failed run.
+        same = [row for row in errors if _location(row["message"]) == _location(first["message"])]
+        is_on_some_ranks = issubclass(kind, UsageError) and len(same) < len(self.expected)
+        if is_on_some_ranks or kind is RankFailedError:
             return RankFailedError(f"{self._who(first)}: {_with_autopsy(first)}", log)
         return kind(_with_autopsy(first), log)
 
@@ -153,7 +154,7 @@ class Reports:
         return f"rank {row['rank']} of {self.size} on {row['host']}"
 
     def _log(self, rank: int) -> Path | None:
-        """The rank's log, where there is more in it than its first line."""
+        """The rank's log, if it has more than its first line."""
         path = self.logs / f"rank{rank}.log"
         return path if path.exists() and len(path.read_text(errors="replace").splitlines()) > 1 else None
 
@@ -169,15 +170,15 @@ def rank_of(path: Path) -> int:
 
 
 def exit_row(rank: int, code: int) -> dict[str, Any]:
-    """How a rank has ended just now, as its supervisor would write it down: -N after signal N."""
+    """The content of an exit file for a rank that has ended just now; code -N after signal N."""
     return {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
 
 
 def _with_autopsy(row: dict[str, Any]) -> str:
-    """What a rank reported, and what it found out about those that it waited for."""
+    """The message of a rank, and its diagnosis of the ranks that it waited for."""
     return f"{row['message']}; autopsy: {row['autopsy']}" if row.get("autopsy") else row["message"]
 
 
-def _place(message: str) -> list[str]:
-    """`my_workload.py:12 in loss: RuntimeError`, without what may differ from rank to rank."""
+def _location(message: str) -> list[str]:
+    """`my_workload.py:12 in loss: RuntimeError`, without the text that may differ between ranks."""
     return message.split(": ")[:-1]

@@ -1,4 +1,4 @@
-"""A request to stop after the update in progress: SIGTERM or SIGUSR1 from a scheduler, before it kills."""
+"""Signals that request a stop after the current update: SIGTERM or SIGUSR1, which schedulers send before they kill."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ __all__ = ["Stop", "catch_signals"]
 
 @dataclass
 class Stop:
-    """Which signal asked; None while none has."""
+    """The signal that requested a stop; None before."""
 
     asked: signal.Signals | None = None
 
 
 @contextlib.contextmanager
 def catch_signals(*signals: signal.Signals, same_seconds: float = 0.0) -> Generator[Stop]:
-    """Note these signals instead of being ended by them; a SIGTERM after one of them does what it did before.
+    """Record these signals instead of ending the process. A second request by SIGTERM has its previous effect.
 
-    Within `same_seconds` it is taken for the same request: schedulers send it to a rank and to its supervisor,
-    which passes it on.
+    A SIGTERM within `same_seconds` counts as the same request: schedulers send it to a rank and to its supervisor,
+    which forwards it.
 
-    Outside the main thread no signal can be caught, and nothing is ever asked.
+    Outside the main thread no signal can be caught, so no stop is ever requested.
     """
-    stop, asked_at = Stop(), 0.0
-    before: dict[signal.Signals, Any] = {}
+    stop, requested_at = Stop(), 0.0
+    previous_handlers: dict[signal.Signals, Any] = {}
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        earlier = before[signal.Signals(number)]
+    def record(number: int, frame: FrameType | None) -> None:
+        nonlocal requested_at
+        previous = previous_handlers[signal.Signals(number)]
         if stop.asked is None:
-            stop.asked, asked_at = signal.Signals(number), time.monotonic()
-        elif number != signal.SIGTERM or (stop.asked == number and time.monotonic() < asked_at + same_seconds):
+            stop.asked, requested_at = signal.Signals(number), time.monotonic()
+        elif number != signal.SIGTERM or (stop.asked == number and time.monotonic() < requested_at + same_seconds):
             pass
-        elif callable(earlier):
-            earlier(number, frame)
+        elif callable(previous):
+            previous(number, frame)
         else:
             raise SystemExit(128 + number)
 
     if threading.current_thread() is threading.main_thread():
         for number in signals:
-            before[number] = signal.signal(number, note)
+            previous_handlers[number] = signal.signal(number, record)
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -87,6 +87,7 @@ class Slurm(BatchLauncher):
     options = SlurmOptions
     batch_options = BatchOptions
     accepts_arguments = True
+    supports_nodes = True
     needs_shared_folder = True
     graceful_shutdown = True
     nesting_level = 1

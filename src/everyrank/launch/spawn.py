@@ -18,6 +18,7 @@ class Spawn(Launcher):
     """Rank = node rank x ranks of a node + local rank."""
 
     name = "spawn"
+    supports_nodes = True
     launch_per_node = True
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:

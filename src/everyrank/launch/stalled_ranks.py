@@ -1,4 +1,4 @@
-"""Ranks that say nothing: what their own machine knows of them, and supervisors that somebody has stopped."""
+"""Ranks that do not respond: the state of their processes, and supervisors stopped by a signal."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ import psutil
 
 __all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "resume_stopped"]
 
-# what a backend says when the time is up in which another rank had to come
-_WAITED = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
-# or that another rank calls something else, for which gloo aborts it
-_CALLED = re.compile(r"call the same collectives in the same order|enforce fail|(closed|reset) by peer", re.IGNORECASE)
+# the error of a backend after the timeout for another rank
+_TIMEOUT = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
+# the error if another rank calls a different collective, for which gloo aborts
+_MISMATCH = re.compile(
+    r"call the same collectives in the same order|enforce fail|(closed|reset) by peer", re.IGNORECASE
+)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STATES = {
     psutil.STATUS_DISK_SLEEP: "it waits for a disk or a driver (state D)",
-    psutil.STATUS_RUNNING: "it computes something else (state R)",
+    psutil.STATUS_RUNNING: "it is computing something else (state R)",
     psutil.STATUS_ZOMBIE: "it has ended",
 }
 
 
 def is_a_wait(message: str) -> bool:
-    """Whether what a rank reported is that it has waited too long for another one."""
-    return bool(_WAITED.search(message))
+    """Whether an error message is a timeout while waiting for another rank."""
+    return bool(_TIMEOUT.search(message))
 
 
 def concerns_others(message: str) -> bool:
-    """Whether what a rank reported is that another one did not come, or has called another collective."""
-    return is_a_wait(message) or bool(_CALLED.search(message))
+    """Whether an error message is caused by another rank: it did not arrive, or called a different collective."""
+    return is_a_wait(message) or bool(_MISMATCH.search(message))
 
 
-def diagnose_stalled(directory: Path, silent: Sequence[int]) -> dict[int, str]:
-    """What the ranks that say nothing are doing; where some of them have been stopped, those alone."""
-    states = {rank: _state(directory / f"rank{rank}.pid") for rank in silent}
+def diagnose_stalled(directory: Path, ranks: Sequence[int]) -> dict[int, str]:
+    """The state of each of these ranks; only of the stopped ones, if some are stopped by a signal."""
+    states = {rank: _state(directory / f"rank{rank}.pid") for rank in ranks}
     stopped = {rank: text for rank, text in states.items() if "stopped" in text}
     return stopped or states
 
 
 def _state(path: Path) -> str:
-    """By the process that this file names, which is empty where that process is on another machine."""
+    """The state of the process in this pid file, which is empty for a process on another machine."""
     with contextlib.suppress(OSError, ValueError, IndexError, psutil.Error):
         process = psutil.Process(int(path.read_text().split()[0]))
         status = process.status()
         if status in _STOPPED:
             return f"a signal has stopped it (kill -CONT {process.pid})"
         return f"{_STATES.get(status, 'it waits for something else')}, process {process.pid}"
-    return "it says nothing"
+    return "it does not respond"
 
 
 def resume_stopped(directory: Path) -> None:
-    """Let supervisors go on that somebody has stopped, when their rank has ended: nobody else would say so."""
+    """Resume supervisors that are stopped by a signal when their rank has ended, so that they report how it ended."""
     for path in directory.glob("rank*.pid"):
         with contextlib.suppress(OSError, ValueError, IndexError, psutil.Error):
             rank = psutil.Process(int(path.read_text().split()[0]))

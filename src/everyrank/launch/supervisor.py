@@ -1,7 +1,7 @@
-"""The supervisor of each rank, a process of its own that imports nothing: how the rank ended, whoever started it.
+"""The supervisor: the parent process of one rank, which records how the rank ended.
 
-Launchers differ in what they say of a rank that died, and none says all of it. So each rank is forked from a
-supervisor, which writes down the exit code or the signal, and whether the kernel killed for memory.
+Launchers report different parts of how a rank died. So each rank is forked from a supervisor, which records the exit
+code or the signal, and whether the kernel killed the rank because memory ran out. It works under every launcher.
 """
 
 from __future__ import annotations
@@ -24,97 +24,101 @@ from everyrank.launch.job import Job
 
 __all__ = ["end_with_parent", "supervise", "write_whole"]
 
-_LOOK_SECONDS = 0.25
-_ASK_SECONDS = 0.5  # between two requests to stop: a rank that is still starting does not catch them yet
-_SILENCE_SECONDS = 60.0  # of a parent on another machine
+_POLL_SECONDS = 0.25
+_STOP_INTERVAL_SECONDS = 0.5  # between two requests to stop: a rank that is starting does not catch them yet
+_HEARTBEAT_TIMEOUT_SECONDS = 60.0  # of a parent on another machine
 
 
 def supervise(job: Job, rank: int, directory: Path) -> None:
-    """Fork. Returns in the child, which is the rank; the supervisor never returns: it ends as the rank did."""
-    kills_before, own_pid = _kills_for_memory(), os.getpid()
+    """Fork the rank. Returns in the child, which is the rank; the supervisor exits with the status of the rank."""
+    kills_before, supervisor_pid = _num_oom_kills(), os.getpid()
     child = os.fork()
     if child == 0:
-        end_with_parent(own_pid)
+        end_with_parent(supervisor_pid)
         return
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     ending = threading.Event()
     watch = threading.Thread(target=_watch, args=(job, child, directory, ending), daemon=True)
     watch.start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ending.is_set():
-        watch.join()  # it tidies up, and ends this process
+        watch.join()  # it deletes the job folder and ends this process
     row = {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
-    row["for_memory"] = code == -signal.SIGKILL and _kills_for_memory() > kills_before
-    with contextlib.suppress(OSError):  # the parent has tidied up already
+    row["for_memory"] = code == -signal.SIGKILL and _num_oom_kills() > kills_before
+    with contextlib.suppress(OSError):  # the parent has already deleted the folder
         write_whole(directory / f"rank{rank}.exit", json.dumps(row).encode())
     os._exit(128 - code if code < 0 else code)
 
 
 def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> None:
-    """Pass on a request to stop; end the rank, and this process, when whoever started it, or the person's, is gone."""
-    starter, asked = os.getppid(), 0.0
-    lives = _pid_watch(job.parent_pid) if pid_namespace() == job.pid_namespace else _beat_watch(directory)
+    """Forward a request to stop. End the rank and this process when the launcher or the user's process is gone."""
+    launcher_pid, requested_at = os.getppid(), 0.0
+    is_local = pid_namespace() == job.pid_namespace
+    parent_lives = _process_lives(job.parent_pid) if is_local else _heartbeat_lives(directory)
     while True:
-        time.sleep(_LOOK_SECONDS)
-        if (directory / "stop").exists() and time.monotonic() > asked + _ASK_SECONDS:
-            asked = time.monotonic()
+        time.sleep(_POLL_SECONDS)
+        if (directory / "stop").exists() and time.monotonic() > requested_at + _STOP_INTERVAL_SECONDS:
+            requested_at = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGUSR1)
-        is_orphan = not lives()
-        if is_orphan or os.getppid() != starter:
+        is_orphan = not parent_lives()
+        if is_orphan or os.getppid() != launcher_pid:
             ending.set()
-            if is_orphan and job.is_restarted and os.getppid() == starter > 1:
-                # it would start ranks again whose job is gone, and when it gives up end that of all other hosts
+            if is_orphan and job.is_restarted and os.getppid() == launcher_pid > 1:
+                # The launcher would restart ranks of a job that is gone; giving up, it ends the job on all hosts.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(starter, signal.SIGKILL)
+                    os.kill(launcher_pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-            if is_orphan and pid_namespace() == job.pid_namespace:  # nobody else is left to tidy up
+            if is_orphan and is_local:  # the parent can no longer delete them
                 for folder in (directory, *([] if job.keeps_logs else [job.logs])):
                     shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
 
-def _pid_watch(pid: int) -> Callable[[], bool]:
+def _process_lives(pid: int) -> Callable[[], bool]:
     def lives() -> bool:
         try:
             return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
-        except psutil.Error:  # somebody else's, who may not be asked
+        except psutil.Error:  # a process of another user, which cannot be inspected
             return True
 
     return lives
 
 
-def _beat_watch(directory: Path) -> Callable[[], bool]:
-    """A parent on another machine touches its directory, and removes it when it ends. Clocks may differ."""
-    seen, changed = 0.0, time.monotonic()
+def _heartbeat_lives(directory: Path) -> Callable[[], bool]:
+    """A parent on another machine touches a file in the job folder, and deletes the folder when it ends.
+
+    Only changes of the time count, because clocks may differ.
+    """
+    last_beat, changed_at = 0.0, time.monotonic()
 
     def lives() -> bool:
-        nonlocal seen, changed
-        beat = seen
+        nonlocal last_beat, changed_at
+        beat = last_beat
         try:
             beat = (directory / "alive").stat().st_mtime
         except FileNotFoundError:
             return False
-        except OSError:  # storage that does not answer just now: silence
+        except OSError:  # storage that does not respond at the moment
             pass
-        if beat != seen:
-            seen, changed = beat, time.monotonic()
-        return time.monotonic() < changed + _SILENCE_SECONDS
+        if beat != last_beat:
+            last_beat, changed_at = beat, time.monotonic()
+        return time.monotonic() < changed_at + _HEARTBEAT_TIMEOUT_SECONDS
 
     return lives
 
 
 def end_with_parent(parent_pid: int, end: Callable[[], object] = lambda: os._exit(1)) -> None:
-    """Call `end`, which ends this process, as soon as its parent is gone."""
+    """Call `end`, by default exit, as soon as the parent process is gone."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:
@@ -124,15 +128,15 @@ def end_with_parent(parent_pid: int, end: Callable[[], object] = lambda: os._exi
     threading.Thread(target=watch, daemon=True, name="everyrank-parent-watch").start()
 
 
-def _kills_for_memory() -> int:
-    """How often the kernel has killed in this control group because its memory was used up; 0 where none is read."""
+def _num_oom_kills() -> int:
+    """How many processes of this control group the kernel has killed because memory ran out; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, place = line.split(":", 2)
+            _, controllers, group = line.split(":", 2)
             if controllers == "":
-                file = Path("/sys/fs/cgroup") / place.lstrip("/") / "memory.events"
+                file = Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events"
             elif "memory" in controllers.split(","):
-                file = Path("/sys/fs/cgroup/memory") / place.lstrip("/") / "memory.oom_control"
+                file = Path("/sys/fs/cgroup/memory") / group.lstrip("/") / "memory.oom_control"
             else:
                 continue
             if file.exists():
@@ -143,7 +147,7 @@ def _kills_for_memory() -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_bytes(content)
     partial.replace(path)

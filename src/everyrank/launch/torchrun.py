@@ -71,6 +71,7 @@ class Torchrun(Launcher):
     program = "torchrun"
     options = TorchrunOptions
     accepts_arguments = True
+    supports_nodes = True
     launch_per_node = True
     terminates_on_failure = True
     provides_rendezvous = True
