@@ -393,7 +393,7 @@ def test_a_training_goes_on_in_the_middle_of_streams(everyrank: Any, tmp_path: P
         tmp_path, *words, "--layout", "fsdp:precision=float64", "--processes", 2, "--out", "part", "--resume"
     )
     assert rest.returncode == 0, rest
-    assert "going on after update 5, from" in rest.stdout
+    assert "resuming after update 5, from" in rest.stdout
     assert losses_of(tmp_path / "part") == losses_of(tmp_path / "whole")
     assert [row[1] for row in losses_of(tmp_path / "whole")] == [str(float(count)) for count in COUNTS * 2]
     again = everyrank(tmp_path, *words, "--epochs", 1, "--out", "part", "--resume")

@@ -4,15 +4,15 @@
     ├── UsageError                 2  the call is wrong (also a ValueError)
     │   ├── LayoutError            2  a layout that cannot be read, or does not fit the processes
     │   └── WorkloadError          2  the workload is wrong, or its own code raised before the first update
-    │       └── UnsupportedLayoutError  2  this workload cannot have this layout; another workload may
-    ├── CannotRunError             3  asked for by name, and this machine cannot do it
+    │       └── UnsupportedLayoutError  2  this layout does not support this workload
+    ├── CannotRunError             3  requested, but not available on this machine
     │   └── NoRoomError            3  an update takes more memory than there is
-    ├── RankFailedError            4  a rank raised, died or never came
+    ├── RankFailedError            4  a rank raised an error, died or never connected
     ├── NotFiniteError             4  the loss became NaN or infinite
-    ├── DivergedError              4  ranks that should hold the same no longer do (`--guard stop`)
+    ├── DivergedError              4  replicas are no longer equal (`--guard stop`)
     └── StoppedError             143  stopped after an update because a signal asked for it (138 for SIGUSR1)
 
-Status 1 is no exception: it says that a check ran and found a difference. 130 and 143 are Ctrl-C and SIGTERM.
+Status 1 has no exception: a check ran and found a difference. 130 and 143 are Ctrl-C and SIGTERM.
 
 A message is one line: the value, the rule, the fix. Errors travel between processes as (kind, message).
 """
@@ -49,11 +49,11 @@ __all__ = [
 CHECK_FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
-_LONGEST = 1000  # characters of a message: a terminal full; the whole is in the log
+_LONGEST = 1000  # longest message in characters; the log has the whole
 
 
 class EveryrankError(Exception):
-    """The root of the tree. `log` is the file with the frames of a person's own code, where there are any."""
+    """Base class of all errors. `log` is the file with the traceback of user code, if there is one."""
 
     exit_status = 4
 
@@ -77,24 +77,24 @@ class WorkloadError(UsageError):
 
 
 class UnsupportedLayoutError(WorkloadError):
-    """A layout that this workload cannot have: it does not say how, or it would be another training.
+    """A layout that does not support this workload, or that would not be equivalent to one device.
 
-    Raised on every rank alike, so that a layout that nobody asked for by name can be left out.
+    Raised on every rank, so that a layout that was not requested by name can be skipped.
     """
 
 
 class CannotRunError(EveryrankError):
-    """What was asked for by name cannot run here; the message says what it needs."""
+    """A requested device, backend or package is not available; the message names what is missing."""
 
     exit_status = 3
 
 
 class NoRoomError(CannotRunError):
-    """The model could be built, and an update takes more memory than there is: fewer samples at once may fit."""
+    """Out of memory in an update; the model itself fits. A smaller micro-batch may fit."""
 
 
 class RankFailedError(EveryrankError):
-    """A rank raised, died, or never came."""
+    """A rank raised an error, died, or never connected."""
 
 
 class NotFiniteError(EveryrankError):
@@ -106,7 +106,7 @@ class DivergedError(EveryrankError):
 
 
 class StoppedError(EveryrankError):
-    """The training stopped after an update, as a signal asked; the message says what was saved, and how to go on."""
+    """The training stopped after a signal; the message names the checkpoint and the command to resume."""
 
     exit_status = 143
 
@@ -130,15 +130,15 @@ _KINDS: dict[str, type[EveryrankError]] = {
 
 
 def kind_named(name: str) -> type[EveryrankError]:
-    """The class called `name`; `RankFailedError` for a name that is none of ours."""
+    """Return the error class called `name`, `RankFailedError` for an unknown name."""
     return _KINDS.get(name, RankFailedError)
 
 
 def describe(error: BaseException) -> str:
-    """One line for any exception: `my_workload.py:12 in build_model: RuntimeError: ...`.
+    """Return one line for any exception: `my_workload.py:12 in build_model: RuntimeError: ...`.
 
-    The place is the innermost frame in a file of the person's own: outside this package, the standard library
-    and installed packages. An error of our own is its message alone: it already says where.
+    The location is the innermost frame in user code: outside this package, the standard library and installed
+    packages. For an `EveryrankError` it is only the message.
     """
     if isinstance(error, EveryrankError):
         return str(error)
@@ -157,7 +157,7 @@ def describe(error: BaseException) -> str:
 
 
 def _describe_text(text: str) -> str:
-    """`describe` for a traceback that arrives as text; the last line says what was raised."""
+    """Return the same line for a traceback as text, whose last line is the exception."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
     summary = [line for line in text.splitlines() if re.match(r"\w[\w.]*(:|$)", line)][-1]
     user_frames = [frame for frame in frames if is_own(frame[0])] or frames
@@ -166,7 +166,7 @@ def _describe_text(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_own(filename: str) -> bool:
-    """Whether a person wrote this file, as opposed to us, Python or an installed package."""
+    """Return whether a file is user code: not in everyrank, Python or an installed package."""
     path = Path(filename)
     inside = {"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"}
     return not (
@@ -175,14 +175,14 @@ def is_own(filename: str) -> bool:
 
 
 def shortened(text: str) -> str:
-    """A message that fits a screen: of one that is longer the beginning and the end, and how long it was."""
+    """Return a message that fits a screen: a long one is cut in the middle, with its length."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST // 2]} ... ({len(text):,} characters) ... {text[-_LONGEST // 4 :]}"
 
 
 def printable(text: str) -> str:
-    """Without control characters: what comes from elsewhere must not steer the terminal."""
+    """Return the text without control characters, because foreign text must not control the terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows while work goes on: a bar, a line for each row that is known. Imports no torch."""
+"""The progress bar of rank 0, and a line for each finished row. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["progress", "row_known", "said_once"]
 
 @contextlib.contextmanager
 def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
-    """A bar of `total` parts; call what it gives with the name of the part that begins. Gone when the block ends."""
-    from rich.console import Console  # not for who only imports everyrank
+    """Show a bar of `total` parts while the block runs; yield a function to call with the name of each part."""
+    from rich.console import Console  # imported here, so that `import everyrank` stays fast
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -31,25 +31,25 @@ def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
             nonlocal begun
             bar.update(
                 task, description=printable(name), completed=begun, refresh=True
-            )  # never by itself: parts may be timed
+            )  # no refresh thread, because parts may be timed
             begun += 1
 
         yield begin
 
 
 def row_known(line: str) -> None:
-    """Say what is known of a row as soon as it is: a line that stays, with or without a terminal, above a bar."""
+    """Print a line for a finished row, above the bar."""
     try:
         print(printable(line), flush=True)
-    except OSError:  # whoever read our output has gone; the work goes on
+    except OSError:  # standard output is closed; continue without it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 
 @contextlib.contextmanager
 def said_once(active: bool = True) -> Generator[None]:
-    """While the block runs, a line that was printed already is not printed again, where `active`.
+    """Print each line only once while the block runs, if `active`.
 
-    A person's model that prints when it is built is built again and again by whoever compares and measures it.
+    verify and bench build a user's model many times, and it may print when it is built.
     """
     if not active:
         yield
@@ -63,7 +63,7 @@ def said_once(active: bool = True) -> Generator[None]:
 
 
 class _Once:
-    """A stream that hands on each line once, and all else to the stream below."""
+    """A stream that writes each line once, and forwards everything else."""
 
     def __init__(self, screen: Any) -> None:
         self.screen, self.begun = screen, ""
@@ -81,6 +81,6 @@ class _Once:
         return len(text)
 
     def end(self) -> None:
-        """Hand on a line that was begun."""
+        """Write an incomplete last line."""
         self.screen.write(self.begun)
         self.begun = ""

@@ -1,6 +1,6 @@
-"""What one run tells: numbers with their spread, parity, provenance. JSON in and out. Imports no torch.
+"""Record: the results of one run (numbers with intervals, parity, provenance), read and written as JSON. No torch.
 
-The schema is what outside programs read. A field that was not measured is null, never zero.
+The schema is public. A field that was not measured is null, never zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-_MOST = 2**63  # a whole number that is larger was never counted, and cannot be shown
+_MOST = 2**63  # larger integers are no counts and cannot be displayed
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Parity:
 
     status                    equal, different, refused (the workload cannot be laid out so) or not_verified
     bitwise                   every loss was equal to the last bit
-    max_relative_difference   what decided: of what differs first; else of the loss that came closest to its tolerance
-    tolerance                 what that difference was held against
+    max_relative_difference   of the first divergence, or else of the loss closest to its tolerance
+    tolerance                 the tolerance of that difference
     scope                     what was compared: "20 updates", "to update 5, rounding grows beyond"
     first_divergence          "update 3, tensor layers.0.weight"
     cause                     the likely cause of a difference
     reason                    why it was not verified
-    checks                    what was compared, and how each comparison ended
-    reference                 the layout that stood in for one device; None: none had to
+    checks                    what was compared, with the result of each comparison
+    reference                 the layout that replaced `single` as the reference; None: `single` itself
     not_compared              tensors that could not be put together from the ranks (a custom parallelize function)
     """
 
@@ -78,7 +78,7 @@ class Parity:
 
     @property
     def outcome(self) -> str:
-        """In a line: `equal`, `DIFFERENT: update 3, ...`, `refused: why` or `not verified here: why`."""
+        """Return a line: `equal`, `DIFFERENT: update 3, ...`, `refused: why` or `not verified here: why`."""
         if self.status == "refused":
             return f"refused: {self.reason}"
         if self.status == "not_verified":
@@ -90,7 +90,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one step by what they were spent on, on the rank that waits least for others.
+    """Seconds of one step by phase, on the rank that waits least for the others.
 
     `error` is how far the sum may be from the timed step: the 95% bound of the difference over paired runs.
     """
@@ -107,7 +107,7 @@ class Breakdown:
 class Collective:
     """One kind of communication in an update: how often, and how many bytes one rank hands in.
 
-    Where ranks meet in every so many updates, both are those of `updates` together.
+    If the ranks communicate only every N updates, both are totals of `updates` updates.
     """
 
     op: str
@@ -118,7 +118,7 @@ class Collective:
 
     @property
     def bytes_per_update(self) -> float:
-        """The average over those updates."""
+        """Return the average over those updates."""
         return self.bytes / self.updates
 
     @property
@@ -162,7 +162,7 @@ class Bubble:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Throughput beside that of the same layout on one rank, divided by the number of ranks.
+    """Scaling efficiency: throughput relative to one rank, divided by the number of ranks.
 
     kind   strong: the same global batch; weak: the same batch for each rank
     """
@@ -173,11 +173,11 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who took part in one start of a training, and what the change to it has cost.
+    """The ranks and hosts of one start of a training, and the time lost before it.
 
     started            by the clock of rank 0's host, in seconds since 1970
-    first_update       updates that were done where it went on
-    repeated_updates   that the start before had done and no checkpoint held
+    first_update       updates done at the checkpoint that it resumed from
+    repeated_updates   updates of the previous start after its last checkpoint
     lost_seconds       from the last update of the start before to the first of this one; None where nothing was lost
                        (the first start, or one after a training that had come to its end), or no update was done
     """
@@ -192,7 +192,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Record:
-    """All that one run tells. The fields are described in docs/records.md."""
+    """All results of one run. The fields are described in docs/records.md."""
 
     workload: str
     layout: str
@@ -230,7 +230,7 @@ def write_records(records: Sequence[Record], path: str | Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file. An `OSError` names it, which Python leaves out where a disk is full."""
+    """Write a file. Adds its name to an `OSError`, because Python leaves it out for a full disk."""
     try:
         path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:

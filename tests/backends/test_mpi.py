@@ -125,7 +125,7 @@ def test_who_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "dtype", "handshake"),
+    ("reduction", "dtype", "said"),
     [
         ("band", torch.float32, "reduction band of torch.float32: MPI has none"),
         ("max", torch.complex64, "reduction max of torch.complex64: MPI has none"),

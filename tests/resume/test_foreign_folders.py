@@ -53,7 +53,7 @@ def test_checkpoints_may_be_on_another_disk(forge: Forge, tmp_path: Path, place:
     run = one_epoch(forge, tmp_path)
     (run / "checkpoints").rename(tmp_path / "scratch")
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
-    assert "going on after update 4 of 8" in goes_on(forge, tmp_path, *([place] if place else []))
+    assert "resuming after update 4 of 8" in goes_on(forge, tmp_path, *([place] if place else []))
     assert sorted(path.name for path in (tmp_path / "scratch").glob("step-*")) == ["step-00000004", "step-00000008"]
     assert len(logged(run)) == 8
 

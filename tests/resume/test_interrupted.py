@@ -109,7 +109,7 @@ def test_a_run_that_is_killed_goes_on_to_the_last_bit(
         status, out, err = forge(cli.folder, *words_for(layout, *more, "--resume"), size=2)
         status = max(status)
     assert status == 0, err
-    assert "going on after update" in out
+    assert "resuming after update" in out
     is_the_same_run(run, whole(layout), cli.folder)
 
 

@@ -135,7 +135,7 @@ def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path:
     words = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
     done = forge(tmp_path, where, *words, script="unseen.py")
     assert done.status == 0, done
-    assert done.err == f"standard output cannot be written ({said}); the training goes on\n"
+    assert done.err == f"standard output cannot be written ({said}); the training continues\n"
     assert [one.metadata.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
     assert (tmp_path / "run" / "record.json").exists()
 

@@ -1,17 +1,17 @@
-"""c10d backends of ours, in Python: `shm` for ranks of one host, `mpi` for those that mpirun starts; and Horovod's.
+"""c10d backends in Python: `shm` for the ranks of one host, `mpi` for ranks of mpirun, and Horovod.
 
-Registered with torch where a World asks for them; every group made inside that world is one of theirs, too.
+open_world registers the requested one with torch, and every group of that world then uses it.
 
-    said.py       what a rank has said in the store, while a group is made
-    async_buffers.py   buffers of asynchronous collectives, filled with NaN until somebody waits for them
-    queue.py       operations that come one after the other, and whom they wait for
-    engine.py     operations that wait for other ranks, moved on by whoever waits
-    recent.py     the newest calls, for whoever asks why a job hangs
-    transport.py  what a backend has to give: a few operations on flat tensors
-    group.py      c10d's calls by those: the process group that torch sees
-    shm/          through memory that the ranks share
-    mpi/          through any MPI, by mpi4py
-    horovod.py    what Horovod has of them, to be measured beside
+    handshake.py        waits for another rank's entry in the store while a group is made
+    async_buffers.py    fills the buffers of asynchronous collectives with NaN until `wait()`
+    operation_queue.py  the operations of a group that run one after the other
+    engine.py           runs all pending operations, from the waiting thread or in the background
+    recent.py           a ring of the newest calls, for the report of a hang
+    transport.py        the interface of a backend: collectives and messages of flat tensors
+    group.py            PythonGroup: the process group that torch sees, over a transport
+    shm/                over shared memory
+    mpi/                over MPI, with mpi4py
+    horovod.py          the collectives of Horovod, for measurements
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ __all__ = [
 ]
 
 OWN_BACKENDS = {"shm": make_shm_group, "mpi": make_mpi_group, "horovod": make_horovod_group}
-_TORCH_NAMES = {"mpi": "everyrank_mpi"}  # torch keeps `mpi` for its own, which only a torch built with an MPI has
+_TORCH_NAMES = {"mpi": "everyrank_mpi"}  # `mpi` is reserved for torch's own backend, which needs a torch built with MPI
 
 
 def register_backend(name: str) -> str:
-    """The name for `init_process_group`; of a backend of ours torch is told how its groups are made, too."""
+    """Register a backend of everyrank with torch; return the name for `init_process_group`."""
     if name not in OWN_BACKENDS:
         return name
 
     def make(options: Any, _: Any) -> PythonGroup:
-        # of the default group torch gives no list
+        # torch passes no list for the default group
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         return OWN_BACKENDS[name](
             options.store, options.group_rank, options.group_size, ranks, options.timeout, options.group_id
         )
 
     torch_name = _TORCH_NAMES.get(name, name)
-    # From torch 2.15 on, each group gets a flight recorder hook, which looks for a C++ backend inside the group. Ours
-    # has none, and keeps its own recent calls for the autopsy.
+    # From torch 2.15 on, each group gets a flight recorder hook, which looks for a C++ backend inside the group. These
+    # groups have none; RECENT_CALLS records their calls instead.
     getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(torch_name)
     dist.Backend.register_backend(torch_name, make, extended_api=True, devices=["cpu"])
     return torch_name

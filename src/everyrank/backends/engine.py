@@ -1,14 +1,14 @@
-"""Operations that wait for other ranks, moved on by whoever waits.
+"""ENGINE: runs the pending operations of all groups, in the thread that waits or in a background thread.
 
-An operation is a generator: it does what it can, and yields the ranks that it waits for. So one thread can move many of
-them on, and an operation of one group never keeps that of another from its end, in whatever order ranks start them:
+An operation is a generator that yields the ranks that it waits for. One thread can therefore run many of them, and
+operations of different groups cannot deadlock, in whatever order the ranks start them:
 
-    ENGINE.start(operation)   as far as it goes at once
-    ENGINE.progress(operation)  to its end; what was called with async_op=True is left after a moment
-    operation.wait()          this thread moves on all that is pending until this one is done
-    a thread of the engine    moves on what was left, while nobody waits and this rank computes
+    ENGINE.start(operation)     runs it up to its first wait
+    ENGINE.progress(operation)  runs it to its end; with async_op=True only for a short grace time
+    operation.wait()            runs all pending operations in this thread until this one is done
+    the engine's thread         runs the rest while no thread waits
 
-Operations of one queue come one after the other: collectives of a group, messages to one rank.
+Operations of one queue run one after the other: the collectives of a group, or the messages to one rank.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from everyrank.errors import RankFailedError, describe
 
 __all__ = ["DONE", "ENGINE", "Engine", "PendingWork", "recorded"]
 
-_SPINS, _SPIN_SECONDS = 200, 0.0005  # looks at what is waited for alone, at most, before all else is moved on, too
-_YIELD_SECONDS = 0.002  # of giving the core to others, before sleeping
+_SPINS, _SPIN_SECONDS = 200, 0.0005  # longest spin on one operation before all pending ones run
+_YIELD_SECONDS = 0.002  # of sched_yield before sleeping
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.001
-# An asynchronous operation waits so long for its peers before it is left to the thread: that takes Python's lock from
-# who computes, who then comes late to the next one, which is left to a thread of the others.
+# An asynchronous operation waits this long for its peers before the background thread takes over. The thread takes the
+# GIL from the computation, which makes this rank late for the next collective.
 _GRACE_SECONDS = 0.01
-_LOOK_SECONDS = 0.05  # from one look whether the others still live to the next
-_THREAD_PAUSE = 0.0002  # of the thread, from one step of all that is pending to the next
+_LOOK_SECONDS = 0.05  # between two checks whether the peers still live
+_THREAD_PAUSE = 0.0002  # pause of the background thread between two rounds
 
 
 class PendingWork(Work):
-    """One call on its way: what torch gets back as its `Work`.
+    """The `Work` of one call.
 
     name      for errors: "shm all_reduce"
-    steps     what is to be done
-    tensors   what it fills, for whoever asks its future
+    steps     the generator of the operation
+    tensors   its outputs, for `result` and `get_future`
     """
 
-    # of the class until they change: most calls are done before one of them does
+    # class attributes, which save time: most calls end before one of them changes
     done = False
     error: BaseException | None = None
     value: Any = None
     future: torch.futures.Future[Any] | None = None
-    missing: list[int] | None = None  # waited for
+    missing: list[int] | None = None  # the ranks that it waits for
     is_awaited = False
-    since = 0.0  # when that wait began
-    looked = 0.0  # when the missing were last looked after
+    since = 0.0  # when this wait began
+    looked = 0.0  # when the missing ranks were last checked
 
     def __init__(self, name: str, queue: OperationQueue, steps: Steps, tensors: list[Any]) -> None:
         super().__init__()
         self.name, self.queue, self.steps, self.tensors = name, queue, steps, tensors
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Until it is done. Raises what it failed with: `RankFailedError` for ranks that are gone or do not come."""
+        """Wait until it is done. Raises its error: `RankFailedError` for ranks that have ended or time out."""
         if not self.done:
             if not self.is_awaited:
                 self.is_awaited, self.since = True, time.monotonic()
@@ -75,37 +75,37 @@ class PendingWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done, after one more step of all that is pending."""
+        """Run all pending operations once, and return whether this one is done."""
         with ENGINE.lock:
             ENGINE.move_all()
         return self.done
 
     def is_success(self) -> bool:
-        """Whether it is done and has not failed."""
+        """Return whether it is done without an error."""
         return self.done and self.error is None
 
     def exception(self) -> Any:
-        """What it failed with."""
+        """Return its error."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it fills."""
+        """Return its output tensors."""
         return self.tensors
 
     def source_rank(self) -> int:
-        """Of a receive that is done: the rank of the group that sent."""
+        """Return the sender's rank in the group, for a completed receive."""
         return int(self.value)
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completed with the tensors when the operation is, or with its error."""
+        """Return a future of the output tensors, or of the error."""
         with ENGINE.lock:
             if self.future is None:
                 self.future = torch.futures.Future()
                 if self.done:
                     self.future.set_result(None)
-        # what a callback raises is an error in C++, too; DistributedDataParallel would take an exception for tensors
+        # the callback raises the error, because DistributedDataParallel would take an exception object for tensors
         return self.future.then(self._tensors_or_error)
 
     def _tensors_or_error(self, _: Any) -> list[Any]:
@@ -114,7 +114,7 @@ class PendingWork(Work):
         return self.tensors
 
     def end(self, error: BaseException | None) -> None:
-        """Nothing is left to do. Under the engine's lock."""
+        """Mark it as done, with or without an error. Needs the engine's lock."""
         self.error, self.done = error, True
         self.steps.close()
         if self.future is not None:
@@ -122,7 +122,7 @@ class PendingWork(Work):
 
 
 class Engine:
-    """All that is pending in this process."""
+    """Runs all pending operations of this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -130,11 +130,11 @@ class Engine:
         self.num_waiters = 0
         self.has_work = threading.Event()
         self.thread: threading.Thread | None = None
-        # whether there are more ranks here than cores: who yields is given the core again before whom it waits for
+        # more ranks than cores: sched_yield may return before the awaited rank has run, so waits sleep instead
         self.is_oversubscribed = False
 
     def start(self, operation: PendingWork) -> None:
-        """Put it into its queue and move it on. Raises `RankFailedError` where one before it has failed."""
+        """Put it into its queue and run it. Raises `RankFailedError` if an earlier one has failed."""
         queue = operation.queue
         with self.lock:
             if queue.broken is not None:
@@ -145,10 +145,10 @@ class Engine:
                 self.pending[queue] = None
 
     def progress(self, operation: PendingWork, is_async: bool, grace: float = _GRACE_SECONDS) -> PendingWork:
-        """Move on what has started: to its end or, asynchronous, for as long as its peers are there."""
+        """Run a started operation: to its end or, if asynchronous, while its peers arrive within `grace` seconds."""
         if operation.done:
             return operation
-        # of messages, which nobody is patient with, a callback may start several that only end together
+        # not for messages (grace 0): a callback may start several, which only complete together
         if not is_async or (grace > 0 and is_called_back()):
             self.finish(operation, None)
         elif not (grace > 0 and self.finish(operation, None, grace)):
@@ -156,9 +156,9 @@ class Engine:
         return operation
 
     def finish(self, work: PendingWork, timeout_seconds: float | None, grace: float | None = None) -> bool:
-        """Move on all that is pending until this one is done, or failed; with grace, for as long as its peers come.
+        """Run all pending operations until this one is done or failed; with `grace`, while its peers arrive in time.
 
-        While a thread of the person waits here, that of the engine rests. Returns whether it is done.
+        The background thread pauses meanwhile. Returns whether it is done.
         """
         with self.lock:
             self.num_waiters += 1
@@ -169,7 +169,7 @@ class Engine:
                 self.num_waiters -= 1
 
     def forget(self, queue: OperationQueue) -> None:
-        """The group of this queue has ended: nobody waits for it any more."""
+        """Fail everything in the queue of a destroyed group."""
         with self.lock:
             self.pending.pop(queue, None)
             queue.broken = RankFailedError("its process group has ended")
@@ -190,7 +190,7 @@ class Engine:
         return False
 
     def _drive(self, work: PendingWork, grace: float | None, timeout_seconds: float | None) -> bool:
-        """Until it is done or, with grace, has waited that long for the same ranks. Whether it is done."""
+        """Run until it is done or, with `grace`, has waited that long for the same ranks; return whether it is done."""
         begun = time.monotonic()
         while not work.done:
             with self.lock:
@@ -211,12 +211,12 @@ class Engine:
         return work.done
 
     def move_all(self) -> None:
-        """One step of all that is pending. Under the lock."""
+        """Run all pending operations once. Needs the lock."""
         for queue in list(self.pending):
             self._move(queue)
 
     def _move(self, queue: OperationQueue) -> None:
-        """As far as this queue goes. Under the lock."""
+        """Run the operations of this queue up to the next wait. Needs the lock."""
         waiting = queue.waiting
         while waiting:
             operation = waiting[0]
@@ -238,7 +238,7 @@ class Engine:
         self.pending.pop(queue, None)
 
     def _look_after_all(self) -> None:
-        """Who is waited for and is gone, or has not come in time, ends the wait."""
+        """Fail operations that wait for a rank that has ended or timed out."""
         now = time.monotonic()
         for queue in list(self.pending):
             head = queue.waiting[0] if queue.waiting else None
@@ -247,7 +247,7 @@ class Engine:
             head.looked, missing = now, head.missing
             gone = queue.lost(missing) if queue.lost is not None else {}
             if gone:
-                self._move(queue)  # what it said last may have come since
+                self._move(queue)  # its last data may have arrived since
             if head.done or head.missing is not missing:
                 continue
             gone = {rank: words for rank, words in gone.items() if rank in missing}
@@ -257,7 +257,7 @@ class Engine:
                 self._fail(queue, queue.late(head.name, missing, queue.timeout_seconds))
 
     def _fail(self, queue: OperationQueue, error: BaseException) -> None:
-        """Nothing of this queue is pending any more, so that the thread may sleep. Under the lock."""
+        """Fail all operations of this queue. Needs the lock."""
         queue.fail(error)
         self.pending.pop(queue, None)
 
@@ -269,7 +269,7 @@ class Engine:
         self.has_work.set()
 
     def _end_thread(self, thread: threading.Thread) -> None:
-        self.thread = None  # where Python ends while it is inside torch, the process aborts
+        self.thread = None  # the process would abort if Python ended while the thread is inside torch
         self.has_work.set()
         thread.join(1.0)
 
@@ -278,7 +278,7 @@ class Engine:
             queue = next(iter(list(self.pending)), None)
             first = queue.waiting[0] if queue is not None and queue.waiting else None
             if first is not None:
-                with recorded(*first.name.split()):  # how long it was under way
+                with recorded(*first.name.split()):  # the profiler range of the operation
                     self._work_on(first)
                 continue
             self.has_work.clear()
@@ -298,35 +298,35 @@ class Engine:
 
 ENGINE = Engine()
 DONE = PendingWork("", OperationQueue((), 0.0), no_steps(), [])
-"""Of any synchronous call that has ended at once: torch waits for it, and asks it nothing else."""
+"""The shared work of synchronous calls that ended at once: torch only calls its `wait`."""
 DONE.done = True
 
 
-# --- what a profiler sees of a call
+# --- profiler ranges
 
 _NOTHING = contextlib.nullcontext()
 
 
 def recorded(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
-    """Under a profiler, the span of a call: "shm:all_reduce"."""
+    """Return a profiler range for a call, for example "shm:all_reduce"."""
     return record_function(f"{backend}:{name}") if profiler._is_profiler_enabled else _NOTHING  # pyright: ignore
 
 
 # --- futures, completed under the engine's lock
 #
-# A callback may start a collective and wait for its future (torch's PowerSGD does). That wait moves nothing on, and its
-# thread holds the lock: nobody else could either. So a collective is done when a callback has started it.
+# A callback may start a collective and wait for its future, as torch's PowerSGD hook does. That wait runs no operation,
+# and its thread holds the lock, so no other thread can. So a collective that a callback starts runs to its end at once.
 
 _THREAD = threading.local()
 
 
 def is_called_back() -> bool:
-    """Whether this thread is in a callback of a future."""
+    """Return whether this thread is in a callback of a future."""
     return getattr(_THREAD, "is_inside", False)
 
 
 def complete(future: torch.futures.Future[Any]) -> None:
-    """Call back whoever waits for it, in this thread."""
+    """Complete a future; its callbacks run in this thread."""
     before, _THREAD.is_inside = is_called_back(), True
     try:
         future.set_result(None)

@@ -1,4 +1,4 @@
-"""What a rank has said in the store, while a group is made."""
+"""Waits for another rank's entry in the store, while a group is made."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["handshake"]
 
 
 def handshake(store: dist.Store, name: str, rank: int, where: str, timeout_seconds: float) -> Any:
-    """The JSON under this name, when it is there. `rank` is to come to `where` and say it.
+    """Wait until `rank` has written the entry `name` to the store; return it, decoded from JSON.
 
-    Raises `RankFailedError` that names a rank which does not, or where the store is gone.
+    Raises `RankFailedError` with `rank` and `where` after the timeout, or if the store is gone.
     """
     deadline, pause = time.monotonic() + timeout_seconds, 0.0002
     try:

@@ -1,4 +1,4 @@
-"""Operations that come one after the other, and whom they wait for."""
+"""OperationQueue: the operations of a group that run one after the other."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from everyrank.errors import RankFailedError
 __all__ = ["OperationQueue", "Steps", "Wait", "no_steps"]
 
 Steps = Generator[list[int], None, Any]
-"""Yields the ranks of the group that are waited for whenever it cannot go on: one list object for each wait."""
+"""A generator that yields, at each wait, the list of ranks of the group that it waits for: one list object a wait."""
 Wait = Iterable[list[int]]
-"""A part of such steps, for `yield from`: empty where nobody has to be waited for."""
+"""A part of such steps, for `yield from`: empty where there is nothing to wait for."""
 
 
 def no_steps() -> Steps:
-    """Of what is done."""
+    """Return the steps of an operation that is already done."""
     yield from ()
 
 
 @dataclass(eq=False)
 class OperationQueue:
-    """Operations that come one after the other.
+    """The pending operations of a group, or of a pair of ranks, that run one after the other.
 
     ranks             the number of each rank of the group among all ranks, for messages
     timeout_seconds   longest wait for another rank
-    lost              of some ranks of the group, those that have ended, in words; None where nobody can know
+    lost              returns those of some ranks that have ended, with a text each; None where this cannot be known
     is_any_enough     whether one of the ranks waited for is enough: a receive from any source
-    is_message        whether its time runs only while somebody waits: a receive may be posted long before
-    broke             called when an operation has failed, so that others need not wait for this rank
-    broken            what an operation failed with: none after it can be right
+    is_message        whether the timeout counts only during `wait()`, because a receive may be posted long before
+    broke             called when an operation has failed, so that the other ranks stop waiting for this one
+    broken            the error of a failed operation; all later ones fail, too
     """
 
     ranks: Sequence[int]
@@ -45,8 +45,9 @@ class OperationQueue:
     broken: BaseException | None = None
 
     def ends_at_once(self, steps: Steps) -> bool:
-        """Whether these steps come to their end here and now, as they do where all ranks do the same. Else they have
-        begun, and are to go on in this queue. Under the engine's lock. Raises what they failed with.
+        """Run the steps up to their first wait; return whether they are done.
+
+        If not, the caller puts them into this queue. Needs the engine's lock. Raises the error of the steps.
         """
         if self.waiting or self.broken is not None:
             return False
@@ -60,7 +61,7 @@ class OperationQueue:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """No operation of this queue can be right any more. Under the engine's lock."""
+        """Fail all operations of this queue. Needs the engine's lock."""
         self.broken = error
         if self.broke is not None:
             self.broke()
@@ -68,7 +69,7 @@ class OperationQueue:
             self.waiting.popleft().end(error)
 
     def late(self, name: str, missing: Sequence[int], seconds: float) -> RankFailedError:
-        """What is raised in an operation of this name when these ranks have not come in time."""
+        """Return the timeout error of operation `name`, with the missing ranks."""
         names = ", ".join(str(self.ranks[rank]) for rank in missing)
         return RankFailedError(
             f"{name} timed out after {seconds:g} s (--timeout): rank{'s' * (len(missing) > 1)} {names} did not come"

@@ -1,4 +1,4 @@
-"""What a backend has to give: generators (engine.py) that move flat tensors on CPU."""
+"""Transport: the interface of a backend. Its operations are generators (engine.py) over flat CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class GroupCollectives(Protocol):
     """The collectives of one group. All tensors are on CPU, contiguous and flat; lists have one for each rank."""
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
-        """The reduction of what all ranks have, in `tensor` of each."""
+        """Reduce `tensor` over all ranks, in place on each."""
         ...
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
-        """The same on the root alone; `tensor` of the others stays."""
+        """Reduce `tensor` over all ranks into that of the root; `tensor` of the others is unchanged."""
         ...
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """What the root has, in `tensor` of each."""
+        """Copy `tensor` of the root to all ranks."""
         ...
 
     def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
-        """`own` of each rank, in `parts` of all."""
+        """Collect `sent` of each rank in `parts` of all."""
         ...
 
     def gather(self, parts: list[Tensor], sent: Tensor, root: int) -> Steps:
-        """`own` of each rank, in `parts` of the root, which are empty elsewhere."""
+        """Collect `sent` of each rank in `parts` of the root; `parts` is empty on the others."""
         ...
 
     def scatter(self, received: Tensor, parts: list[Tensor], root: int) -> Steps:
-        """`parts` of the root, which are empty elsewhere, one in `own` of each rank."""
+        """Copy one of the root's `parts` to `received` of each rank; `parts` is empty on the others."""
         ...
 
     def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
-        """The reduction of all ranks' `parts`, one in `own` of each rank."""
+        """Reduce `parts` over all ranks; rank r gets part r in `received`."""
         ...
 
     def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
-        """`sent[s]` of rank r is `received[r]` of rank s; they may differ in length."""
+        """Copy `sent[s]` of rank r to `received[r]` of rank s; lengths may differ."""
         ...
 
     def barrier(self) -> Steps:
-        """Nobody goes on before all have come."""
+        """Wait until all ranks have reached the barrier."""
         ...
 
 
@@ -57,25 +57,25 @@ class GroupMessages(Protocol):
     """The messages between two ranks of one group."""
 
     def send(self, tensor: Tensor, to: int, tag: int) -> tuple[OperationQueue, Steps]:
-        """A message, and the queue in which it waits."""
+        """Send `tensor`; return the queue of the message and its steps."""
         ...
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[OperationQueue, Steps]:
-        """The next message from that rank, or from any; its sender is the value of the steps."""
+        """Receive from `source`, or from any rank (None); the steps return the sender."""
         ...
 
     def queues(self) -> list[OperationQueue]:
-        """Of all messages that may be pending."""
+        """Return the queues of all messages that may be pending."""
         ...
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What moves the bytes of one group.
+    """The implementation of one group.
 
-    backend      its name
-    collectives  in `queue`, one after the other
-    close        lets go of what the group held
+    backend      name of the backend
+    collectives  run one after the other in `queue`
+    close        releases the resources of the group
     """
 
     backend: str
@@ -85,5 +85,5 @@ class Transport:
     close: Callable[[], None]
 
     def queues(self) -> list[OperationQueue]:
-        """Of everything that may be pending."""
+        """Return the queues of everything that may be pending."""
         return [self.queue, *self.messages.queues()]

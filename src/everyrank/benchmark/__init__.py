@@ -1,7 +1,7 @@
-"""A bench: layouts timed in turns; only what was checked equal gets a number.
+"""`everyrank bench`: times layouts in turns, after verifying each. Only equal layouts are timed.
 
-comm_counter.py    collectives counted, by kind and bytes
-instrumented.py    peak memory, what travels and exposed communication of one layout
-results.py         what is known of each layout while a bench goes on, and its Records
-rank.py            what one rank does: check, look into, warm up, and time in turns
+comm_counter.py    counts collectives by operation and bytes
+instrumented.py    profiles one layout: peak memory, communication volume, exposed communication
+results.py         the results of each layout so far, and their Records
+rank.py            what one rank does: verify, profile, warm up, and time in turns
 """

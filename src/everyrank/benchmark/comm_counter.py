@@ -1,4 +1,4 @@
-"""What one rank hands to others: every collective of some updates, by operation and group, with its bytes.
+"""CommCounter: counts the collectives of one rank, by operation and group, with their bytes.
 
 Counted where torch hands a collective to its backend (the operators of c10d, or a backend of ours), so that those
 DistributedDataParallel and `fully_shard` start by themselves are seen, too. Bytes are what the operator is given by one
@@ -97,7 +97,7 @@ class CommCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first DTensor takes it apart: its collectives then come by here
+            return NotImplemented  # DTensor decomposes it first; its collectives then reach this mode
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.name().partition(".")[0], args)
         return func(*args, **(kwargs or {}))
@@ -121,7 +121,7 @@ class CommCounter(TorchDispatchMode):
         return "all"
 
     def collectives(self, updates: int = 1) -> list[Collective]:
-        """What was counted in so many updates, by operation."""
+        """Return the collectives of each operation, counted over `updates` updates."""
         return [
             Collective(op, group, count, self.bytes[op, group], updates)
             for (op, group), count in sorted(self.counts.items())

@@ -1,6 +1,6 @@
-"""What one layout does inside a few updates: peak memory, what travels, and how much of that nobody hides.
+"""Profiles a few updates of one layout: peak memory, communication volume, and exposed communication.
 
-On an instance of its own, in runs apart from all that is timed: counting and profiling slow a step down.
+It prepares the layout separately from the timed runs, because counting and profiling slow down a step.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _in_place(candidate: Candidate, world: World, key: str, function: Any, bench
 
 
 def _profile(candidate: Candidate, bench: Bench) -> None:
-    """Memory, traffic and exposed communication, as each rank sees them."""
+    """Measure peak memory, communication volume and exposed communication on each rank."""
     local = run_instrumented(bench.workload, bench.train_data, candidate.layout, candidate.world)
     row = torch.tensor([local.peak_memory_bytes, *local.idle, *local.exposed_shares], dtype=torch.float64)
     rows = [row.tolist() for row in all_gather(row, candidate.world)]
@@ -168,22 +168,22 @@ def _train_once(candidate: Candidate, bench: Bench) -> None:
     totals = torch.stack(shares).cpu() if candidate.is_alone else sum_over_ranks(torch.stack(shares), candidate.world)
     candidate.losses = [total / count if count else math.nan for total, count in totals.tolist()]
     bad = next((step for step, value in enumerate(candidate.losses) if not math.isfinite(value)), None)
-    if bad is not None:  # on CUDA nobody has looked before
+    if bad is not None:  # on CUDA the loss has not been read before
         raise NotFiniteError(f"layout {candidate.layout}, update {bad}: the loss is {candidate.losses[bad]}")
     if bench.eval_data is not None:
         candidate.metrics = mean_metrics(bench.workload, evaluate(candidate.prepared, bench.eval_data))
 
 
 def _on_host(saved: dict[str, Any]) -> dict[str, Any]:
-    """A snapshot whose tensors of the model lie in the host's memory: other candidates need the device's."""
+    """Return the snapshot with its tensors in host memory, because other candidates need the device's memory."""
     return {**saved, **{name: [tensor.cpu() for tensor in saved[name]] for name in ("tensors", "ema")}}
 
 
 def _time_once(candidate: Candidate, bench: Bench) -> None:
-    """One trial from the initial state; the slowest rank's time is the trial's. Then one that takes steps apart."""
+    """Time one trial from the initial state, on the slowest rank. Then measure the phase breakdown in a shorter one."""
     with _from_the_start(candidate, bench, bench.trial_updates) as updates:
         start = now(candidate.world.device)
-        for _ in range(bench.trial_updates):  # not to the end of the generator, which ends its loader workers
+        for _ in range(bench.trial_updates):  # not until the generator ends, which would stop its loader workers
             next(updates)
         seconds = now(candidate.world.device) - start
     assert candidate.prepared is not None
@@ -212,7 +212,7 @@ def _from_the_start(candidate: Candidate, bench: Bench, count: int) -> Generator
 
 
 def _of_all_ranks(numbers: list[float], candidate: Candidate) -> list[list[float]]:
-    """A row of each rank that the candidate uses."""
+    """Return a row of each rank that the candidate uses."""
     return [row.tolist() for row in all_gather(torch.tensor(numbers, dtype=torch.float64), candidate.world)]
 
 

@@ -1,4 +1,4 @@
-"""What is known of each layout while a bench goes on, and the Records that are made of it at any time."""
+"""Results: the measurements of each layout so far, and the Records made from them at any time."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Bench:
 
     @property
     def epoch(self) -> Epoch:
-        """How it is cut into updates."""
+        """Return how an epoch is split into updates."""
         return epoch_of(self.workload, self.train_data)
 
 
 @dataclass
 class Results:
-    """What is known so far, as rank 0 says it, leaves it behind, and hands it back."""
+    """The results so far, which rank 0 prints and reports to the caller."""
 
     bench: Bench
     info: RankInfo
@@ -84,16 +84,16 @@ class Results:
     def __post_init__(self) -> None:
         bench, options = self.bench, self.options
         self.source: dict[str, Any] = {"method": _method(bench, options), "trials_asked": options.trials}
-        if self.world.rank == 0:  # the checksum of the data may read all of it
+        if self.world.rank == 0:  # the checksum may read all the data
             self.source |= provenance(bench.workload, bench.train_data, self.world, options.command)
 
     @property
     def running(self) -> list[Candidate]:
-        """Those that were checked equal: they are timed."""
+        """Return the candidates that were verified equal; these are timed."""
         return [candidate for candidate in self.candidates if candidate.parity.status == "equal"]
 
     def told(self, line: str) -> None:
-        """Leave what is known by now, for the case that there is no more, and say a line of it."""
+        """Report the results so far, in case the bench is stopped, and print a line."""
         if self.world.rank != 0:
             return
         if self.info.keep is not None:
@@ -103,7 +103,7 @@ class Results:
             row_known(line)
 
     def records(self) -> list[Record]:
-        """A Record for each layout, also for one that was not come to."""
+        """Return a Record for each layout, also for those that have not run."""
         load = {"before": self.options.load_before, "others_cores": self.sampler.others_cores}
         running = self.running
         single = next(
@@ -177,7 +177,7 @@ def _bubble(inside: Sequence[Instrumented]) -> Bubble | None:
 
 
 def _ratio(candidate: Candidate, single: Candidate) -> Interval:
-    """How many times as fast, trial by trial: what slows the machine for a while slows both."""
+    """Return the speed relative to `single`, trial by trial, because a slow machine slows down both."""
     return interval(
         [
             single_seconds / arm_seconds

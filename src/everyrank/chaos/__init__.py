@@ -1,13 +1,13 @@
-"""Faults put into a real training on purpose: who notices, how soon, and whether the run afterwards is the same run.
+"""`everyrank chaos`: injects faults into a real training, and checks detection, recovery and the resumed result.
 
-faults.py    the faults there are: what each does, and what has to come of it
-inject.py    inside a rank: a fault at one update, through `TrainOptions.before_update`
-person.py    a process that trains as `everyrank train` does, with a fault in it
-two_hosts.py the same call on two hosts of this machine, with a link between them
-attempt.py   starts that process, watches it, and sees what is left of it
-run_campaign.py   a training that nothing happens to, then each fault: strike, recover, compare
+faults.py           the table of faults: what each does, and how it must be reported
+inject.py           injects a fault in a rank before one update, through `TrainOptions.before_update`
+trainer_process.py  a process that trains like `everyrank train`, with an injected fault
+two_hosts.py        the same on two network namespaces with a link between them
+trainer_run.py      starts that process, watches it, and counts processes that are left
+campaign.py         a baseline training, then for each fault: inject, resume, compare
 
-Nothing here is imported by a training: the loop knows a hook before each update, and no fault.
+A training imports none of this. The loop only calls a hook before each update.
 """
 
 from everyrank.chaos.campaign import run_campaign

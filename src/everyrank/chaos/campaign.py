@@ -1,8 +1,8 @@
-"""A training that nothing happens to, and the same with each fault: strike, notice, recover, compare.
+"""run_campaign: a baseline training, then the same with each fault: inject, detect, resume, compare.
 
-Recovered from is what a person would do: the same call with --resume, or with the checkpoint that it offers. What comes
-of it is held against the training that nothing happened to: every loss, the metrics, and every tensor of the last
-checkpoint (model, optimizer, random generators), to the last bit.
+A run resumes as a user would resume it: with --resume, or with the checkpoint that the error message offers. It is then
+compared with the baseline bit by bit: every loss, the metrics, and every tensor of the last checkpoint (model,
+optimizer, random generators).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ __all__ = [
     "train_baseline",
 ]
 
-_START_SECONDS = 120.0  # for one attempt beyond what its waits take, on a machine however busy
+_START_SECONDS = 120.0  # longest start of a run, on a busy machine
 _UPDATE_SECONDS = 5.0
-_NOTICE_SECONDS = 15.0  # beyond --timeout: for the ranks to say what they saw, and for the others to end
-_DISK_CHECKPOINTS = 12  # that fit on a disk of its own
-_DISK_BYTES = 4 << 20  # and for what else a run writes
+_NOTICE_SECONDS = 15.0  # time after --timeout in which the error has to be printed and all ranks have to end
+_DISK_CHECKPOINTS = 12  # checkpoints that fit on the separate disk
+_DISK_BYTES = 4 << 20  # for the other files of a run
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The training that nothing happened to: the call, its Record, and its folder."""
+    """The training without a fault: its call, Record and folder."""
 
     call: TrainCall
     layout: Layout
@@ -67,9 +67,10 @@ def run_campaign(
     options: ChaosOptions,
     note: Callable[[Record], None] = lambda _: None,
 ) -> list[Record]:
-    """A Record for each layout and fault, what came of it under `chaos` in its provenance; `note` gets each at once.
+    """Return a Record for each layout and fault, with the outcome under `chaos` in its provenance.
 
-    Raises `UsageError` for a fault that is none, and `EveryrankError` where the training fails that nothing happens to.
+    `note` is called with each Record at once. Raises `UsageError` for an unknown fault, and `EveryrankError` if the
+    baseline fails.
     """
     names = faults_named(list(options.faults))
     records: list[Record] = []
@@ -96,7 +97,7 @@ def run_campaign(
 
 
 def _over_link(launch: Launch) -> Launch:
-    """The same ranks on two hosts. Through gloo: memory that is shared would not notice the link."""
+    """Return the launch on two hosts, over gloo, because shared memory would not use the link."""
     return Launch(
         processes=launch.processes,
         device="cpu",
@@ -109,8 +110,8 @@ def _over_link(launch: Launch) -> Launch:
 
 
 def train_baseline(source: Source, layout: Layout, launch: Launch, options: ChaosOptions, folder: Path) -> Baseline:
-    """Train once in float64 with nothing in the way. Raises `EveryrankError` where that fails already."""
-    if layout.precision == "float32":  # where the last bit says most
+    """Train once in float64 without a fault. Raises `EveryrankError` if that fails."""
+    if layout.precision == "float32":  # float64 shows the smallest differences
         layout = dataclasses.replace(layout, precision="float64")
     layout.mesh(launch.processes)
     if options.steps <= 3 * options.save_every + 1:
@@ -136,10 +137,10 @@ def train_baseline(source: Source, layout: Layout, launch: Launch, options: Chao
 
 
 def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: Path) -> Record:
-    """One fault at an update that the seed gives, the recovery from it, and what came of both."""
+    """Inject one fault at an update that the seed selects, resume, and return the outcome."""
     draw = random.Random(f"{options.seed} {baseline.layout} {name}")  # noqa: S311
     fault = FAULTS[name]
-    # behind the first checkpoint, and where the newest is spoilt behind the second
+    # after the first checkpoint, and after the second if the fault corrupts the newest
     first_possible = (2 if fault.corrupts else 1) * options.save_every + 1
     update = draw.randrange(first_possible, options.steps - options.save_every)
     rank = draw.randrange(baseline.size)
@@ -148,14 +149,14 @@ def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: P
     if why_not:
         return _record(baseline, options, outcome | {"status": "not run here", "reason": why_not}, None)
     if name == "full-disk":
-        rank = outcome["rank"] = 0  # any rank fills it; rank 0 makes room again
+        rank = outcome["rank"] = 0  # any rank could fill it, but rank 0 frees the space again
     run = folder / "run"
     call = dataclasses.replace(baseline.call, run=str(run))
     until = (update // options.save_every + 1) * options.save_every
     injection = {"fault": name, "update": update, "rank": rank, "journal": "", "until": until}
-    struck = dataclasses.replace(call, injections=[injection])
+    call_with_fault = dataclasses.replace(call, injections=[injection])
     limit = _limit_seconds(baseline.timeout_seconds, options)
-    first = run_trainer(struck, folder / "first", limit, _disk_bytes(baseline, name))
+    first = run_trainer(call_with_fault, folder / "first", limit, _disk_bytes(baseline, name))
     outcome |= _noticed(fault, first, baseline, rank)
     outcome["left"] = first.left
     if first.status != 0:
@@ -163,7 +164,7 @@ def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: P
     elif not fault.ends:
         outcome |= {"recover_seconds": None, "resumed_at": None, "updates_lost": 0}
     if first.injected_at is None:
-        outcome |= {"is_noticed": False, "said": f"it never struck: {first.message}"}
+        outcome |= {"is_noticed": False, "said": f"the fault was never injected: {first.message}"}
     parity = compare_runs(baseline.run, run, options.steps)
     if parity.status != "equal" or not outcome["is_noticed"]:
         outcome["reason"] = why_unseen(name, baseline.layout, baseline.size)
@@ -171,7 +172,7 @@ def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: P
 
 
 def _why_not(baseline: Baseline, name: str) -> str:
-    """Why this fault cannot be tried here; "" where it can."""
+    """Return why this fault cannot be tried here, "" if it can."""
     if FAULTS[name].needs == TWO_HOSTS:
         return f"{baseline.size} ranks do not divide over two hosts" if baseline.size % NUM_HOSTS else why_no_link()
     if baseline.size == 1 and name in _OF_SEVERAL:
@@ -183,12 +184,12 @@ _OF_SEVERAL = ("stop-rank", "mismatched-collective", "flipped-bit")
 
 
 def _limit_seconds(timeout_seconds: float, options: ChaosOptions) -> float:
-    """After which an attempt is ended from here, on a machine however busy."""
+    """Return the time limit of a run, long enough for a busy machine."""
     return _START_SECONDS + 2 * timeout_seconds + options.steps * _UPDATE_SECONDS
 
 
 def _disk_bytes(baseline: Baseline, name: str) -> int:
-    """The size of a disk of its own; 0 where the fault needs none."""
+    """Return the size of the separate disk, 0 if the fault needs none."""
     if FAULTS[name].needs != OWN_DISK:
         return 0
     files = find_checkpoint(baseline.run).metadata.files.values()
@@ -196,7 +197,7 @@ def _disk_bytes(baseline: Baseline, name: str) -> int:
 
 
 def _noticed(fault: Fault, first: TrainerRun, baseline: Baseline, rank: int) -> dict[str, Any]:
-    """Whether the fault was noticed, by whom, what was said, and after how many seconds."""
+    """Return whether the fault was noticed, by whom, the message, and after how many seconds."""
     bound = baseline.timeout_seconds + _NOTICE_SECONDS
     outcome: dict[str, Any] = {"seen_by": fault.seen_by, "bound_seconds": bound, "said": "", "notice_seconds": None}
     begun = first.injected_at or first.begun
@@ -205,7 +206,7 @@ def _noticed(fault: Fault, first: TrainerRun, baseline: Baseline, rank: int) -> 
         if lines:
             outcome |= {"said": lines[0][1], "notice_seconds": lines[0][0] - begun}
         return outcome | {"is_noticed": bool(lines) or (not fault.says and first.status == 0)}
-    if not fault.says:  # whoever was to say it is gone: the others have to see it by themselves
+    if not fault.says:  # the process that would report it is gone: the others have to end
         return outcome | {"is_noticed": first.left == 0, "notice_seconds": first.cleared - begun}
     is_noticed = first.status not in (None, 0) and fault.is_said_in(first.message, rank)
     seconds = first.ended - begun if is_noticed else None
@@ -215,9 +216,9 @@ def _noticed(fault: Fault, first: TrainerRun, baseline: Baseline, rank: int) -> 
 def _recover(
     fault: Fault, call: TrainCall, first: TrainerRun, folder: Path, limit: float, draw: random.Random, update: int
 ) -> dict[str, Any]:
-    """Go on as a person would, to the end; what that took."""
+    """Resume as a user would and train to the end. Returns the updates and seconds that it cost."""
     run, outcome = Path(call.run), dict[str, Any]()
-    reached = max(update, len(logged_updates(run)))  # the log is some updates behind
+    reached = max(update, len(logged_updates(run)))  # the log lags by some updates
     resume, ended = str(run), first.cleared
     if fault.corrupts and (checkpoints := checkpoints_of(run)):
         newest = checkpoints[-1]
@@ -248,7 +249,7 @@ def _recover(
 
 
 def corrupt_checkpoint(newest: Checkpoint, how: str, draw: random.Random) -> None:
-    """Cut the largest file of a checkpoint to two thirds, or turn one of its bits round."""
+    """Truncate the largest file of a checkpoint to two thirds, or flip one of its bits."""
     path = max((newest.path / name for name in newest.metadata.files), key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
     if how == "cut":
@@ -259,7 +260,7 @@ def corrupt_checkpoint(newest: Checkpoint, how: str, draw: random.Random) -> Non
 
 
 def _status(fault: Fault, outcome: dict[str, Any], parity: Parity, options: ChaosOptions) -> str:
-    """`held`, `unseen` where a reason is known why nobody can notice it, else what did not hold."""
+    """Return `held`, `unseen` if the fault cannot be noticed for a known reason, or else what failed."""
     if outcome["left"]:
         return "processes left"
     if outcome.get("reason"):
@@ -273,7 +274,7 @@ def _status(fault: Fault, outcome: dict[str, Any], parity: Parity, options: Chao
     if parity.status != "equal":
         return "another training"
     lost, allowed = outcome["updates_lost"], options.save_every * (2 if fault.corrupts else 1)
-    # a launcher that is killed leaves ranks that go on for a moment: they may lose what they did since their last save
+    # ranks of a killed launcher run on for a moment and may lose the updates since their last save
     return "held" if lost <= allowed else "too much lost"
 
 
@@ -293,11 +294,11 @@ def _record(baseline: Baseline, options: ChaosOptions, outcome: dict[str, Any], 
     )
 
 
-# --- a disturbed run beside one that nothing happened to
+# --- comparison of a run with the baseline
 
 
 def logged_updates(run: Path) -> list[dict[str, Any]]:
-    """The updates in the log of a run, in its order; a line that is cut off is none."""
+    """Return the updates in the log of a run, without truncated lines."""
     path, rows = run / "log.jsonl", list[dict[str, Any]]()
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
@@ -310,7 +311,7 @@ def logged_updates(run: Path) -> list[dict[str, Any]]:
 
 
 def compare_runs(baseline: Path, run: Path, steps: int) -> Parity:
-    """A run beside the one that nothing happened to: losses, metrics, and all tensors of the last checkpoint."""
+    """Compare a run with the baseline: losses, metrics, and all tensors of the last checkpoint."""
     ours, theirs = ({row["step"]: row["loss"] for row in logged_updates(run_folder)} for run_folder in (run, baseline))
     if ours.keys() != theirs.keys() or len(logged_updates(run)) != steps or not (run / "record.json").exists():
         return Parity("different", first_divergence=f"{len(ours)} of {steps} updates are logged")

@@ -1,9 +1,9 @@
-"""What a person does who trains: one call, and its last line. A process of its own, so that it can be killed.
+"""Trains like a user of `everyrank train`, in a separate process that can be killed.
 
     python -m everyrank.chaos.trainer_process CALL.json [NODE]
 
-How it ended is written beside the call as ended.json, unless it was killed. NODE says which of several hosts this is;
-host 0 alone writes.
+Unless it is killed, it writes its exit status and message to ended.json next to the call. NODE is the number of this
+host; only host 0 writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 
 def train(call: TrainCall, node: int | None) -> int:
-    """Do it; the exit status that the command line would have."""
+    """Train as `call` says; return the exit status."""
     injections = tuple(dataclasses.replace(Injection(**fields), launcher=os.getpid()) for fields in call.injections)
     out = Path(call.run)
     options = TrainOptions(
@@ -52,13 +52,13 @@ def train(call: TrainCall, node: int | None) -> int:
 
 
 def _launch(fields: dict[str, Any]) -> Launch:
-    """As it was before JSON made a list of its tuple."""
+    """Return the Launch from its JSON fields."""
     known: dict[str, Any] = {**fields, "arguments": tuple(fields["arguments"])}
     return Launch(**known)
 
 
 def main() -> None:
-    """Train, and leave a note of how it ended."""
+    """Train, and write ended.json."""
     call_path, node = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None
     call = TrainCall(**json.loads(call_path.read_text(encoding="utf-8")))
     try:

@@ -1,4 +1,4 @@
-"""One attempt at a training: its process started, watched to its end, and nothing left of it."""
+"""run_trainer: starts one training process, watches it to its end, and kills processes that it leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from everyrank.launch.job import PYTHON
 
 __all__ = ["TrainCall", "TrainerRun", "run_trainer", "why_no_disk"]
 
-_MARK = "EVERYRANK_CHAOS"  # in the environment of all processes of an attempt
+_MARK = "EVERYRANK_CHAOS"  # environment variable of all processes of a run
 _PAUSE_SECONDS = 2.0
 _LEFT_SECONDS = 20.0  # after the end, for ranks to notice that whoever started them is gone
 
@@ -51,15 +51,15 @@ class TrainCall:
 
 @dataclass
 class TrainerRun:
-    """How an attempt ended.
+    """How a run ended.
 
-    status          the exit status; -N after signal N; None where it had to be ended here, after `limit_seconds`
-    message         the last line that a person would have read
+    status          the exit status; -N after signal N; None if it was killed after `limit_seconds`
+    message         the last line of the output
     lines           (seconds since 1970, text) of what was printed
-    struck          when the last fault struck (the first rank), in seconds since 1970; None where none did
+    injected_at     when the last fault was injected (on the first rank), in seconds since 1970; None without one
     begun           when the process was started, in seconds since 1970
-    ended, cleared  when the process was gone, and when all that it had started was, in seconds since 1970
-    left            how many processes were still there a while later (and were then ended)
+    ended, cleared  when the process ended, and when all processes that it started had ended, in seconds since 1970
+    left            how many processes were still running a while later and were killed
     """
 
     status: int | None = None

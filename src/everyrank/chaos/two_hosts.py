@@ -63,8 +63,8 @@ def main() -> None:
 def _start(node: int, call: Path) -> subprocess.Popen[bytes]:
     """A host that waits for its end of the link, and then trains."""
     address = RENDEZVOUS.partition(":")[0][:-1] + str(node + 1)
-    person = [*PYTHON, "-m", "everyrank.chaos.trainer_process", str(call), str(node)]
-    script = _HOST.format(address=address, link=LINK, command=shlex.join(person))
+    trainer = [*PYTHON, "-m", "everyrank.chaos.trainer_process", str(call), str(node)]
+    script = _HOST.format(address=address, link=LINK, command=shlex.join(trainer))
     host = subprocess.Popen(in_own_network(script), stdin=subprocess.PIPE)  # noqa: S603
     deadline = time.monotonic() + _START_SECONDS
     while _network(host.pid) == _network(os.getpid()):

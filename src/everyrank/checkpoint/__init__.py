@@ -1,12 +1,12 @@
-"""Saving a training, and going on from there under any layout. The format is torch.distributed.checkpoint's.
+"""Saves and resumes a training under any layout, in the format of torch.distributed.checkpoint.
 
-    contents.py     what is saved: tensors by name, whatever the layout; and how they are put back
+    contents.py     the tensors and values of a checkpoint, independent of the layout, and how to load them
     generators.py   the random generators of Python and numpy, as a tensor
-    storage.py      tensors to files and back; the readers run nothing that a file asks for
-    saver.py        when and how: atomic, last k and best, in the background where asked
-    weights.py      the model alone: safetensors or a plain state dict, out and in
+    storage.py      writes and reads tensors; the readers run no code from a file
+    saver.py        Saver: atomic saves, the last k and the best, optionally in the background
+    weights.py      exports and loads model weights: safetensors or a plain state dict
 
-Where the files are, and which checkpoint is whole, is in `everyrank.runs`, which needs no torch.
+`everyrank.runs`, which needs no torch, finds the files and complete checkpoints.
 """
 
 from everyrank.checkpoint.contents import aliases_of

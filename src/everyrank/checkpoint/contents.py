@@ -1,11 +1,11 @@
-"""What a checkpoint holds, whatever the layout: tensors under names of the model, and a few plain values.
+"""The contents of a checkpoint, independent of the layout: tensors by their names in the model, and a few values.
 
     average/<name>              moving averages of parameters, where the workload has an ema_decay
     model/<name>                parameters and persistent buffers; a sharded one as a sharded tensor
-    optimizer/<name>/<key>      what the optimizer keeps for that parameter
+    optimizer/<name>/<key>      the optimizer's state of that parameter
     generators/<rank>           random generators of Python and numpy
 
-Any rank may know only a part (a shard, or the parameters whose optimizer state it owns); together they know all.
+A rank may hold only a part (a shard, or the optimizer state that it owns); all ranks together hold everything.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _OF_THE_DEVICE = ("foreach", "fused", "capturable")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names here; of tied ones the first. Raises `WorkloadError` for others.
+    """Return parameters and persistent buffers by name; tied ones once, under the first name.
 
-    They are the model's own: what is read into them is in the model.
+    They share memory with the model. Raises `WorkloadError` for a state dict with other values.
     """
     tensors: dict[str, Tensor] = {}
     aliases = aliases_of(model)
@@ -50,7 +50,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Further name of a tied tensor -> the name under which it is kept."""
+    """Return the other names of tied tensors: alias -> the name in the checkpoint."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -61,7 +61,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def tensors_of(trainable: Trainable, world: World) -> dict[str, Tensor]:
-    """All tensors of this rank, as they are now: they are not copies."""
+    """Return all tensors of this rank, without copies."""
     tensors = model_tensors(trainable.model) | _averages(trainable)
     for name, parameter in _named(trainable.model, trainable.optimizer).items():
         for key, value in trainable.optimizer.state.get(parameter, {}).items():
@@ -92,7 +92,7 @@ def _as_tensor(value: Any, name: str, key: str) -> tuple[Tensor, str] | None:
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's optimizer by their names in the model."""
+    """Return the parameters of this rank's optimizer by their names in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters: dict[str, nn.Parameter] = {}
     for group in optimizer.param_groups:
@@ -104,7 +104,7 @@ def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
 
 
 def values_of(trainable: Trainable) -> dict[str, Any]:
-    """Copies of the optimizer's groups without their parameters, of schedule and loss scale: alike on every rank."""
+    """Return copies of the optimizer's groups without parameters, schedule and loss scale: equal on all ranks."""
     groups = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in trainable.optimizer.param_groups
@@ -119,14 +119,14 @@ def values_of(trainable: Trainable) -> dict[str, Any]:
 
 
 def _kinds(trainable: Trainable) -> list[str]:
-    """Names of the classes of optimizer and schedule."""
+    """Return the class names of optimizer and schedule."""
     return [type(trainable.optimizer).__name__, type(trainable.schedule).__name__]
 
 
 def targets_for(trainable: Trainable, world: World, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """Tensors of this rank to read into: the model's own, and new ones for the optimizer.
+    """Return the tensors of this rank to load into: those of the model, and new ones for the optimizer.
 
-    Raises `UsageError` where the model is not the one that was saved.
+    Raises `UsageError` if the model differs from the saved one.
     """
     targets = model_tensors(trainable.model)
     _check_same(targets, {f"model/{name}" for name in held_elsewhere(trainable.model)}, saved)
@@ -159,7 +159,7 @@ def _check_same(
 
 
 def _empty(parameter: nn.Parameter, metadata: TensorStorageMetadata) -> Tensor:
-    """A tensor for the optimizer's state; one of the parameter's shape is cut as the parameter is."""
+    """Return an empty tensor for optimizer state; one of the parameter's shape is sharded like the parameter."""
     if metadata.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=metadata.properties.dtype).detach()
     if isinstance(parameter, DTensor) and metadata.size.numel() > 1:
@@ -179,10 +179,10 @@ def load_state(
     *,
     schedule_step: int | None = None,
 ) -> None:
-    """Give optimizer, schedule, scale and generators what was read; the model's tensors were read in place.
+    """Load optimizer, schedule, loss scale and generators; the model's tensors were read in place.
 
-    With `schedule_step` the saved state of the schedule is not used: the schedule, which was built for a different
-    length of the training, takes so many steps from its beginning.
+    With `schedule_step` the saved state of the schedule is not used. The schedule, which was built for a different
+    length of the training, takes that many steps from its beginning.
     """
     optimizer = trainable.optimizer
     first_rates = [group["lr"] for group in optimizer.param_groups]
@@ -197,7 +197,7 @@ def load_state(
         )
     for group, saved in zip(state["param_groups"], values["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in _OF_THE_DEVICE})
-    # torch numbers the parameters of all groups through; a parameter has the same place in a group here and there
+    # torch numbers parameters over all groups; a parameter has the same index in its group as when it was saved
     name_of = {id(parameter): name for name, parameter in _named(trainable.model, optimizer).items()}
     of_name = _by_parameter(tensors)
     pairs = [

@@ -1,7 +1,7 @@
-"""The random generators of Python and numpy as one tensor.
+"""Saves and restores the random generators of Python and numpy, as one tensor.
 
-torch's own generators need no saving: every update seeds them from (seed, step, rank). A model or loss of a person's
-own may draw from these two, which nobody seeds.
+torch's generators need no saving, because every update seeds them from (seed, step, rank). The user's model or loss may
+use those of Python and numpy, which are not seeded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMPY = 624
 
 
 def generators() -> Tensor:
-    """Their states: float64, shape (1253,); every word of 32 bits is exact in it."""
+    """Return their states: float64, shape (1253,), which represents every 32-bit word exactly."""
     _, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
     _, keys, position, has_gauss, cached = legacy
@@ -30,7 +30,7 @@ def generators() -> Tensor:
 
 
 def set_generators(state: Tensor) -> None:
-    """Put back what `generators` gave."""
+    """Restore a state from `generators`."""
     values: list[float] = state.tolist()
     gauss = values[_PYTHON]
     random.setstate((3, tuple(int(word) for word in values[:_PYTHON]), None if math.isnan(gauss) else gauss))

@@ -1,7 +1,7 @@
-"""When and how a training is saved, and how one goes on.
+"""Saver: saves checkpoints atomically, optionally in the background. `resume` loads one under any layout.
 
-A checkpoint is written into a folder whose name says unfinished and gets its own name when every rank's part, and the
-sum of each file, are on the disk. Until then the one before is the newest.
+A checkpoint is written into a folder with an unfinished name. It gets its final name when the files of every rank and
+their checksums are on disk. Until then the previous checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Saver:
 
     run        the folder of the run
     metadata   CheckpointMetadata of all its checkpoints; step, metrics and files are filled in
-    keep       how many of the last checkpoints stay, beside the best
-    in_background   copy the state, and write the copy while the training goes on; of these a world has one at a time
+    keep       how many of the last checkpoints stay, apart from the best
+    in_background   copy the state and write the copy while the training continues; one at a time in a world
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Saver:
         self.waiting: Future[None] | None = None
         self.stalls: list[float] = []
         self.last_saved: int | None = None
-        check_values(values_of(prepared.trainable))  # rather now than after an epoch
+        check_values(values_of(prepared.trainable))  # fail now rather than after an epoch
         tensors_of(prepared.trainable, world)
         try:
             check_metadata(metadata)
@@ -90,12 +90,12 @@ class Saver:
                 f"what a checkpoint would say of this training cannot be read again: {error}"
             ) from error
         if world.rank == 0:
-            clear_unfinished(run)  # of a crash
+            clear_unfinished(run)  # left by a crash
 
     def save(self, step: int, metrics: dict[str, float]) -> SaveError | None:
-        """Save the training after `step` updates; what went wrong with the one before, written in the background.
+        """Save the training after `step` updates. Returns the error of the previous save in the background, if any.
 
-        Raises `SaveError`, on every rank, where this one could not be saved; the one before stays.
+        Raises `SaveError` on every rank if this one could not be saved; the previous checkpoint stays.
         """
         start = time.perf_counter()
         earlier: SaveError | None = None
@@ -119,7 +119,7 @@ class Saver:
         return earlier
 
     def score(self, step: int, metrics: dict[str, float]) -> None:
-        """Say in the checkpoint of this step, which is saved or being saved, how good it is. Rank 0 does it."""
+        """Add metrics to the checkpoint of this step, which is saved or being saved. Rank 0 writes them."""
         if self.world.rank != 0:
             return
         if self.thread is None:
@@ -129,14 +129,14 @@ class Saver:
 
     def _score(self, step: int, metrics: dict[str, float], saving: Future[None] | None) -> None:
         if saving is not None:
-            saving.result()  # it has ended: the thread does one after the other
-        with contextlib.suppress(OSError, UsageError):  # the checkpoint is whole without
+            saving.result()  # already done: the thread saves one after the other
+        with contextlib.suppress(OSError, UsageError):  # the checkpoint is complete without metrics
             add_metrics(self.run, step, metrics)
             mark_best(self.run, self.metadata.best_by)
             remove_old_checkpoints(self.run, self.keep, step, self.metadata.best_by)
 
     def finish(self) -> None:
-        """Wait for what is still being written. Raises `SaveError`, on every rank, where it failed."""
+        """Wait for a save in the background. Raises `SaveError` on every rank if it failed."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
             try:
@@ -146,30 +146,30 @@ class Saver:
                 raise
 
     def finish_or_say(self) -> None:
-        """The same, and where it failed an `EveryrankError` that says what is left."""
+        """Wait for a save in the background. Raises `EveryrankError` that names the newest checkpoint if it failed."""
         try:
             self.finish()
         except SaveError as error:
             raise EveryrankError(self.why_not_saved(error)) from error
 
     def why_not_saved(self, error: SaveError) -> str:
-        """The words of a failure, with the checkpoint that there is."""
+        """Return the message of a failure, with the newest complete checkpoint."""
         checkpoints = checkpoints_of(self.run)
         left = f"the last one is whole: {checkpoints[-1].path}" if checkpoints else "there is none from before"
         return f"a checkpoint could not be saved: {error}; {left}"
 
     def _write(self, tensors: dict[str, Tensor], values: dict[str, Any], metadata: CheckpointMetadata) -> None:
-        """All of it, on all ranks, which learn alike how it ended."""
+        """Write a checkpoint on all ranks. Raises `SaveError` on every rank if one failed."""
         folder = new_folder(self.run, metadata.step)
         failure = ""
         try:
             if self.world.rank == 0:
                 discard(folder)
-            text_of_rank_0("", self.group)  # no rank makes the folder while another takes away what was left of it
+            text_of_rank_0("", self.group)  # rank 0 removes an old folder before any rank creates the new one
             files = write(tensors, folder, self.world.rank, self.group)
             if self.world.rank == 0:
                 failure = self._commit(folder, files, values, metadata)
-        except SaveError:  # every rank has it
+        except SaveError:  # raised on every rank
             self._discard(folder)
             raise
         failure = text_of_rank_0(failure, self.group)
@@ -180,7 +180,7 @@ class Saver:
     def _commit(
         self, folder: Path, files: dict[str, tuple[int, int]], values: dict[str, Any], metadata: CheckpointMetadata
     ) -> str:
-        """What rank 0 does alone when all parts are written; what went wrong."""
+        """Complete a checkpoint on rank 0 when all ranks have written. Returns an error message, or an empty text."""
         try:
             absent = [name for name in files if not (folder / name).exists()]
             if absent:
@@ -190,23 +190,23 @@ class Saver:
             commit(folder)
         except OSError as error:
             return f"{error.filename or folder}: {error.strerror}"
-        except WorkloadError as error:  # a value that came later: the other ranks wait to hear how it ended
+        except WorkloadError as error:  # a value of a later update; the other ranks wait for the result
             return str(error)
-        with contextlib.suppress(OSError):  # the checkpoint is whole; the next one tries again
+        with contextlib.suppress(OSError):  # the checkpoint is complete; the next save tries again
             mark_best(self.run, metadata.best_by)
             remove_old_checkpoints(self.run, self.keep, metadata.step, metadata.best_by)
         return ""
 
     def _discard(self, folder: Path) -> None:
-        """Give the room back: on a full disk the next attempt needs it."""
+        """Remove an unfinished checkpoint, because on a full disk the next save needs the space."""
         if self.world.rank == 0:
             discard(folder)
 
 
 def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: CheckpointMetadata) -> int:
-    """Put a training where a checkpoint left it, under any layout; the number of updates done. A collective.
+    """Load a checkpoint under any layout; return the number of updates done. A collective.
 
-    `expected` is what a checkpoint of this training would say of itself.
+    `expected` is the metadata of this training.
     A training of a different length (epochs, steps) is resumed with the learning rates of that length: its schedule
     takes `step` steps from its beginning. Raises `UsageError` on every rank alike: for a damaged checkpoint (the last
     good one is offered), and for one of a different training.
@@ -234,14 +234,14 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: C
 
 
 def load_model(prepared: Prepared, world: World, checkpoint: Checkpoint) -> None:
-    """Put the model alone where a checkpoint left it, whatever else changed since. Raises as `resume` does."""
+    """Load only the model of a checkpoint; other settings may differ. Raises as `resume` does."""
     _check_whole(checkpoint, prepared)
     whole = contents_of(checkpoint).items()
     saved = {name: metadata for name, metadata in whole if name.startswith(("model/", "average/"))}
     tensors = targets_for(prepared.trainable, world, saved)
     read(tensors, checkpoint, group_for_saving(prepared, world))
     if prepared.trainable.ema is not None and not any(name.startswith("average/") for name in saved):
-        prepared.trainable.ema.reset()  # it was trained without
+        prepared.trainable.ema.reset()  # the saved training had no average
 
 
 def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -> None:
@@ -255,7 +255,7 @@ def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -
                 "To begin from its weights: everyrank checkpoint export, then --pretrained"
             )
     was, now = dict(saved.settings), dict(expected.settings)
-    for name in sorted((was.keys() | now.keys()) - {"data", *LENGTHS}):  # the checksum of the data was compared
+    for name in sorted((was.keys() | now.keys()) - {"data", *LENGTHS}):  # compared by its checksum
         if was.get(name) != now.get(name):
             raise UsageError(
                 f"{checkpoint.path}: it was trained with {_setting(name, was)}, this is {_setting(name, now)}: "
@@ -267,7 +267,7 @@ _TYPED = {"seed": "--set seed=", "global_batch": "--batch "}
 
 
 def _setting(name: str, settings: dict[str, Any]) -> str:
-    """As it was typed, on one line; a checkpoint from elsewhere may hold anything."""
+    """Return a setting as typed, on one line; a foreign checkpoint may hold anything."""
     text = str(settings.get(name))
     text = text if text.isprintable() else repr(text)
     if name.startswith("Workload."):  # a field of it
@@ -278,7 +278,7 @@ def _setting(name: str, settings: dict[str, Any]) -> str:
 
 
 def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:
-    """Read all files once, each by one rank, and compare their sums."""
+    """Read every file on one rank, and compare checksums. Raises `UsageError` on every rank for a damaged one."""
     world = prepared.world
     names = sorted(checkpoint.metadata.files)[world.rank :: world.size]
     damage_text = damage(checkpoint, names) or ""
@@ -288,11 +288,11 @@ def _check_whole(checkpoint: Checkpoint, prepared: Prepared) -> None:
         refuse_damaged(checkpoint, damage_text)
 
 
-# --- what is written in the background: copies on CPU, on each rank those of what it is to write
+# --- saves in the background: each rank copies to CPU the tensors that it will write
 
 
 class Writers:
-    """Who writes what, agreed upon by the ranks of a group that carries CPU tensors. None: one process."""
+    """Assigns each tensor to the rank that writes it, over a group for CPU tensors. None: one process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -300,9 +300,9 @@ class Writers:
         self.own: set[str] = set()
 
     def own_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of `tensors` that this rank is to write: every part of every tensor is with one rank. A collective.
+        """Return the `tensors` that this rank writes; one rank writes each part of each tensor. A collective.
 
-        What ranks have is told when it has changed; else all say that it has not.
+        The ranks exchange their lists of tensors only when a list has changed.
         """
         if self.group is None:
             return dict(tensors)
@@ -310,7 +310,7 @@ class Writers:
         digests = all_gather_json(hashlib.sha256(json.dumps(parts).encode()).hexdigest(), self.group)
         if digests != self.agreed:
             rank = dist.get_rank(self.group)
-            # ranks that have the same say it once
+            # ranks with equal lists send them once
             told = all_gather_json(parts if digests.index(digests[rank]) == rank else None, self.group)
             rows = [told[digests.index(digest)] for digest in digests]
             self.own, self.agreed = _assign(rows)[rank], digests
@@ -318,7 +318,7 @@ class Writers:
 
 
 def _part(tensor: Tensor) -> list[int]:
-    """Which part of a tensor this is: the coordinate on each dimension of the mesh along which it is cut."""
+    """Return which part of a DTensor this is: its coordinates along the mesh dimensions on which it is sharded."""
     if not isinstance(tensor, DTensor):
         return []
     coordinate = tensor.device_mesh.get_coordinate()
@@ -328,7 +328,7 @@ def _part(tensor: Tensor) -> list[int]:
 
 
 def _assign(rows: list[list[Any]]) -> list[set[str]]:
-    """Names that each rank writes, out of every rank's (name, part, bytes)."""
+    """Return the names that each rank writes, from every rank's (name, part, bytes)."""
     holders: dict[tuple[Any, ...], list[int]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for rank, row in enumerate(rows):
@@ -346,16 +346,16 @@ def _assign(rows: list[list[Any]]) -> list[set[str]]:
 
 
 def copies_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that training does not change. The host waits once for each device, not for each tensor."""
+    """Return copies on CPU. Synchronises once for each device, not for each tensor."""
     copies = {name: _copied(tensor) for name, tensor in tensors.items()}
     for device in {local_tensor(tensor).device for tensor in tensors.values()}:
-        if device.type == "cuda":  # a model may lie on several
+        if device.type == "cuda":  # a model may be on several devices
             torch.cuda.synchronize(device)
     return copies
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy on CPU: of one on a device it is there when the device has done what it was asked before."""
+    """Return a copy on CPU; from CUDA it is asynchronous, and complete after a synchronise."""
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True, non_blocking=True)
     local = tensor.to_local().to("cpu", copy=True, non_blocking=True)
@@ -366,11 +366,11 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
-    """The same mesh on CPU: a part of a tensor would be moved to the device of its mesh."""
+    """Return the same mesh on CPU, because DTensor moves a local tensor to the device of its mesh."""
     return mesh if mesh.device_type == "cpu" else _twin_on_cpu(mesh)
 
 
 @functools.cache
 def _twin_on_cpu(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of the very same ranks, which may be a part of all; nothing is sent over it, so it needs no groups."""
+    """Return a CPU mesh of the same ranks. It needs no groups, because nothing is sent over it."""
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

@@ -1,11 +1,11 @@
-"""What the links between ranks give: every operation of torch.distributed timed and checked, and reductions to read.
+"""`everyrank comm`: times and checks every operation of torch.distributed, and readable all-reduce algorithms.
 
-question.py     what is asked: operations, sizes, dtype, groups; without torch
-messages.py        messages between two ranks, counted
-algorithms/     an all-reduce in plain sends and receives: ring, halving, tree, server, hierarchical
-operations/     every point-to-point and collective operation, with the answer that each rank must have
-cost.py         latency and bandwidth, fitted from a sweep of sizes
-sweep.py        one operation after the other, one size after the other, backends and algorithms in turns
-rank.py         what one rank does for `everyrank comm`
-strides.py      whether tensors that are not contiguous are taken, refused, or wrong without a word
+options.py       CommOptions: operations, sizes, dtype, groups; without torch
+messages.py      send and receive between two ranks, counted
+algorithms/      an all-reduce in plain sends and receives: ring, halving, tree, server, hierarchical
+operations/      every point-to-point and collective operation, with the expected result of each rank
+cost.py          latency and bandwidth, fitted from a sweep of sizes
+sweep.py         times every operation at every size, backends and algorithms in turns
+rank.py          what one rank does for `everyrank comm`
+stride_check.py  tests whether operations accept, refuse or corrupt non-contiguous tensors
 """

@@ -1,14 +1,14 @@
-"""What this machine can run, why not the rest, and what to do about it. Imports no torch.
+"""`everyrank doctor`: checks what this machine can run, and how to fix the rest. Imports no torch.
 
-findings.py       what one look at something came to
-machine.py        cores, threads, memory, files, shared memory
-network.py        interfaces, host name, ports, the environment of launchers
-software.py       versions, known-bad combinations, optional frameworks
-selftest.py       in ranks of its own, with torch: devices, backends, and collectives with known answers
-launching.py      why a start fails: who started us, where ranks meet, a real start and a look at each rank
-report.py    all of it in order
+results.py    CheckResult: one line, and a fix
+machine.py    cores, threads, memory, files, shared memory
+network.py    interfaces, host name, ports, the environment of launchers
+software.py   versions, known-bad combinations, optional frameworks
+selftest.py   starts ranks, with torch: devices, backends, and collectives with known results
+launching.py  checks a launch: launcher, rendezvous, and a real start
+checks.py     runs all checks in order
 
-Each check is a plain function of what it looks at, so that a machine that is ill can be made up in a test.
+Each check is a function of its inputs, so that a test can pass those of a broken machine.
 """
 
 from everyrank.doctor.checks import DoctorReport, paste, run_checks

@@ -1,9 +1,9 @@
-"""The loop: feed a prepared strategy, keep its shares, evaluate. What `train`, `verify` and `bench` have in common.
+"""The training loop that `train`, `verify` and `bench` share: loads data, runs updates, evaluates.
 
 open_data.py    the data of a workload, with a length that all ranks agree on
-updates.py      the updates of a training, one after the other
+updates.py      runs the updates of a training in order
 evaluation.py   exact sums over the evaluation data
-finite.py       what is no number: a loss, the first tensor to blame
+finite.py       finds the first tensor that is NaN or infinite
 """
 
 from everyrank.loop.evaluation import evaluate, mean_metrics

@@ -17,7 +17,7 @@ __all__ = ["evaluate", "mean_metrics"]
 
 
 def evaluate(prepared: Prepared, dataset: Any) -> dict[str, tuple[float, float]]:
-    """Exact (sum, count) over all ranks of the loss and each metric. Every sample counts once. A collective."""
+    """Return the exact (sum, count) of the loss and each metric over all ranks and samples. A collective."""
     workload = prepared.workload
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
     prepared.settle()
@@ -35,9 +35,9 @@ def evaluate(prepared: Prepared, dataset: Any) -> dict[str, tuple[float, float]]
 
 
 def mean_metrics(workload: Workload, metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """The mean of each exact sum, and what the workload derives of them; that of the loss is called eval_loss.
+    """Return the mean of each sum and the workload's derived metrics; the mean loss is called eval_loss.
 
-    A name that begins with an underscore is for `derived` alone, and not handed on.
+    Names with a leading underscore are inputs of `derived` only, and are left out.
     """
     means = {name: total / count for name, (total, count) in metrics.items() if count}
     named = {("eval_loss" if name == "loss" else name): value for name, value in means.items()}

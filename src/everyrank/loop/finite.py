@@ -1,4 +1,4 @@
-"""Losses and tensors that are not finite: the first one to blame, and what the last update has spoiled."""
+"""Finds the first tensor that is NaN or infinite, after a bad loss or after the last update."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _NONE_AGAIN = "none now: the same forward pass, run again, is finite"
 
 
 def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch], step: int) -> str:
-    """The first tensor of this rank that is not finite: a parameter, the input, the output of a module, or the loss.
+    """Return the first tensor of this rank that is not finite: a parameter, the input, a module's output, or the loss.
 
-    The forward pass runs again for it: nothing has been updated since, and no step has to keep its outputs in case.
-    All ranks have to come here together.
+    Runs the forward pass again, with the same weights, so that no step has to keep its outputs. A collective.
     """
     bad_outputs: list[str] = []
     losses: list[Tensor] = []
@@ -42,7 +41,7 @@ def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch], step: int) ->
     hooks = [module.register_forward_hook(watch(name)) for name, module in prepared.model.named_modules()]
     try:
         for batch in batches:
-            with torch.no_grad(), contextlib.suppress(Exception):  # a metric of the person's may not take such numbers
+            with torch.no_grad(), contextlib.suppress(Exception):  # a metric of the user may fail on NaN
                 losses.append(evaluate_batch(prepared.workload, prepared.predict(batch), batch)[0])
     finally:
         for hook in hooks:
@@ -57,16 +56,16 @@ def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch], step: int) ->
 
 
 def first_of_all_ranks(local_reason: str, prepared: Prepared) -> str:
-    """What the first rank has found that found something; all ranks say the same. A collective."""
+    """Return the most specific reason of all ranks, the same on every rank. A collective."""
     return min(
         _of_all_ranks(local_reason, prepared), key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS)
-    )  # the first that says most
+    )  # the first of the most specific ones
 
 
 def check_finite(prepared: Prepared, done: int) -> None:
     """Raise `NotFiniteError` on every rank where a parameter is not finite after `done` updates. A collective.
 
-    What the last update has spoilt, no loss shows any more.
+    No loss follows the last update, so that only its parameters show it.
     """
     parameter_name = next(filter(None, _of_all_ranks(_bad_parameter(prepared), prepared)), "")
     if parameter_name:
@@ -80,26 +79,26 @@ def check_finite(prepared: Prepared, done: int) -> None:
 
 
 def _bad_parameter(prepared: Prepared) -> str:
-    """The name of the first parameter of which this rank's own part is not finite; "" where none is."""
+    """Return the name of the first parameter whose local part is not finite, "" without one."""
     named = prepared.model.named_parameters()
     return next((name for name, parameter in named if has_nonfinite(local_tensors([parameter])[0])), "")
 
 
 def _of_all_ranks(text: str, prepared: Prepared) -> list[str]:
-    """Every rank's text. A collective."""
+    """Return every rank's text. A collective."""
     rows = all_gather(torch.tensor(list(text.encode()), dtype=torch.uint8), prepared.world)
     return [bytes(row.tolist()).decode() for row in rows]
 
 
 def has_nonfinite(value: Any) -> bool:
-    """Whether some tensor in `value` is not finite."""
+    """Return whether a tensor in `value` is not finite."""
     bad: list[bool] = []
     map_tensors(value, lambda tensor: bad.append(not bool(tensor.isfinite().all())) or tensor)
     return any(bad)
 
 
 def nonfinite_loss_error(prepared: Prepared, step: int, loss: float) -> NotFiniteError:
-    """The error of a loss that was seen to be no number after its update."""
+    """Return the error for a loss that is not finite after its update."""
     bad = _bad_parameter(prepared)
     where = f"parameter {bad}" if bad else "the loss itself"
     return NotFiniteError(f"update {step}: the loss is {loss}; first bad tensor: {where}")

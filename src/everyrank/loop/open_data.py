@@ -1,4 +1,4 @@
-"""The data of a workload, with a length that all ranks agree on; and whose fault it is when a person's code raises."""
+"""Loads the data of a workload, with a length that all ranks agree on, and wraps errors of user code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["open_data", "wrap_user_errors"]
 
 @contextlib.contextmanager
 def wrap_user_errors() -> Generator[None]:
-    """Turn an exception out of a person's code into a `WorkloadError` of one line. For before the first update."""
+    """Turn an exception of user code into a `WorkloadError` of one line, until the first update is done."""
     try:
         yield
     except (EveryrankError, torch.OutOfMemoryError, MemoryError):
@@ -42,12 +42,12 @@ def wrap_user_errors() -> Generator[None]:
 
 
 def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> tuple[Any, Any]:
-    """The training and the evaluation data (None without). A collective.
+    """Return the training data and the evaluation data (None without). A collective.
 
     A stream is counted where it has no length; those that ranks read apart only with `counts_uneven`. Raises
     `WorkloadError` for data that cannot be cut, or that is not the same length on every rank.
     """
-    seed_everything(workload.seed)  # data made up at random is the same data in every rank
+    seed_everything(workload.seed)  # random data is equal on all ranks
     with wrap_user_errors():
         train_data: Any = workload.train_data()
         eval_data: Any = workload.eval_data() if workload.eval_data else None
@@ -76,7 +76,7 @@ def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> t
 
 
 def _uneven(workload: Workload, dataset: Any, streams: Sequence[Any], world: World, is_counted: bool) -> UnevenStreams:
-    """Streams of which each is read by one rank; a part of them is counted by each. A collective."""
+    """Return streams that one rank each reads; every rank counts a part of them. A collective."""
     counts = [int(count) for count in all_gather(torch.tensor([len(streams)]), world)]
     if len(set(counts)) > 1:
         raise WorkloadError(f"train_data: {counts} streams on the ranks; give all streams on every rank")
@@ -88,7 +88,7 @@ def _uneven(workload: Workload, dataset: Any, streams: Sequence[Any], world: Wor
     with wrap_user_errors():
         takes = data.takes(workload.global_batch)
         rows = count_streams(streams, local_range, takes, workload.steps, world.timeout_seconds)
-    # ranks count parts that follow each other; some may have none
+    # each rank counts a contiguous range, which may be empty
     gathered = torch.cat(all_gather(torch.tensor(rows, dtype=torch.int64).flatten(), world)).view(-1, 2).tolist()
     data.lengths, data.is_whole = [length for length, _ in gathered], all(is_whole for _, is_whole in gathered)
     if not data.epoch(workload).updates:
@@ -99,7 +99,7 @@ def _uneven(workload: Workload, dataset: Any, streams: Sequence[Any], world: Wor
 
 
 def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: World) -> None:
-    """Ranks with other weights would draw other samples, each by itself, in silence."""
+    """Raise `WorkloadError` for sample weights that differ between ranks, which would then draw different samples."""
     if isinstance(data, Streamed):
         raise WorkloadError(
             "weights: train_data is a stream, which comes in its own order; give a dataset with a length"
@@ -111,7 +111,7 @@ def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: Wor
 
 
 def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
-    """The data, which has a length from here on: the same on every rank."""
+    """Return the data with a length that is the same on every rank."""
     if isinstance(data, DataLoader):
         raise WorkloadError(f"{name}: a DataLoader; give the dataset: batches and workers are made here")
     if is_stream(data):
@@ -125,7 +125,7 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
         raise WorkloadError(f"{name}: {kind} is no dataset; give one with __len__ and __getitem__, or with __iter__")
     try:
         local_length = len(data)
-    except (TypeError, ValueError, OverflowError) as error:  # below zero, or more than fits
+    except (TypeError, ValueError, OverflowError) as error:  # negative or too large
         raise WorkloadError(f"{name}: {type(data).__name__} has no length: {error}") from error
     if local_length == 0:
         raise WorkloadError(f"{name}: the dataset is empty")

@@ -1,4 +1,4 @@
-"""The updates of a training, one after the other."""
+"""run_updates: the training loop as a generator."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ def run_updates(
     reverse: bool = False,
     fetched: Callable[[float], None] | None = None,
 ) -> Iterator[Tensor]:
-    """Do the updates in order; yield this rank's share of (sum, count), float64, shape (2,), after each.
+    """Run the updates in order; yield this rank's loss (sum, count), float64, shape (2,), after each.
 
-    The generator is the loop: whoever takes its values decides what happens between two updates, and nothing does
-    unless they say so. `reverse` turns the samples of each micro-batch round. `fetched` is told how many seconds the
-    data of an update took to come. Raises `NotFiniteError` with the update and the first bad tensor, on every rank
-    alike.
+    The caller decides what happens between two updates. `reverse` reverses the samples of each micro-batch.
+    `fetched(seconds)` is called with the loading time of each update. Raises `NotFiniteError` on every rank, with the
+    update and the first bad tensor.
     """
     updates = list(updates) if isinstance(updates, Iterator) else updates  # they are gone through twice
     workload = prepared.workload
@@ -100,14 +99,14 @@ def _run(
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
-        if index == 0:  # whoever counts the updates has seen the first one end
+        if index == 0:  # the caller has seen the end of the first update
             end_of_start(prepared.world)
 
 
 def _seed_update(prepared: Prepared, update: Update) -> None:
-    """Make what a forward pass draws a function of (seed, step, rank): alike on ranks with the same activations.
+    """Seed torch's generators with (seed, step, rank); ranks with the same activations get the same seed.
 
-    Exact dropout draws nothing: it is told the update.
+    Exact dropout does not use them: it computes its masks from the update.
     """
     if prepared.parallel.dropout is not None:
         prepared.parallel.dropout.step = update.step

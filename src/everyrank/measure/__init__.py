@@ -1,4 +1,4 @@
-"""The clock, intervals and provenance; instruments for phases, traffic, memory, resources and traces.
+"""Clock, bootstrap intervals and provenance; measures step phases, memory, resources and traces.
 
 Nothing here runs inside a timed region.
 """

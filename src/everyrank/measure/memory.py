@@ -1,4 +1,4 @@
-"""Peak memory of a training: the allocator's own count on CUDA, the allocations that the profiler saw on CPU."""
+"""Measures peak memory: from the CUDA allocator, or on CPU from the allocations in the profiler's trace."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class PeakMemory:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Generator[PeakMemory]:
-    """The most bytes of tensors that were alive at once inside the block, without those that were alive before it.
+    """Measure the peak bytes of tensors in the block, without those that existed before it.
 
     To count parameters, gradients, optimizer state and activations alike, build the model inside the block.
     """
     peak = PeakMemory()
-    gc.collect()  # what is garbage already must not be freed inside the block
+    gc.collect()  # so that existing garbage is not freed inside the block
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -56,7 +56,7 @@ _CGROUPS = (  # versions 2 and 1: the limit, what is used, and where it says wha
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Of this host, or of this container where it may have less; None where the system does not say."""
+    """Return the free memory of this host, or of this container if its limit is lower; None if unknown."""
     limits: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         limits.append(_number(root / "proc/meminfo", "MemAvailable:") * 1024)
@@ -68,6 +68,6 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _number(path: Path, name: str = "") -> int:
-    """What stands behind this name in a file of the system. Raises `OSError` or `ValueError` where nothing does."""
+    """Return the number after `name` in a system file. Raises `OSError` or `ValueError` without one."""
     lines = [line for line in path.read_text().splitlines() if line.startswith(name)]
     return int(lines[0].removeprefix(name).split()[0]) if lines else int("")

@@ -1,4 +1,4 @@
-"""torch.profiler as all instruments here use it."""
+"""torch.profiler with the settings that all measurements here use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["events_of", "profiler", "trace_of"]
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
-# our own backends wait for other ranks in a thread that torch knows nothing of
+# everyrank's backends wait in a thread that torch does not profile by default
 _ALL_THREADS: Any = _ExperimentalConfig(profile_all_threads=True)
 
 
@@ -26,7 +26,7 @@ _ALL_THREADS: Any = _ExperimentalConfig(profile_all_threads=True)
 def profiler(device: torch.device, memory: bool = False) -> Generator[profile]:
     """The profiler for the CPU and this rank's device; `memory` records allocations as well."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    is_loud = _LOG_LEVEL not in os.environ  # its own log would stand between our lines
+    is_loud = _LOG_LEVEL not in os.environ  # its log would appear between the printed lines
     if is_loud:
         os.environ[_LOG_LEVEL] = "99"
     try:
@@ -39,7 +39,7 @@ def profiler(device: torch.device, memory: bool = False) -> Generator[profile]:
 
 
 def trace_of(finished: profile) -> dict[str, Any]:
-    """The Chrome trace of a profiler that has ended: what it would write to a file."""
+    """Return the Chrome trace of a stopped profiler."""
     return _read(finished)
 
 

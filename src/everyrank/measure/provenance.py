@@ -1,4 +1,4 @@
-"""Where a number comes from: versions, hardware, threads, commit, data, command."""
+"""Provenance of a Record: versions, hardware, threads, commit, data, command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["machine", "provenance"]
 
 
 def provenance(workload: Workload, dataset: Any, world: World, command: list[str]) -> dict[str, Any]:
-    """What a reader needs to repeat the run. `data_checksum` is the dataset's own `checksum`, where it has one."""
+    """Return what a reader needs to repeat the run. `data_checksum` is the dataset's `checksum` attribute, if any."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -36,7 +36,7 @@ def provenance(workload: Workload, dataset: Any, world: World, command: list[str
 
 
 def machine(world: World) -> dict[str, Any]:
-    """Versions, hardware, and what was chosen for the ranks."""
+    """Return versions, hardware, and the automatic choices of the ranks."""
     is_cuda = world.device.type == "cuda"
     return {
         "everyrank": _version.__version__,

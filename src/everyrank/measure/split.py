@@ -1,13 +1,12 @@
-"""A step taken apart: waiting for data, forward, backward, optimizer, and how much of them is exposed communication.
+"""Step-time breakdown: data loading, forward, backward, optimizer, and the exposed communication in them.
 
-`phases` reads a clock where one phase ends and the next begins: the parts add up to the whole, and cost a microsecond.
+`phases` reads a clock at each border of two phases, which takes a microsecond; the phases add up to the step.
 On CUDA the clock is an event in the stream, so nothing waits.
 
-`exposed_shares` runs a few updates under torch.profiler: exposed is the time in which a collective is under way and
-this rank computes nothing. On CUDA the kernels say both. On CPU gloo's threads say when a collective is under way, and
-the rank's own thread computes nothing between two operators when that takes longer than Python ever does. Our own
-backends work in the rank's own thread: all of a call is communication. Of Horovod it is the wait for what its thread
-does.
+`exposed_shares` runs a few updates under torch.profiler. Communication is exposed while a collective runs and this rank
+computes nothing. On CUDA the kernels show both. On CPU the profile of gloo's threads shows when a collective runs, and
+a gap between two operators that is longer than Python needs shows an idle rank. everyrank's backends run in the rank's
+thread, so the whole call is communication. For Horovod it is the wait for its thread.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ON_CUDA = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def phases(trainable: Trainable, updates: Iterable[Any], device: torch.device) -> list[dict[str, float]]:
-    """Seconds of each phase in each update of `trainable`, while `updates` runs to its end."""
+    """Run `updates` to the end; return the seconds of each phase for each update."""
     rows: list[list[tuple[str, Any]]] = []
     read = _stream_event if device.type == "cuda" else time.perf_counter
 
@@ -153,14 +152,14 @@ def _is_nccl(kernel: dict[str, Any]) -> bool:
 
 
 def _on_cuda(events: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
-    """When nccl's kernels ran or gloo was at work, and when all other kernels ran."""
+    """Return the spans of communication (nccl kernels, gloo), and those of all other kernels."""
     gloo = [event for event in events if event["name"].startswith("gloo:")]
     under_way = [_span(event) for event in [*gloo, *(kernel for kernel in kernels if _is_nccl(kernel))]]
     return under_way, [_span(kernel) for kernel in kernels if not _is_nccl(kernel)]
 
 
 def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
-    """When a collective was under way, and when this rank's own thread was at work on something else."""
+    """Return the spans of collectives, and those in which this rank's thread computed."""
     thread_ids = {mark["tid"] for mark in marks}
     calls = [_span(event) for event in events if event["name"].startswith(_OWN_CALLS)]
     under_way = [*calls, *(_span(event) for event in events if event["name"].startswith("gloo:"))]
@@ -176,7 +175,7 @@ def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[
 
 
 def _leaves(spans: list[_Span]) -> list[_Span]:
-    """Of spans that lie beside or inside each other, those with none inside."""
+    """Return the innermost of nested spans."""
     ordered = sorted(spans, key=lambda span: (span[0], -span[1]))
     return [
         span
@@ -196,7 +195,7 @@ def _union(spans: list[_Span]) -> list[_Span]:
 
 
 def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
-    """The parts of `spans` that lie in none of `taken`; both sorted and without overlap."""
+    """Return the parts of `spans` outside `taken`; both sorted and without overlap."""
     left: list[_Span] = []
     index = 0
     for start, end in spans:
@@ -237,7 +236,7 @@ def breakdown(
 
 
 def _without_exposed(seconds: dict[str, float], shares: dict[str, float]) -> Breakdown:
-    """The phases of one rank with the exposed communication taken out of each and put together."""
+    """Return the phases of one rank, with their exposed communication as a separate part."""
     exposed = {phase: seconds[phase] * shares[phase] for phase in PHASES}
     parts = {phase: seconds[phase] - exposed[phase] for phase in PHASES}
     return Breakdown(exposed_communication=sum(exposed.values()), **parts)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def with_one_profiled(items: Iterator[T], index: int, trainable: Trainable, world: World, path: Path) -> Iterator[T]:
-    """The same items; while number `index` is made, every rank profiles, and rank 0 writes the trace of all to `path`.
+    """Yield the items; profile item `index` on every rank, and write the merged trace to `path` on rank 0.
 
     A collective at that item.
     """
@@ -47,7 +47,7 @@ def with_one_profiled(items: Iterator[T], index: int, trainable: Trainable, worl
 
 
 def merge(traces: Sequence[dict[str, Any]], hosts: Sequence[str]) -> dict[str, Any]:
-    """One trace out of each rank's. Process and flow numbers of different ranks are kept apart."""
+    """Merge the traces of all ranks, with separate process and flow numbers for each rank."""
     bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
     merged: list[dict[str, Any]] = []
     for rank, (trace, host, base) in enumerate(zip(traces, hosts, bases, strict=True)):

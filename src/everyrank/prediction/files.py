@@ -24,10 +24,10 @@ def check_predictions_suffix(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_predictions(path: Path, length: int) -> Generator[Callable[[int, Any], None]]:
-    """A function of (number of the first sample, array of predictions (B, ...)), to be called in order.
+    """Yield a function of (index of the first sample, array of predictions (B, ...)), to be called in order.
 
-    .jsonl: {"index": 17, "prediction": 3} a row; .npy: one array of `length` rows. The file appears when the block
-    ends well; before, nothing that was there is touched. Raises `UsageError` where it cannot be written.
+    .jsonl: {"index": 17, "prediction": 3} a row; .npy: one array of `length` rows. The file replaces an
+    existing one when the block ends without an error. Raises `UsageError` if it cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -70,7 +70,7 @@ def _rows(path: Path) -> Generator[Callable[[int, Any], None]]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """Return null for NaN and infinity, which JSON does not have."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What a trained model says of each sample, by all ranks together, in the order of the data."""
+"""predict_rank: all ranks compute the predictions of a trained model, in the order of the data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["predict_rank"]
 def predict_rank(
     info: RankInfo, workload_or_source: Source | Workload, layout: Layout, launch: Launch, options: PredictOptions
 ) -> int | None:
-    """Predict in this rank; how many samples there were on rank 0, None elsewhere. Rank 0 alone writes."""
+    """Predict on this rank. Returns the number of samples on rank 0, which writes them, None on the others."""
     with open_world(info, launch) as world:
         workload = load(workload_or_source)
         if options.pretrained is not None:
@@ -57,7 +57,7 @@ def predict_rank(
 
 
 def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], tick: Callable[[], None]) -> None:
-    """Batch by batch: each rank its part, rank 0 all of them in order."""
+    """Predict batch by batch; each rank computes its part, and rank 0 writes all in order."""
     workload, world = prepared.workload, prepared.world
     prepared.model.eval()
     first = 0
@@ -80,9 +80,9 @@ _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, 
 
 
 def _agreed(local_rows: Tensor | None, world: World) -> Tensor:
-    """The rank's rows, or none of the shape and kind that others have. A collective.
+    """Return this rank's rows, or an empty tensor of the other ranks' shape and dtype. A collective.
 
-    Raises `WorkloadError` where the rows of one rank have another shape than those of another.
+    Raises `WorkloadError` if the shapes of rows differ between ranks.
     """
     header = [] if local_rows is None else [_DTYPES.index(local_rows.dtype), *local_rows.shape[1:]]
     rows = [tuple(row.tolist()) for row in all_gather(torch.tensor(header, dtype=torch.int64), world)]
@@ -96,7 +96,7 @@ def _agreed(local_rows: Tensor | None, world: World) -> Tensor:
 
 
 def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
-    """The predictions for the real samples of a batch."""
+    """Return the predictions of the real samples of a batch, without dummy samples."""
     prediction: object = workload.predict(output) if workload.predict is not None else output
     if not isinstance(prediction, Tensor) or prediction.dim() == 0:
         kind = (
@@ -114,4 +114,4 @@ def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
 
 
 def _nothing(_: int, __: Any) -> None:
-    """Another rank writes."""
+    """Write nothing, because rank 0 writes."""

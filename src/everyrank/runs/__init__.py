@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, which checkpoints are whole, the newest, the best. Imports no torch.
+"""The folder of a run: its files, and its newest, best and complete checkpoints. Imports no torch.
 
     runs/digits-ddp-.../
         log.jsonl, log.csv, events.jsonl, epochs.csv, memberships.jsonl, resources.csv, record.json, ranks/

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and whether its files are what was saved."""
+"""CheckpointMetadata: reads, checks and writes about.json of a checkpoint, and finds damaged files."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ __all__ = [
 METADATA_FILE = "about.json"
 LENGTHS = ("epochs", "steps")
 """Settings that say how long a training lasts: a resumed run may change them."""
-NAME = re.compile(r"step-([0-9]{1,18})(\.old)?")  # .old: whole, and about to be replaced by one of the same step
+NAME = re.compile(r"step-([0-9]{1,18})(\.old)?")  # .old: complete, while a new one of the same step replaces it
 _SUM = ',\n "crc": '
-_LONGEST = 1 << 26  # bytes of about.json: that of a thousand ranks has a hundred thousand
+_LONGEST = 1 << 26  # largest about.json in bytes; with a thousand ranks it has about 1e5
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a checkpoint says of itself, in about.json.
+    """The metadata of a checkpoint, in about.json.
 
-    step           updates done; training goes on with update number `step`
+    step           updates done; a resumed training begins with update number `step`
     workload, settings, seed, global_batch, clip_norm, samples, data_checksum
-                   the mathematics, which a resumed run has to share
+                   what is trained; must be equal in a resumed run
     layout, world_size
-                   where it ran, which a resumed run may change
-    updates_per_epoch   0: nobody knows
-    place          of streams of unknown length: the epoch in which training goes on, and updates of it done
-    metrics        of the held-out data at this step, where it was evaluated
-    best_by        the metric that says which checkpoint is the best one
-    aliases        name of a tied tensor -> the name under which it is kept
+                   where it ran; may differ in a resumed run
+    updates_per_epoch   0: unknown
+    place          for streams of unknown length: the epoch, and the number of its updates that are done
+    metrics        validation metrics at this step, if it was evaluated
+    best_by        the metric that selects the best checkpoint
+    aliases        other name of a tied tensor -> its name in the checkpoint
     files          name -> (bytes, CRC-32)
-    schema         2: the file ends with the CRC-32 of all of itself; 1: saved before there was one
+    schema         2: the file ends with its own CRC-32; 1: an older file without it
     """
 
     step: int
@@ -82,26 +82,26 @@ class CheckpointMetadata:
 
 
 def changed_lengths(saved: CheckpointMetadata, now: CheckpointMetadata) -> dict[str, tuple[Any, Any]]:
-    """The settings in `LENGTHS` that a resumed run has changed: name -> (saved, now), None where one has none."""
+    """Return the lengths (`LENGTHS`) that a resumed run has changed: name -> (saved, now), None where not set."""
     pairs = {name: (saved.settings.get(name), now.settings.get(name)) for name in LENGTHS}
     return {name: (was, is_now) for name, (was, is_now) in pairs.items() if was != is_now}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: its folder, and what it says of itself."""
+    """A complete checkpoint: its folder and metadata."""
 
     path: Path
     metadata: CheckpointMetadata
 
     @property
     def num_bytes(self) -> int:
-        """Of all its files."""
+        """Return the size of all its files in bytes."""
         return sum(size for size, _ in self.metadata.files.values())
 
 
 def write_metadata(folder: Path, metadata: CheckpointMetadata, name: str = METADATA_FILE) -> None:
-    """The last file of a checkpoint, on the disk when this returns."""
+    """Write about.json, the last file of a checkpoint, and sync it to disk."""
     with (folder / name).open("w", encoding="utf-8") as file:
         file.write(with_sum(fields_of(metadata)))
         file.flush()
@@ -109,7 +109,7 @@ def write_metadata(folder: Path, metadata: CheckpointMetadata, name: str = METAD
 
 
 def fields_of(metadata: CheckpointMetadata) -> dict[str, Any]:
-    """As JSON has them; a place that says nothing is left out."""
+    """Return the fields for JSON, without an empty `place`."""
     fields = dataclasses.asdict(metadata)
     if not metadata.place:
         del fields["place"]
@@ -117,7 +117,7 @@ def fields_of(metadata: CheckpointMetadata) -> dict[str, Any]:
 
 
 def with_sum(content: Mapping[str, Any]) -> str:
-    """JSON whose last line is the CRC-32 of all that stands before it."""
+    """Return JSON whose last line is the CRC-32 of the text before it."""
     body = json.dumps(content, indent=1).removesuffix("\n}")
     return body + _SUM + _end(body.encode()).decode()
 
@@ -127,7 +127,7 @@ def _end(body: bytes) -> bytes:
 
 
 def read_metadata(path: Path) -> Checkpoint:
-    """The checkpoint in this folder. Raises `UsageError` where about.json is missing, changed or foreign."""
+    """Read the checkpoint in this folder. Raises `UsageError` if about.json is missing, changed or foreign."""
     try:
         with open_file(path / METADATA_FILE) as file:
             text = file.read(_LONGEST + 1)
@@ -147,7 +147,7 @@ def read_metadata(path: Path) -> Checkpoint:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open what has to be a file: a pipe would wait for its writer, and a device may never end. Raises `OSError`."""
+    """Open a regular file. Raises `OSError` for a pipe or a device, which may block."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -156,7 +156,7 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def _check_sum(text: bytes, schema: int) -> None:
-    """Raise `ValueError` where one bit of the file is not what was saved."""
+    """Raise `ValueError` if the file does not match its CRC-32."""
     body, mark, end = text.rpartition(_SUM.encode())
     if schema == 1 and not mark:
         return
@@ -165,14 +165,14 @@ def _check_sum(text: bytes, schema: int) -> None:
 
 
 def _check_name(path: Path, step: int) -> None:
-    """Raise `ValueError` where a folder has the name of another checkpoint."""
+    """Raise `ValueError` if the folder has the name of a different step."""
     match = NAME.fullmatch(path.name)
     if match is not None and int(match[1]) != step:
         raise ValueError(f"it says step {step}, the folder {int(match[1])}")
 
 
 def check_metadata(metadata: CheckpointMetadata) -> None:
-    """Raise `TypeError` or `ValueError` for what `About` cannot hold: the file may be anybody's."""
+    """Raise `TypeError` or `ValueError` for values that are not valid, because the file may be foreign."""
     for entry in dataclasses.fields(CheckpointMetadata):
         value = getattr(metadata, entry.name)
         kinds = _KINDS[str(entry.type).partition("[")[0]]
@@ -189,7 +189,7 @@ def check_metadata(metadata: CheckpointMetadata) -> None:
         raise TypeError("a metric is no number")
     if not all(isinstance(value, str) for value in (*metadata.aliases.values(), *metadata.versions.values())):
         raise TypeError("an alias or a version is no text")
-    # what is shown on a terminal must not be able to speak to it
+    # printed text must not contain control sequences
     texts = [metadata.workload, metadata.layout, metadata.best_by, metadata.time, metadata.data_checksum or ""]
     texts += [text for pair in (metadata.aliases | metadata.versions).items() for text in pair]
     for text in (*texts, *metadata.metrics, *metadata.files, *metadata.settings):
@@ -214,9 +214,9 @@ _KINDS: dict[str, Any] = {
 
 
 def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = True) -> str | None:
-    """What is wrong with its files (all, or those of these names); None where nothing is.
+    """Return what is wrong with its files (all, or those of these names), None if nothing is.
 
-    The sizes alone are compared unless `deep`, which reads everything.
+    Compares only sizes; with `deep` also the CRC-32 of every file.
     """
     for name in checkpoint.metadata.files if names is None else names:
         size, crc = checkpoint.metadata.files[name]
@@ -234,7 +234,7 @@ def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = 
 
 
 def crc_of(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     crc = 0
     with open_file(path) as file:
         while chunk := file.read(_CHUNK):

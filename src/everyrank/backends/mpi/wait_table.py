@@ -1,6 +1,6 @@
-"""Who is missing in a collective, and what the others call: said in the store, because MPI does not tell.
+"""WaitTable: which collective each rank waits in, over the store, because MPI does not tell which rank is missing.
 
-A rank writes only when it waits long, so that nothing is written while all goes well.
+A rank writes its entry only after a long wait, so that normal collectives cost nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from everyrank.backends.operation_queue import Steps
 
 __all__ = ["WaitTable"]
 
-_LOOK_SECONDS = 0.5  # from one look at the others to the next
+_LOOK_SECONDS = 0.5  # between two reads of the table
 
 
 class WaitTable:
-    """What each rank of a group waits in: the number of the collective, and what it calls.
+    """The number and the name of the collective in which each rank of a group waits.
 
     ranks   the number of each rank of the group among all ranks, for messages
     """
@@ -28,20 +28,20 @@ class WaitTable:
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
         self.store: Any = store
         self.rank, self.ranks = rank, ranks
-        self.own: Any = None  # a connection for this alone: another thread may wait in the group's
+        self.connection: Any = None  # a second connection, because another thread may wait on the group's
         self.number, self.call, self.looked = 0, "", 0.0
 
     def begin(self, call: str) -> None:
-        """The next collective of this group."""
+        """Start the next collective of this group."""
         self.number, self.call, self.looked = self.number + 1, call, 0.0
 
     def lost(self, missing: Sequence[int]) -> dict[int, str]:
-        """Leave in `missing` those who have not come, as far as one knows. Nobody is known to have ended: {}."""
+        """Reduce `missing` to the ranks that have not reached this collective. Returns {}: MPI reports no dead rank."""
         if time.monotonic() < self.looked + _LOOK_SECONDS:
             return {}
         try:
-            others = self._look()
-        except RuntimeError:  # the store is gone with the rank that kept it
+            others = self._exchange()
+        except RuntimeError:  # the rank that hosts the store has ended
             return {}
         absent = [rank for rank, (number, _) in others.items() if number < self.number]
         if absent and isinstance(missing, list):
@@ -49,10 +49,10 @@ class WaitTable:
         return {}
 
     def difference(self) -> Steps:
-        """Who calls something else, in words, as soon as all have said what they call."""
+        """Return a text that names a rank in a different collective, once all ranks have written their entries."""
         missing: list[int] = []
         while True:
-            others = self._look()
+            others = self._exchange()
             missing[:] = [rank for rank, (number, _) in others.items() if number < self.number]
             if not missing:
                 break
@@ -60,10 +60,10 @@ class WaitTable:
         rank, call = next((rank, call) for rank, (_, call) in others.items() if call != self.call)
         return f"rank {self.ranks[self.rank]} calls {self.call}, rank {self.ranks[rank]} {call}"
 
-    def _look(self) -> dict[int, tuple[int, str]]:
-        """Say where this rank is, and see where the others are; 0 where one has said nothing yet."""
+    def _exchange(self) -> dict[int, tuple[int, str]]:
+        """Write this rank's entry and read those of the others; (0, "") for a rank without one."""
         self.looked = time.monotonic()
-        self.own = store = self.own or self.store.clone()
+        self.connection = store = self.connection or self.store.clone()
         store.set(f"waits/{self.rank}", json.dumps([self.number, self.call]))
         names = {rank: f"waits/{rank}" for rank in range(len(self.ranks)) if rank != self.rank}
         return {

@@ -1,12 +1,12 @@
-"""Backend `shm`: collectives and messages through memory that the ranks of one host share.
+"""Backend `shm`: collectives, send and receive over shared memory, for the ranks of one host.
 
-segment.py       the memory, and whether the others live
-calls.py         what a rank calls, as one number
-chunks.py        flat tensors in chunks
-phases.py        all ranks of a group: buffers and counters
-collectives.py   the collectives over these
-messages.py      between two ranks: rings of entries
-group.py         all of it together: the group that torch sees
+segment.py       maps the shared memory, and detects peers that have ended
+calls.py         encodes a call as one integer
+chunks.py        splits flat tensors into chunks
+phases.py        synchronises the ranks of a group: double buffers and counters
+collectives.py   the collectives over these buffers
+messages.py      send and receive: ring buffers
+group.py         makes the process group that torch sees
 """
 
 from everyrank.backends.shm.group import make_shm_group

@@ -1,14 +1,14 @@
-"""A phase of a collective over shared memory: who has come to it, and whose buffer may be read.
+"""Phases of a collective over shared memory: synchronises reads and writes of the ranks' buffers.
 
-A collective is a row of phases. In phase k a rank
+A collective consists of phases. In phase k a rank
 
-    waits    until all others have begun phase k-1, and so have read what they needed of phase k-2
-    writes   into its buffer of buffer k % 2
+    waits    until all others have begun phase k-1, and so have finished reading in phase k-2
+    writes   into its buffer number k % 2
     signals  by setting its counter to k
-    waits    until those whose buffers it reads have set theirs to k, and reads
+    waits    until the ranks whose buffers it reads have set their counters to k, and reads
 
-Two buffers and one counter for each rank are enough, and nobody waits only because another still reads. Beside its
-counter each rank writes what it calls, so that one that calls something else is named instead of read.
+Two buffers and one counter for each rank are enough, and no rank waits only because another one still reads. Next to
+its counter each rank writes an encoded call, so that a rank in a different collective is reported instead of read.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from everyrank.errors import RankFailedError
 
 __all__ = ["LINE", "Phases"]
 
-LINE = 8  # 8-byte words that a processor moves at once: the counters of two ranks never share a line
-_GAVE_UP = 3  # the word of a line that says that an operation of its rank has failed
+LINE = 8  # 8-byte words of a cache line: the counters of two ranks never share one
+_GAVE_UP = 3  # index of the word that is set when an operation of the rank has failed
 _MOST_KEPT = 256
-_LOOKS = 40  # for those that do the same as this rank, and come some microseconds later
+_LOOKS = 40  # polls before a wait, for ranks that arrive some microseconds later
 
 
 class Phases:
@@ -38,7 +38,7 @@ class Phases:
     ranks        the number of each rank of the group among all ranks, for messages
     words        8-byte integers of the shared memory; from `first_word` on a line for each rank, with its counter, what
                  it calls in even and in odd phases, and whether it has given up
-    buffers        [buffer][rank], bytes, all of one length
+    buffers      [k % 2][rank], bytes, all of one length
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class Phases:
         self.short: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
     def give_up(self) -> None:
-        """Tell the others not to wait for this rank: an operation of it has failed."""
+        """Tell the other ranks that an operation of this rank has failed, so that they stop waiting."""
         self.words[self.counters[self.rank] + _GAVE_UP] = 1
 
     def gave_up(self, rank: int) -> bool:
-        """Whether that rank will not come any more."""
+        """Return whether an operation of that rank has failed."""
         return bool(self.words[self.counters[rank] + _GAVE_UP])
 
-    # Most ranks find the others there, and a generator for each wait would take longer than all else: so a wait that
-    # has already ended is an empty tuple.
+    # Most waits have already ended, and a generator for each would take most of the time. So such a wait is an empty
+    # tuple.
 
     def _begin(self, call: int) -> Wait:
-        """Until this rank may write into its buffer of the next phase."""
+        """Begin the next phase: wait until this rank may write into its buffer."""
         self.phase += 1
-        if self._have_come(self.others, self.phase - 1):  # also those whose buffers nobody has read
+        if self._have_come(self.others, self.phase - 1):  # also ranks whose buffers are not read
             self.words[self.counters[self.rank] + 1 + self.phase % 2] = call
             return ()
         return self._begin_late(call)
@@ -110,7 +110,7 @@ class Phases:
                 )
 
     def _buffer(self, dtype: torch.dtype, phase: int) -> list[Tensor]:
-        """The buffers of that phase, as elements of this dtype."""
+        """Return all ranks' buffers of that phase, viewed as this dtype."""
         views = self.views.get(dtype)
         if views is None:
             views = [[buffer.view(dtype) for buffer in row] for row in self.buffers]
@@ -118,7 +118,7 @@ class Phases:
         return views[phase % 2]
 
     def _beginnings(self, dtype: torch.dtype, length: int) -> list[Tensor]:
-        """So many elements of each buffer of this phase. A training asks for the same lengths in every step."""
+        """Return the first `length` elements of each buffer of this phase, cached because lengths repeat."""
         views = self.short.get((dtype, length))
         if views is None:
             if len(self.short) >= _MOST_KEPT:
