@@ -131,7 +131,7 @@ def recovered(
         good = last_good(newest.path)
         assert good is not None
         resume = str(good.path)
-    whole = [one.about.step for one in checkpoints_of(run) if damage(one) is None]
+    whole = [one.metadata.step for one in checkpoints_of(run) if damage(one) is None]
     row["lost"] = reached - max(whole)
     if row["lost"] > SAVE_EVERY * (2 if FAULTS[name].corrupts else 1):
         row["wrong"] = row["wrong"] or f"{row['lost']} updates are lost"

@@ -38,7 +38,7 @@ from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
 from everyrank.record import write_records
-from everyrank.runs import About
+from everyrank.runs import CheckpointMetadata
 from everyrank.strategies import Prepared, prepare
 from everyrank.world import World, open_world
 from everyrank.world.collectives import all_gather
@@ -96,9 +96,10 @@ def turns(
         list(run_updates(prepared, data, all_updates(1, 1)))
 
     update()  # the optimizer has its state now
-    about = About(0, job.name, {}, 0, 2, None, len(data), None, layout_text, world.size, 1, "eval_loss", {}, "")
+    how = (layout_text, world.size, 1, "eval_loss", {}, "")
+    metadata = CheckpointMetadata(0, job.name, {}, 0, 2, None, len(data), None, *how)
     saver, behind = (
-        Saver(folder / kind, prepared, world, about, keep=1, in_background=kind == "behind")
+        Saver(folder / kind, prepared, world, metadata, keep=1, in_background=kind == "behind")
         for kind in ("here", "behind")
     )
     ways: dict[str, tuple[Callable[[int], object], Callable[[], None]]] = {

@@ -20,8 +20,8 @@ from everyrank.backends import RECENT_CALLS, PythonGroup, register_backend
 from everyrank.backends.engine import ENGINE, PendingWork
 from everyrank.backends.operation_queue import OperationQueue, no_steps
 from everyrank.backends.shm import no_shared_memory, segment
-from everyrank.backends.shm.group import slot_and_cell
-from everyrank.backends.shm.messages import NUM_CELLS, Rings, words_of_rings
+from everyrank.backends.shm.group import buffer_and_entry_bytes
+from everyrank.backends.shm.messages import NUM_ENTRIES, Rings, words_of_rings
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
@@ -499,7 +499,7 @@ def test_a_receive_is_entered_under_the_lock() -> None:
 
 def test_a_sender_that_is_ahead_fills_no_memory() -> None:
     """Of what is in the ring already a receive takes its own message, and none that comes after it."""
-    words, cells = [0] * words_of_rings(2), torch.zeros(4, NUM_CELLS, 64, dtype=torch.uint8)
+    words, cells = [0] * words_of_rings(2), torch.zeros(4, NUM_ENTRIES, 64, dtype=torch.uint8)
     sender, receiver = (
         Rings(rank, 2, (0, 1), words, 0, cells, lambda is_any: OperationQueue([0, 1], 1.0, is_any_enough=is_any))
         for rank in (0, 1)
@@ -625,12 +625,12 @@ def test_what_a_call_gets_wrong_by_itself_breaks_no_group(ranks: Any) -> None:
 def test_slots_hold_every_dtype_for_any_number_of_ranks() -> None:
     """Whole pages; what is divided among the ranks of a group leaves each of them some."""
     for size in range(1, 257):
-        slot, cell = slot_and_cell(size)
-        assert slot % 4096 == cell % 4096 == 0
-        assert slot // size >= 64
-        assert cell > 0
+        buffer, entry = buffer_and_entry_bytes(size)
+        assert buffer % 4096 == entry % 4096 == 0
+        assert buffer // size >= 64
+        assert entry > 0
     with pytest.raises(CannotRunError, match="too many"):
-        slot_and_cell(100_000)
+        buffer_and_entry_bytes(100_000)
 
 
 def again_and_again(info: RankInfo, launch: Launch, rounds: int) -> int:

@@ -21,6 +21,7 @@ from everyrank.chaos.inject import Injection, Injections
 from everyrank.chaos.trainer_run import TrainCall
 from everyrank.errors import EveryrankError
 from everyrank.launch import Launch
+from everyrank.launch.launcher import launcher_named
 from everyrank.layout import parse_layout
 from everyrank.options import TrainOptions
 from everyrank.record import write_records
@@ -53,7 +54,8 @@ def train(call: TrainCall, node: int | None) -> int:
 
 def _launch(fields: dict[str, Any]) -> Launch:
     """Return the Launch from its JSON fields."""
-    known: dict[str, Any] = {**fields, "arguments": tuple(fields["arguments"])}
+    options = launcher_named(fields["launcher"]).options(**fields["options"])
+    known: dict[str, Any] = {**fields, "arguments": tuple(fields["arguments"]), "options": options}
     return Launch(**known)
 
 

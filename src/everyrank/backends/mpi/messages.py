@@ -24,14 +24,14 @@ class MpiMessages:
         """Of all messages that may be pending."""
         return list(self.pending)
 
-    def _new_lane(self) -> OperationQueue:
+    def _new_queue(self) -> OperationQueue:
         queue = OperationQueue(self.ranks, self.timeout_seconds, is_message=True)
         self.pending[queue] = None
         return queue
 
     def send(self, tensor: Tensor, to: int, tag: int) -> tuple[OperationQueue, Steps]:
         """As `GroupMessages` says."""
-        queue = self._new_lane()
+        queue = self._new_queue()
         return queue, self._send(queue, tensor, to, tag)
 
     def _send(self, queue: OperationQueue, tensor: Tensor, to: int, tag: int) -> Steps:
@@ -43,7 +43,7 @@ class MpiMessages:
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[OperationQueue, Steps]:
         """As `GroupMessages` says."""
-        queue = self._new_lane()
+        queue = self._new_queue()
         return queue, self._receive(queue, tensor, source, tag)
 
     def _receive(self, queue: OperationQueue, tensor: Tensor, source: int | None, tag: int) -> Steps:

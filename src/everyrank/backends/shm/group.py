@@ -19,10 +19,10 @@ from everyrank.backends.shm.segment import map_shared
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError
 
-__all__ = ["make_shm_group", "slot_and_cell"]
+__all__ = ["buffer_and_entry_bytes", "make_shm_group"]
 
-_SLOT_BYTES = 2**21
-_CELL_BYTES = 2**18
+_BUFFER_BYTES = 2**21
+_ENTRY_BYTES = 2**18
 _FEW_RANKS = 16  # of more ranks each has less, so that the address space of a group stays below a gigabyte
 _PAGE = 4096
 
@@ -35,7 +35,7 @@ def make_shm_group(
     Raises `CannotRunError` where they share none, and `RankFailedError` naming who does not come. The memory is taken
     from the machine page by page, when it is first written.
     """
-    buffer, entry = slot_and_cell(size)
+    buffer, entry = buffer_and_entry_bytes(size)
     num_words = LINE * size + words_of_rings(size)
     first_slot = -(-num_words * 8 // _PAGE) * _PAGE
     first_cell = first_slot + 2 * size * buffer
@@ -59,7 +59,7 @@ def make_shm_group(
 
     queue.lost = lost
 
-    def new_lane(is_any_enough: bool) -> OperationQueue:
+    def new_queue(is_any_enough: bool) -> OperationQueue:
         return OperationQueue(ranks, queue.timeout_seconds, lost, is_any_enough, is_message=True)
 
     # all cores: launchers may bind each rank to one of its own
@@ -67,20 +67,20 @@ def make_shm_group(
     transport = Transport(
         "shm",
         collectives,
-        Rings(rank, size, ranks, words, LINE * size, entries, new_lane),
+        Rings(rank, size, ranks, words, LINE * size, entries, new_queue),
         queue,
         peers.close,
     )
     return PythonGroup(transport, rank, size, name)
 
 
-def slot_and_cell(size: int) -> tuple[int, int]:
-    """Bytes of a buffer and of a entry in a group of so many ranks, both whole pages, so that any dtype fits.
+def buffer_and_entry_bytes(size: int) -> tuple[int, int]:
+    """Bytes of a buffer and of a ring entry in a group of so many ranks, both whole pages, so that any dtype fits.
 
     Raises `CannotRunError` for more ranks than a buffer has room for.
     """
     share = max(1, size // _FEW_RANKS)
-    buffer, entry = _SLOT_BYTES // share // _PAGE * _PAGE, max(_PAGE, _CELL_BYTES // share**2 // _PAGE * _PAGE)
+    buffer, entry = _BUFFER_BYTES // share // _PAGE * _PAGE, max(_PAGE, _ENTRY_BYTES // share**2 // _PAGE * _PAGE)
     if buffer < 128 * size:  # all_to_all: how long each part is, and 64 bytes of it
         raise CannotRunError(f"--backend shm: {size} ranks in a group are too many; use --backend gloo")
     return buffer, entry

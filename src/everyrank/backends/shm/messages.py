@@ -64,7 +64,7 @@ class Rings:
 
     words    8-byte integers of the shared memory, the rings' from `first_word` on
     entries    bytes: [from][to][entry]
-    new_lane (whether one of several ranks is enough) makes a queue of this group
+    new_queue(is_any_enough) makes a queue of this group
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Rings:
     words: Any
     first_word: int
     entries: Tensor
-    new_lane: Callable[[bool], OperationQueue]
+    new_queue: Callable[[bool], OperationQueue]
     asked: list[_Incoming] = field(default_factory=list[_Incoming])
     unasked: list[_Incoming] = field(default_factory=list[_Incoming])
     rings: dict[tuple[int, int], _Ring] = field(default_factory=dict[tuple[int, int], _Ring])
@@ -87,7 +87,7 @@ class Rings:
     def send(self, tensor: Tensor, to: int, tag: int) -> tuple[OperationQueue, Steps]:
         """As `GroupMessages` says."""
         if to not in self.sending:
-            self.sending[to] = self.new_lane(False)
+            self.sending[to] = self.new_queue(False)
         return self.sending[to], self._send(as_bytes(tensor), to, tag)
 
     def _send(self, content: Tensor, to: int, tag: int) -> Steps:
@@ -112,7 +112,7 @@ class Rings:
             self.asked.append(receive)
         else:
             self.unasked.remove(early)
-        queue = self.new_lane(source is None)
+        queue = self.new_queue(source is None)
         self.receiving[queue] = None
         return queue, self._receive(queue, receive, early)
 
