@@ -133,8 +133,8 @@ def targets_for(trainable: Trainable, world: World, saved: Mapping[str, TensorSt
     targets |= {name: tensor for name, tensor in _averages(trainable).items() if name in saved}
     parameters = _named(trainable.model, trainable.optimizer)
     for full_name, metadata in saved.items():
-        kind, _, full_name = full_name.partition("/")
-        name, _, _ = full_name.rpartition("/")
+        kind, _, suffix = full_name.partition("/")
+        name, _, _ = suffix.rpartition("/")
         if kind == "optimizer" and name in parameters:
             targets[full_name] = _empty(parameters[name], metadata)
     generators_name = f"generators/{world.rank}"
@@ -224,10 +224,10 @@ def load_state(
 def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     by_parameter: dict[str, dict[str, Any]] = {}
     for full_name, tensor in tensors.items():
-        kind, _, full_name = full_name.partition("/")
+        kind, _, suffix = full_name.partition("/")
         if kind != "optimizer":
             continue
-        name, _, key = full_name.rpartition("/")
+        name, _, key = suffix.rpartition("/")
         plain, mark, kind = key.partition("#")
         value = _NUMBERS[mark + kind](tensor.item()) if mark else tensor
         by_parameter.setdefault(name, {})[plain] = value
