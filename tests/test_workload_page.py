@@ -22,12 +22,6 @@ def test_every_field_is_on_the_page(repository: Path) -> None:
         assert field.name in NOT_SAID or re.search(rf"^\|.*`{field.name}`.*\|", page, re.MULTILINE), field.name
 
 
-def test_links_lead_somewhere(repository: Path) -> None:
-    docs = repository / "docs"
-    for link in re.findall(r"\]\(([^)#]+)\)", (docs / "workload.md").read_text()):
-        assert (docs / link).exists(), link
-
-
 def test_the_examples_are_equal(ranks: Any, repository: Path) -> None:
     """Each workload on the page, as it stands there, under ddp on two ranks."""
     page = (repository / "docs" / "workload.md").read_text()
