@@ -84,14 +84,6 @@ def programs(forkserver: ForkServer) -> Path:
     return forkserver.programs
 
 
-@pytest.fixture(scope="session")
-def torch_programs() -> Iterator[Path]:
-    """The same, with nothing imported but torch: a script that forgets an import fails as it does for a person."""
-    server = ForkServer("torch")
-    yield server.programs
-    server.close()
-
-
 @pytest.fixture
 def forked_ranks(forkserver: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `run_ranks` starts from the test itself is forked, too."""

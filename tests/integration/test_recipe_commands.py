@@ -13,12 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from everyrank.cli import main
+from forkserver import ForkServer
 from integration.conftest import batch_job, needs_horovod
 from processes import Forge, free_port
 from recipes import test_recipes
@@ -50,6 +52,14 @@ from recipes.test_rpc import library as of_its_own
 
 FROM_PYTHON_ON = ("single", "ddp_by_hand", "ddp_spawn", "ddp_torchrun", "elastic_torchrun", "multi_node", "ddp_rpc")
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
+
+
+@pytest.fixture(scope="session")
+def torch_programs() -> Iterator[Path]:
+    """`python` and `torchrun` with only torch imported: a script that forgets an import fails as it does for a user."""
+    server = ForkServer("torch")
+    yield server.programs
+    server.close()
 
 
 @pytest.fixture(autouse=True)
