@@ -47,7 +47,7 @@ def test_a_flipped_bit(everyrank: Any, tmp_path: Path) -> None:
     """It is noticed by rank and parameter, and the training goes on to the last bit from a checkpoint without it."""
     [record] = struck(everyrank, tmp_path, "ddp", "flipped-bit")
     assert (outcome(record)["status"], record.parity.status, record.parity.bitwise) == ("held", "equal", True), record
-    assert "differs between rank 0 and rank 1" in outcome(record)["said"]
+    assert "between rank 0 and rank 1" in outcome(record)["said"]
     assert outcome(record)["resumed_at"] == outcome(record)["newest_whole"] <= outcome(record)["update"]
     assert outcome(record)["left"] == 0
 
@@ -71,16 +71,20 @@ def test_a_link_between_two_hosts(everyrank: Any, tmp_path: Path) -> None:
         pytest.skip(f"not verified here: {outcome(dropped)['reason']}")
     assert (outcome(dropped)["status"], outcome(delayed)["status"]) == ("held", "held"), (dropped, delayed)
     assert (dropped.backend, dropped.parity.bitwise, delayed.parity.bitwise) == ("gloo", True, True)
-    assert re.search(r"no sign for \d+ s: .* the link to it is down", outcome(dropped)["said"])
+    assert re.search(r"no sign for \d+ s: .* link .* down", outcome(dropped)["said"])
     assert outcome(dropped)["resumed_at"] == outcome(dropped)["newest_whole"]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "left_out"),
+    # how processes are stopped, slowed and ended does not depend on the layout
+    [("ddp", ()), ("fsdp", ("kill-all", "kill-launcher", "stop-rank", "pause-rank", "slow-rank", "out-of-memory"))],
+)
+def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str, left_out: tuple[str, ...]) -> None:
     """All of the table, on two ranks: noticed in time, recovered, nothing left, the same training."""
-    on_one_host = [name for name, fault in FAULTS.items() if fault.needs != TWO_HOSTS]
-    for record in struck(everyrank, tmp_path, layout, *on_one_host, timeout=15):
+    faults = [name for name, fault in FAULTS.items() if fault.needs != TWO_HOSTS and name not in left_out]
+    for record in struck(everyrank, tmp_path, layout, *faults, timeout=15):
         found = outcome(record)
         if found["fault"] == "flipped-bit" and layout == "fsdp":
             assert found["status"] == "unseen"
@@ -193,7 +197,7 @@ def test_which_flips_nobody_can_see() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--layout", "ddp", "--fault", "fire"), "--fault fire: give some of kill-rank, kill-all, "),
+        (("--layout", "ddp", "--fault", "fire"), "--fault fire: give some of kill-rank"),
         ((), "the following arguments are required: --layout"),
         (("--layout", "ddp", "--steps", "12", "--save-every", "6"), "give more than 19 steps"),
         (("--layout", "ddp", "--steps", "3"), "--steps 3: give at least 12"),
