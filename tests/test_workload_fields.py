@@ -37,7 +37,7 @@ def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:
     for read, problems, text in ranks(2, dropped):
         assert read == 21
         assert problems == []
-        assert "each read once but 2 of a last batch (drop_last)" in text
+        assert "but 2 of a last batch (drop_last)" in text
 
 
 def dropped(world: World) -> tuple[int, list[str], str]:
@@ -51,7 +51,7 @@ def dropped(world: World) -> tuple[int, list[str], str]:
 def test_drop_last_of_less_than_a_batch_is_refused(ranks: Any) -> None:
     changes = {"drop_last": True, "train_data": lambda: zoo.Points(5)}
     for [text] in ranks(2, refusals, [changes]):
-        assert text.startswith("drop_last=True: train_data has 5 samples, not one batch of 7; use a global_batch of")
+        assert text.startswith("drop_last=True: train_data has 5 samples, not one batch of 7")
 
 
 def refusals(world: World, cases: list[dict[str, Any]]) -> list[str]:
@@ -182,7 +182,7 @@ def iter_points() -> Any:
 
 
 def test_weights_in_shard_order_are_refused() -> None:
-    with pytest.raises(WorkloadError, match=r"weights draw from all samples; use order='global'"):
+    with pytest.raises(WorkloadError, match="use order='global'"):
         zoo.workload("frozen", weights=by_weight, order="shard")
 
 
@@ -190,9 +190,7 @@ def test_a_resumed_run_shares_what_decides_its_batches() -> None:
     """drop_last and weights are in what a checkpoint says of itself, and the refusal says which field it is."""
     about = CheckpointMetadata(1, "w", {}, 0, 7, None, 23, None, "ddp", 2, 3, "eval_loss", {}, "")
     saved = Checkpoint(Path("c"), dataclasses.replace(about, settings={"Workload.drop_last": True}))
-    with pytest.raises(
-        UsageError, match=r"trained with Workload\.drop_last=True, this is no Workload\.drop_last: another"
-    ):
+    with pytest.raises(UsageError, match=r"Workload\.drop_last=True, this is no Workload\.drop_last"):
         _check_same_training(saved, about)
 
 
@@ -245,9 +243,9 @@ def test_a_plateau_is_found_alike_under_every_layout(forge: Forge, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["evaluated=False"], "ReduceLROnPlateau follows the loss of the evaluation; give eval_data, or a schedule"),
-        (["optimizer=lbfgs"], "LBFGS computes the loss several times in a step, which an update here cannot; use an"),
-        (["optimizer=two"], "returned list, not a torch.optim.Optimizer; a workload has one: make groups of param"),
+        (["evaluated=False"], "ReduceLROnPlateau"),
+        (["optimizer=lbfgs"], "LBFGS computes the loss several times"),
+        (["optimizer=two"], "returned list, not a torch.optim.Optimizer"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(forge: Forge, tmp_path: Path, words: str, said: str) -> None:

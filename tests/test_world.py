@@ -318,10 +318,7 @@ def test_nobody_comes_to_the_start(tmp_path: Path) -> None:
     """The first wait of all has the timeout, too."""
     info = RankInfo(0, 0, 2, 2, "spawn", (tmp_path / "meeting").as_uri())
     launch = Launch(processes=2, device="cpu", timeout_seconds=1.0)
-    with (
-        pytest.raises(RankFailedError, match="rank 1 did not reach the start barrier within 1 s"),
-        open_world(info, launch),
-    ):
+    with pytest.raises(RankFailedError, match=r"rank 1 .* start .* within 1 s"), open_world(info, launch):
         pass
 
 
@@ -338,7 +335,7 @@ def leave_late(info: RankInfo, folder: Path) -> None:
 @pytest.mark.integration
 def test_nobody_comes_to_the_end(tmp_path: Path) -> None:
     """A rank that is done does not wait for ever for one that is not."""
-    with pytest.raises(RankFailedError, match="rank 1 did not reach the end barrier within 4 s"):
+    with pytest.raises(RankFailedError, match=r"rank 1 .* end .* within 4 s"):
         run_ranks(Launch(processes=2), leave_late, tmp_path)
 
 

@@ -353,7 +353,7 @@ def test_a_host_where_nobody_types(programs: Path, tmp_path: Path, three_hosts: 
     process = three_hosts.start(0, [*forked(programs), *words], tmp_path)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 4
-    assert "ranks 2, 3 did not reach the start barrier within 6 s" in err.splitlines()[-1]
+    assert "ranks 2, 3 did not" in err.splitlines()[-1]
 
 
 # --- what people get wrong

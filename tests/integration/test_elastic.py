@@ -296,7 +296,7 @@ def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
     try:
         os.kill(process_of(out, 3), signal.SIGKILL)
         wait_until(lambda: "waits in the queue again" in said.read_text(), "the job is queued again", out)
-        assert "rank 3 of 4 on n2: ended by SIGKILL (often out of memory); job " in said.read_text()
+        assert "rank 3 of 4 on n2: ended by SIGKILL" in said.read_text()
         time.sleep(5.0)  # as in test_conformance: nodes refuse a job that they have just ended
 
         def goes_on() -> bool:
@@ -313,7 +313,7 @@ def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
     assert record.loss == pytest.approx(undisturbed, rel=1e-12)
     assert [(row.world_size, row.hosts) for row in record.memberships] == [(4, ["n1", "n2"]), (2, ["n1"])]
     again = record.memberships[1]
-    assert f"2 ranks on n1 (4 before): going on after update {again.first_update}, " in said.read_text()
+    assert f"after update {again.first_update}, " in said.read_text()
     assert again.first_update >= 5
 
 
@@ -326,5 +326,5 @@ def test_a_job_of_slurm_that_makes_no_progress(tmp_path: Path, slurm: dict[str, 
     os.kill(process_of(out, 1), signal.SIGKILL)
     wait_until(lambda: not slurm_says(f"squeue -h -j {number}", slurm).strip(), "it ends", out)
     said = (tmp_path / f"slurm-{number}.out").read_text()
-    assert "everyrank: rank 1 of 2 on n2: ended by SIGKILL" in said
+    assert "rank 1 of 2 on n2: ended by SIGKILL" in said
     assert "queue" not in said

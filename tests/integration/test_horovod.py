@@ -147,7 +147,7 @@ def test_fp16_of_more_ranks_is_not_compared(hvd_ranks: Any) -> None:
     """It trains; but in which order Horovod adds nobody knows."""
     [parity] = parities(hvd_ranks, 3, "frozen", "sgd", ["horovod:compress=fp16"])
     assert parity.status == "not_verified"
-    assert "the order in which Horovod adds up the fp16 of 3 ranks" in str(parity)
+    assert "the fp16 of 3 ranks" in str(parity)
 
 
 # --- what travels
@@ -403,7 +403,7 @@ def refusal(world: World, name: str, optimizer: Any = None) -> str:
 def test_unused_parameters_are_named(hvd_ranks: Any) -> None:
     """Horovod would make their gradients zeros, and the optimizer would decay them."""
     for said in hvd_ranks(1, refusal, "unused"):
-        assert said.endswith("horovod: parameter unused.weight took no part in the loss; freeze it, or use ddp")
+        assert "parameter unused.weight took no part" in said
         assert said.startswith("WorkloadError: ")
 
 
@@ -494,5 +494,5 @@ def test_a_rank_that_never_comes(cli: Cli) -> None:
     cli.start("train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--timeout", "5")
     status, _, stderr = cli.end(SOON)
     assert status == 4, stderr
-    assert "Horovod: not all ranks came within 5 s (--timeout)" in the_line(stderr)
+    assert "within 5 s (--timeout)" in the_line(stderr)
     assert cli.left() == {}

