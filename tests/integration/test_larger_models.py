@@ -136,4 +136,5 @@ def test_is_checked_in_parts_and_not_in_one(new_ranks: Any) -> None:
         assert parity.status == "equal", parity
         assert parity.scope == "2 updates, beside fsdp:meta=true"
     assert refused.status == "not_verified"
-    assert "layout single:precision=float64: no memory here to build the model" in refused.reason
+    assert refused.reason.startswith("layout single")
+    assert "no memory here to build the model" in refused.reason
