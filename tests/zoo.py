@@ -145,11 +145,6 @@ def decoder(num_blocks: int = 4, tied: bool = True, heads: int = 4) -> Decoder:
     return Decoder(DecoderShape(num_blocks, heads, width=16, hidden=24, vocabulary=12, tied=tied))
 
 
-def short_decoder() -> Decoder:
-    """The same with two blocks: half as much to compile."""
-    return decoder(num_blocks=2)
-
-
 def dropping_decoder() -> Decoder:
     """A decoder with dropout."""
     return Decoder(DecoderShape(4, 4, width=16, hidden=24, vocabulary=12, tied=True, dropout=0.1))

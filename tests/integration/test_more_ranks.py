@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import zoo
 from parity.test_equal import assert_equal, in_float64, parities
 from parity.test_model_parallel import SMALL
 
@@ -57,5 +56,4 @@ def test_low_precision_of_shards(ranks: Any) -> None:
 def test_compiled(ranks: Any) -> None:
     """torch.compile changes no mathematics around split matrices."""
     layouts = ["tensor:compile,precision=float64"]
-    changes = {"model": zoo.short_decoder, "steps": 2, "epochs": None}
-    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, **changes))
+    assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, steps=2, epochs=None))
