@@ -69,7 +69,7 @@ def test_a_call_that_is_wrong_is_refused(everyrank: Any, tmp_path: Path, words: 
 
 
 ENDS = [
-    ("pass", 2, "train.py: it ended without training: no backward and no optimizer step was seen"),
+    ("pass", 2, "train.py ended without training"),
     ("for x in range(3:\n    pass\n", 2, "train.py:1: SyntaxError"),
     ("raise SystemExit(3)", 4, "it ended with status 3"),
     ("def f():\n    return {}['lr']\nf()\n", 4, "rank 0: train.py:2 in f: KeyError: 'lr'"),
@@ -100,14 +100,14 @@ def test_megabytes_are_no_burden(everyrank: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("imported", "said"), [("time", ""), ("time, torch", ": rank 0 stands at train.py:2; rank 1")])
+@pytest.mark.parametrize(("imported", "said"), [("time", ""), ("time, torch", ": rank 0 was at train.py:2; rank 1")])
 def test_a_script_that_hangs_before_it_trains(cli: Cli, imported: str, said: str) -> None:
     (cli.folder / "train.py").write_text(f"import {imported}\ntime.sleep(1000)\n")
     begin = time.monotonic()
     cli.start("audit", "--processes", 2, "--timeout", 2, "train.py")
     status, _, err = cli.end()
     assert status == 4
-    assert f"train.py: no sign of life for 2 s before its first update{said}" in last_line(err)
+    assert f"train.py: no progress for 2 s before its first update{said}" in last_line(err)
     assert time.monotonic() < begin + 60
     assert cli.left() == {}
 
@@ -179,7 +179,7 @@ def test_one_process_is_told_how_it_becomes_more(everyrank: Any, tmp_path: Path)
     done = everyrank(tmp_path, "audit", "train.py")
     assert done.returncode == 1, done.stderr
     assert "train.py:9  gradient.carried" in done.stdout
-    assert "`everyrank new ddp_torchrun` shows how it becomes more" in done.stdout
+    assert "`everyrank new ddp_torchrun`" in done.stdout
 
 
 @pytest.mark.integration
@@ -216,5 +216,5 @@ def test_a_whole_run_is_watched(everyrank: Any, tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "data.epoch" in done.stdout
     assert "1 FAIL; 25 updates on 2 ranks" in done.stdout  # the first 24, and the 50th of 63
-    assert "--watch leaves them out" in done.stdout
+    assert "not checked: collectives, losses" in done.stdout
     assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == 8

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import everyrank.audit
 from everyrank.audit import events
+from everyrank.audit.evidence import Evidence
+from everyrank.audit.finding import Findings
+from everyrank.audit.start import ScriptRun
 
 AUDIT = Path(everyrank.audit.__file__).parent
 KINDS = events.Event.__subclasses__()
@@ -52,3 +57,25 @@ def test_a_field_that_is_not_declared_is_an_error() -> None:
     """In a file of events; in a hook or a rule the type checker finds it."""
     with pytest.raises(TypeError, match="colour"):
         events.event_from({"kind": "NoSync", "line": "", "colour": "red"})
+
+
+def test_the_rule_in_contributing_finds_its_mistake(tmp_path: Path) -> None:
+    """Its code, on two steps of a rank, of which the first has a learning rate of zero."""
+    page = Path(__file__).parents[2] / "CONTRIBUTING.md"
+    if not page.exists():
+        pytest.skip("the sdist has no CONTRIBUTING.md")
+    section = page.read_text().partition("## A new audit rule")[2].partition("\n## ")[0]
+    [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), names)
+    values: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(events.OptimizerStep)), 0)
+    steps = [
+        events.OptimizerStep(**{**values, "update": update, "line": "/train.py:7", "rates": [rate]})
+        for update, rate in enumerate((0.0, 0.1))
+    ]
+    findings = Findings()
+    run = ScriptRun(tmp_path, 1, "finished", (0,), ("",), 1.0)
+    names["check_zero_rates"](Evidence(run, [0], {0: list[events.Event](steps)}), findings)
+    assert [(finding.level, finding.rule, finding.place) for finding in findings] == [
+        ("WARN", "schedule.zero", "/train.py:7")
+    ]

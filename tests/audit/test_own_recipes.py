@@ -17,7 +17,7 @@ from recipes.test_rpc import RPC
 SPLIT = "gradients: layers are split over ranks"
 # ranks, and what the audit has to say that it cannot see
 RECIPES = {
-    "dataparallel": (1, "what ranks do to each other: it is one process"),
+    "dataparallel": (1, "communication between ranks: "),
     "ddp_accumulate": (2, ""),
     "ddp_syncbn": (2, ""),
     "ddp_torchrun": (2, ""),
@@ -33,9 +33,9 @@ MORE = {
     "contrastive": (2, "samplers: no DataLoader is trained from"),
     "ddp_amp": (2, ""),
     "expert": (2, SPLIT),
-    "model_parallel_two_devices": (1, "what ranks do to each other: it is one process"),
+    "model_parallel_two_devices": (1, "communication between ranks: "),
     "pipeline": (2, SPLIT),
-    "single": (1, "what ranks do to each other: it is one process"),
+    "single": (1, "communication between ranks: "),
     "zero1": (2, ""),
     "ddp_compressed": (2, ""),
     "local_sgd": (2, ""),

@@ -133,7 +133,7 @@ def test_epochs_too_long_to_be_written_down(everyrank: Any, tmp_path: Path) -> N
     text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("30000", "210000") + EVALUATED
     (tmp_path / "train.py").write_text(text.replace("SAMPLER", "sampler = None\ntorch.manual_seed(dist.get_rank())"))
     done = everyrank(tmp_path, "audit", "--processes", "2", "train.py")
-    said = [line for line in done.stdout.splitlines() if "only the first are known" in line]
+    said = [line for line in done.stdout.splitlines() if "which samples each rank" in line]
     assert ["reads" in line for line in said] == [True, False], done.stdout + done.stderr
     assert "data." not in " ".join(wrong(done.stdout))
 

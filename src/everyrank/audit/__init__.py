@@ -1,17 +1,19 @@
-"""A person's script as it is, watched while it trains: its silent mistakes, with file and line.
+"""Runs a user's script unchanged, records how it trains, and reports silent mistakes with file and line.
 
-examine.py    the call, start to end
-command_line.py   the script in a command line of torchrun, accelerate, deepspeed or python
-script.py     what can be said of a script before it runs
-start.py      its processes: started, waited for, ended
-guardian.py   ends what the script has started, also after the audit was killed
-outside.py    where torchrun has started us
-watch/        what looks on inside them: hooks of torch, which judge nothing
-evidence.py   what they have written down, by rank
-rules/        one kind of mistake a file
-finding.py    what a rule says
+examine.py       the call from start to end
+command_line.py  the script in a command line of torchrun, accelerate, deepspeed or python
+script.py        what can be read from a script before it runs
+start.py         starts its processes, waits for them and ends them
+guardian.py      ends processes that the script has started, even if the audit is killed
+outside.py       the audit inside ranks that torchrun has started
+watch/           hooks of torch in the script's processes, which record events
+replay/          --replay: runs the first updates again, in one process and float64
+events.py        one class for each kind of event
+evidence.py      the recorded events, by rank
+rules/           one kind of mistake a file
+finding.py       what a rule reports
 
-Knows torch (watch/ alone) and the script's processes, nothing of workloads, layouts and strategies.
+Only watch/ and replay/ import torch. Nothing here knows workloads, layouts or strategies.
 """
 
 from everyrank.audit.examine import Audit, AuditOptions, ScriptFailedError, audit_script

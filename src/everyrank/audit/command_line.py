@@ -1,7 +1,7 @@
-"""The script in a command line of another tool, such as `torchrun --nproc_per_node=4 train.py`.
+"""Finds the script in a command line of another tool, such as `torchrun --nproc_per_node=4 train.py`.
 
-Users paste what they type every day. `python`, `torchrun` and their like are left out, because the audit starts the
-processes itself, and how many they would have started is kept.
+Users paste the commands that they type every day. The audit starts the processes itself, so it only takes the script,
+its arguments and the number of processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ScriptCommand", "script_command"]
 
 
 class ScriptCommand(NamedTuple):
-    """What Python is given (a script, or -m and a module, and its arguments); how many processes were asked for."""
+    """The words after `python` (a script, or -m and a module, with arguments), and the number of processes."""
 
     words: list[str]
     processes: int | None = None
@@ -30,12 +30,12 @@ def script_command(words: Sequence[str]) -> ScriptCommand:
     >>> script_command(["torchrun", "--nproc_per_node=4", "train.py", "--epochs", "5"])
     ScriptCommand(words=['train.py', '--epochs', '5'], processes=4)
 
-    A file that is called like a tool is that script. Raises `UsageError` for a launcher that has to stand in front of
-    `everyrank audit`, because the ranks need what it gives them, and for `python -c`.
+    A file with the name of a tool is that script. Raises `UsageError` for `python -c`, and for a launcher that has to
+    come before `everyrank audit` because the ranks need its environment.
     """
     words = list(words)
     tool = Path(words[0]).name if words and not Path(words[0]).is_file() else ""
-    # an interpreter by its path is a file, too; a script of this name is text
+    # an interpreter given by its path is a binary file; a script of this name is text
     if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name) and (tool or _is_program(Path(words[0]))):
         return _after_python(words[1:])
     if tool == "torchrun":
@@ -69,12 +69,12 @@ def _is_program(path: Path) -> bool:
 
 
 def _after_python(words: list[str]) -> ScriptCommand:
-    """After `python`: its own options are left out."""
+    """The words after `python`, without its options."""
     number = 0
     while number < len(words) and words[number].startswith("-"):
         word = words[number]
         if word == "-c":
-            raise UsageError("python -c: audit needs a file, to name its lines; save the code as a script")
+            raise UsageError("python -c: audit needs a file, so that it can name lines; save the code as a script")
         if word == "-m":
             module, after = "".join(words[number + 1 : number + 2]), words[number + 2 :]
             if module in ("torch.distributed.run", "torch.distributed.launch"):
@@ -91,7 +91,7 @@ def _after_torchrun(words: list[str]) -> ScriptCommand:
 
 
 def _after_tool(words: list[str], switches: set[str], counts: Sequence[str]) -> ScriptCommand:
-    """After a launcher's name: its options end at the script, or at the module after `-m`."""
+    """The words after a launcher's options, which end at the script or at the module after `-m`."""
     number, is_module, processes = 0, False, None
     while number < len(words) and words[number].startswith("-"):
         flag, equals, value = words[number].partition("=")
@@ -108,8 +108,8 @@ def _after_tool(words: list[str], switches: set[str], counts: Sequence[str]) -> 
 
 
 def _refuse_outer(words: list[str]) -> None:
-    """Name the line to type for a launcher whose ranks are watched one by one."""
-    start = next((place for place, word in enumerate(words) if re.fullmatch(r"(.*/)?python[\d.]*", word)), len(words))
+    """Raise with the command to type for a launcher whose ranks are audited one by one."""
+    start = next((index for index, word in enumerate(words) if re.fullmatch(r"(.*/)?python[\d.]*", word)), len(words))
     script = script_command(words[start:]).words if start < len(words) else ["train.py"]
     line = shlex.join([*words[:start], "everyrank", "audit", *script])
     raise UsageError(f"{words[0]} starts the ranks itself. Put it in front: {line}")

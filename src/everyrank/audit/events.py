@@ -43,6 +43,7 @@ __all__ = [
     "RandomDraw",
     "ReduceResult",
     "ReplayedUpdate",
+    "RpcStarted",
     "Save",
     "ScheduleStep",
     "SeedSet",
@@ -151,6 +152,11 @@ class GroupOpened(Event):
     """Written when the script has opened the process group, with the name of the backend, such as "gloo"."""
 
     backend: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RpcStarted(Event):
+    """Written when the script initializes RPC, whose calls are not recorded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, TypeVar, cast
@@ -24,13 +25,14 @@ from everyrank.audit.events import (
     Opaque,
     OptimizerStep,
     ProcessStart,
+    RpcStarted,
     Stopped,
-    Unchecked,
     event_from,
 )
 from everyrank.audit.start import ScriptRun
-from everyrank.audit.watch.recorder import BY_RPC
+from everyrank.audit.watch.place import is_own_file
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # of faulthandler
 _FEW_BYTES = 256  # a smaller all-reduce sends losses and counts, not parameters
 _DIRECT = 3  # library functions between a line and the collective that it calls
 
@@ -178,6 +180,16 @@ class Evidence:
                 lines += event.lines[:1]
         return tuple(dict.fromkeys(lines))
 
+    def stopped_at(self, rank: int) -> str:
+        """The user's line that a rank was in when the run was ended; "" where it has written no stack."""
+        for event in self.of(rank, ProcessStart):
+            path = self.run.folder / f"stack{event.pid}"
+            if path.exists():
+                for filename, line in _FRAME.findall(path.read_text(errors="replace")):
+                    if is_own_file(filename):
+                        return f"{filename}:{line}"
+        return ""
+
     @functools.cached_property
     def after_jumps(self) -> set[int]:
         """Updates with the last batch of a shortened epoch: the script may depend on its position in the epoch."""
@@ -252,7 +264,7 @@ class Evidence:
     @functools.cached_property
     def calls_by_rpc(self) -> bool:
         """Whether the script uses RPC, which is not recorded: then it is unknown which updates belong together."""
-        return any(event.message.startswith(BY_RPC) for event in self.all_of(Unchecked))
+        return any(self.all_of(RpcStarted))
 
 
 def are_cut_off(loaders: Iterable[LoaderEpoch]) -> bool:

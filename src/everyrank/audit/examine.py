@@ -1,4 +1,4 @@
-"""One audit from the call to the findings: decide how the script starts, run it, read what was seen, judge."""
+"""Audits a script: decides how to start it, runs it, reads its events, and runs the rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from everyrank.audit.evidence import Evidence, read_evidence
 from everyrank.audit.finding import Finding, Findings, short_place
 from everyrank.audit.outside import rank_from_outside, remove_shared_folder, shared_folder, together
 from everyrank.audit.rules import RULES
-from everyrank.audit.rules.collectives import check_collectives, stands
 from everyrank.audit.script import (
     are_distributed,
     check_arguments,
@@ -49,8 +48,8 @@ from everyrank.workload.scan import names_of_workloads
 
 __all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_run"]
 
-_BATCHES = 4  # of an epoch, before its last one
-_REPLAYED = 3  # updates
+_BATCHES = 4  # batches of an epoch before its last one
+_REPLAYED = 3  # updates that are replayed
 _WANTS_RANK = re.compile(r"KeyError: '((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR)'|environment variable \w+ expected")
 _WANTS_CUDA = re.compile(
     r"not compiled with CUDA|no NVIDIA driver|CUDA is not available|CUDA-capable|_cuda_\w+|ATen_cuda", re.IGNORECASE
@@ -64,7 +63,7 @@ class ScriptFailedError(RankFailedError):
     """The script ended with an error of its own.
 
     tail   the last lines of its traceback
-    audit  what had been found by then; None where it had not trained yet
+    audit  the findings until then; None where it had not trained yet
     """
 
     def __init__(self, message: str, log: Path | None, tail: list[str]) -> None:
@@ -77,14 +76,14 @@ class ScriptFailedError(RankFailedError):
 class AuditOptions:
     """How a script is audited.
 
-    processes        ranks that are started, as torchrun would; None: 2, or those that the script starts itself
-    updates          whose gradients are looked at
-    watch            only what costs little, for a whole run: no collectives, losses or waits; nothing is shortened
-    timeout_seconds  without a sign of life, after which a script hangs
-    limit_seconds    of the whole run
-    replay           whether the first updates are run once more, in one process and float64
-    pretend_cuda     let CUDA devices be the CPU, also where no line that could be read beforehand names them
-    shim             a folder of modules that come before all others: old names that today's packages do not have
+    processes        number of ranks to start, as torchrun does; None: 2, or those that the script starts itself
+    updates          number of updates whose gradients are recorded
+    watch            run the whole script at little cost: record no collectives, losses or waits, and shorten nothing
+    timeout_seconds  without progress, after which a script counts as hanging
+    limit_seconds    for the whole run
+    replay           run the first updates again, in one process and float64
+    pretend_cuda     run CUDA calls on the CPU, even if the script does not seem to use CUDA
+    shim             a folder of modules to import first, for old names that today's packages lack
     """
 
     processes: int | None = None
@@ -111,13 +110,13 @@ class AuditOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What was found.
+    """The result of an audit.
 
     words      the script and its arguments
-    altered    what was done otherwise than the script says
-    unchecked  what could not be checked, or had no occasion
-    replayed   what the replay of the first updates gave, where one was asked for
-    doubt      why it must not be said that nothing is wrong; "" where it may
+    altered    where the run differed from the script as it is written
+    unchecked  what could not be checked, or did not occur
+    replayed   results of --replay
+    doubt      why an audit without findings does not mean that the script is right; "" if it does
     """
 
     words: tuple[str, ...]
@@ -157,15 +156,15 @@ def audit_script(
     moved: Callable[[int], None] = lambda _: None,
     is_open: bool | None = None,
 ) -> Audit | None:
-    """Run `python *words`, watched, and judge what was seen; nothing of the person's is changed.
+    """Run `python *words` with hooks, and judge what they record. The user's files are not changed.
 
-    words  a script and its arguments, or -m, a module, and its arguments
-    moved  called with the number of updates that are done, as it grows
-    is_open  whether another number of ranks is tried where the script shows that it wants one; None: if none is given
+    words    a script and its arguments, or -m, a module, and its arguments
+    moved    called with the number of updates so far, as it grows
+    is_open  whether to try a different number of ranks if the script needs one; None: unless `options` gives one
 
-    In a rank that torchrun has started, only its own script is run; all but rank 0 get None.
+    In a rank that torchrun has started, this runs only that rank's script, and returns None on all ranks but 0.
 
-    Raises `UsageError` where there is no such script, or it never trains; `RankFailedError` where it fails by itself.
+    Raises `UsageError` if there is no such script or it never trains, and `RankFailedError` if it fails by itself.
     """
     script = find_script(words)
     text = own_text(script) if script else ""
@@ -189,15 +188,15 @@ def audit_script(
             evidence = read_evidence(run)
             may_change = (options.processes is None if is_open is None else is_open) and not starts_ranks
             other = _other_number(run, evidence, script, num_ranks) if may_change else None
-            if other is not None:  # of two ranks that use nothing of each other one is the right number after all
+            if other is not None:
                 return audit_script(words, dataclasses.replace(options, processes=other), moved, is_open=other > 1)
             audit = _judge(words, run, evidence, options, settings)
-            # on two ranks nothing of them was used
+            # on two ranks the script did not communicate
             return dataclasses.replace(audit, doubt="") if is_open is False and audit.doubt == _ONE_RANK else audit
         except RankFailedError as error:
             first = first or error
             if (starts_ranks or num_ranks == 1) and options.processes is None and _WANTS_RANK.search(str(error)):
-                # it can spawn, and was told not to; or it was started as a single process
+                # the script can spawn ranks and did not, or it was started as a single process
                 return audit_script(words, dataclasses.replace(options, processes=max(2, num_ranks)), moved)
             if not devices and not has_gpu() and _WANTS_CUDA.search(str(error)):
                 devices = num_ranks
@@ -209,10 +208,10 @@ def audit_script(
 
 
 def _other_number(run: ScriptRun, evidence: Evidence, script: Path | None, num_ranks: int) -> int | None:
-    """On how many ranks the script is to run, now that it has shown what it imports and does; None: this was right.
+    """A better number of ranks for this script, by the files that it has imported; None if this one was right.
 
-    More than one where it has imported files that know of ranks. One where other files than the script itself know of
-    them, and nothing of it has been used.
+    Two if it has imported user files that use torch.distributed. One if only files other than the script use it, and
+    the ranks did not communicate.
     """
     if num_ranks == 1:
         return 2 if _imports_ranks(evidence) else None
@@ -222,7 +221,7 @@ def _other_number(run: ScriptRun, evidence: Evidence, script: Path | None, num_r
 
 
 def _imports_ranks(evidence: Evidence) -> bool:
-    """Whether the script has imported files of the user that know of ranks."""
+    """Whether the script has imported files of the user that use torch.distributed."""
     return any(are_distributed(event.files) for event in evidence.all_of(SourceFiles))
 
 
@@ -234,9 +233,9 @@ def _audit_from_outside(
     devices: int,
     moved: Callable[[int], None],
 ) -> Audit | None:
-    """In a rank that somebody else's launcher has started: this one's script; on rank 0 then the judgement.
+    """Run the script of a rank that an external launcher has started; on rank 0 also judge all ranks.
 
-    Where torchrun starts all ranks again, after a failure, epochs are left whole.
+    If torchrun has restarted the ranks after a failure, epochs are not shortened.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     is_again, is_last = restarts > 0, restarts >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
@@ -250,7 +249,7 @@ def _audit_from_outside(
         return None if whole is None else judge_run(words, whole, options, settings)
     except ScriptFailedError as error:
         if settings.batches and not is_last:
-            error.audit = None  # it may have failed of shortened epochs: the next start is the one that is judged
+            error.audit = None  # shortened epochs may have caused it, so the next start is judged
         raise
     finally:
         if info.rank == 0:
@@ -265,7 +264,7 @@ def _new_folder() -> Path:
 
 
 def _attempts(options: AuditOptions, devices: int) -> Iterable[tuple[int, int]]:
-    """(pretended devices, batches of an epoch; 0: all): a script that fails may fail of what we have altered."""
+    """(pretended devices, batches of an epoch; 0: all) to try in turn: the alterations may make a script fail."""
     batches = 0 if options.watch else _BATCHES
     return dict.fromkeys(((devices, batches), (devices, 0), (0, 0)))
 
@@ -286,17 +285,17 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
 
 
 def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
-    """What the records of a run come to. Raises as `audit_script` does."""
+    """Judge a recorded run. Raises as `audit_script` does."""
     return _judge(words, run, read_evidence(run), options, settings)
 
 
 def _judge(
     words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
 ) -> Audit:
-    if run.status == "failed" and not _has_seen_enough(run, evidence) and not _mismatch(evidence):
+    if run.status == "failed" and not _has_seen_enough(run, evidence) and not _is_explained(evidence):
         error = _own_error(run)
         if evidence.steps:
-            with contextlib.suppress(Exception):  # rules expect the events of a script that has not crashed
+            with contextlib.suppress(Exception):  # rules expect complete events
                 error.audit = _judged(words, run, evidence, options, settings)
         raise error
     if not evidence.ranks or not evidence.all_of(OptimizerStep):
@@ -309,30 +308,32 @@ def _judged(
 ) -> Audit:
     findings = Findings()
     for rule in RULES:
-        rule(evidence, findings)
+        rule.check(evidence, findings)
     if run.world_size > evidence.world_size == 1 and not evidence.calls_by_rpc:
-        findings.not_checked("what ranks do to each other: what they send is not seen, and they are not told apart")
+        findings.not_checked("communication between ranks: it is not recorded, and the processes look like one rank")
     elif evidence.world_size == 1 and not evidence.calls_by_rpc:
-        findings.not_checked(
-            "what ranks do to each other: it is one process; `everyrank new ddp_torchrun` shows how it becomes more"
-        )
+        findings.not_checked("communication between ranks: this is a single process; see `everyrank new ddp_torchrun`")
+    if evidence.calls_by_rpc:
+        findings.not_checked("RPC: calls between workers, and gradients of distributed autograd")
     for event in evidence.all_of(Unchecked):
         findings.not_checked(event.message)
     if run.status == "long":
-        findings.not_checked(f"what comes later: the script was ended after --limit {options.limit_seconds:g} s")
+        findings.not_checked(f"later updates: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
-        findings.not_checked("collectives, losses, dropout, evaluations by shards, waits: --watch leaves them out")
+        findings.not_checked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
     if any(event.is_after_jump for event in evidence.all_of(Batch)):
-        findings.not_checked(f"the middle of an epoch: {_BATCHES} to {_BATCHES + 3} batches and the last one are run")
+        findings.not_checked(
+            f"the middle of epochs: only {_BATCHES} to {_BATCHES + 3} batches and the last one were run"
+        )
     altered = [event.message for event in evidence.all_of(Altered)]
     if not settings.batches and not options.watch:
-        altered.append("epochs are run whole: with shortened ones the script had failed")
+        altered.append("epochs were not shortened, because the script failed with shortened epochs")
     elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.after_jumps:
         findings.not_checked(
-            f"updates after the first {len(evidence.steps)}: epochs are shortened, and only two of them are run"
+            f"updates after the first {len(evidence.steps)}: only two epochs were run, and they were shortened"
         )
     if settings.devices:
-        altered.insert(0, "no GPU here: CUDA devices are the CPU, and nccl is gloo")
+        altered.insert(0, "no GPU found; CUDA calls ran on the CPU and NCCL was replaced by gloo")
     return Audit(
         tuple(words),
         evidence.world_size,
@@ -350,71 +351,74 @@ _ONE_RANK = "only one rank of a distributed script was checked (use --processes 
 
 
 def _doubt(run: ScriptRun, evidence: Evidence) -> str:
-    """Why an audit without findings is no good news; "" where it is."""
+    """Why an audit without findings does not mean that the script is right; "" if it does."""
     if run.status == "long":
-        return "ended by --limit before enough was seen"
+        return "ended by --limit before all checks were possible"
     if run.world_size == 1 and _imports_ranks(evidence):
         return _ONE_RANK
     if not evidence.all_of(Backward):
-        return "no backward was seen, so gradients were not checked"
+        return "no backward was recorded, so gradients were not checked"
     return ""
 
 
 def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
-    """Whether we have ended all ranks, or some, and the others have failed of that: they waited for these."""
+    """Whether the audit has ended all ranks, or some of them, and the others failed because they waited for these."""
     ended = [rank for rank in evidence.ranks if evidence.of(rank, Stopped)]
-    if len(ended) == len(evidence.ranks) or evidence.calls_by_rpc:  # there the first that has seen enough ends all
+    if len(ended) == len(evidence.ranks) or evidence.calls_by_rpc:  # with RPC the first rank ends all
         return bool(ended)
     failed = _failed_by_themselves(run)
-    return bool(ended and failed) and all(_LOST_PEER.search(run.outputs[place]) for place in failed)
+    return bool(ended and failed) and all(_LOST_PEER.search(run.outputs[rank]) for rank in failed)
 
 
 def _failed_by_themselves(run: ScriptRun) -> list[int]:
-    """The ranks that ended with a status of their own; a signal may be ours."""
-    return [place for place, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
+    """The ranks that exited with an error. A signal may come from the audit."""
+    return [rank for rank, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
 
 
-def _mismatch(evidence: Evidence) -> bool:
-    """Whether the ranks called different collectives, which is why it failed."""
-    found = Findings()
-    if evidence.world_size > 1:
-        check_collectives(evidence, found)
-    return found.has("collective.order")
+def _is_explained(evidence: Evidence) -> bool:
+    """Whether a rule finds why the script has failed."""
+    for rule in RULES:
+        findings = Findings()
+        if rule.explains_failure:
+            rule.check(evidence, findings)
+            if findings.has(*rule.explains_failure):
+                return True
+    return False
 
 
 def _own_error(run: ScriptRun) -> ScriptFailedError:
-    """The script's own last words: where it raised, and what; what each rank has printed is kept in a folder."""
+    """The error of the script: its line and message. The output of each rank is kept in a folder."""
     failed = _failed_by_themselves(run)
-    own = [rank for rank in failed if not _LOST_PEER.search(_last_error(run.outputs[rank].splitlines()))]
-    place = next(iter([*own, *failed]), 0)  # a rank that lost another one only answers that one's crash
-    lines = [line for line in run.outputs[place].splitlines() if line.strip()]
-    frames = [frame for frame in _FRAME.findall(run.outputs[place]) if is_own_file(frame[0])]
+    causes = [rank for rank in failed if not _LOST_PEER.search(_last_error(run.outputs[rank].splitlines()))]
+    rank = next(iter([*causes, *failed]), 0)  # a rank that has lost its peer is not the cause
+    lines = [line for line in run.outputs[rank].splitlines() if line.strip()]
+    frames = [frame for frame in _FRAME.findall(run.outputs[rank]) if is_own_file(frame[0])]
     where = ""
     if frames:
         name, line, function = frames[-1]
         where = f"{short_place(name)}:{line}{f' in {function}' if function else ''}: "
-    said = _last_error(lines) or f"it ended with status {run.codes[place]}, and said nothing"
-    return ScriptFailedError(f"rank {place}: {where}{shortened(said)}", _kept_outputs(run, place), _tail(lines))
+    message = _last_error(lines) or f"it ended with status {run.codes[rank]} and printed nothing"
+    return ScriptFailedError(f"rank {rank}: {where}{shortened(message)}", _saved_outputs(run, rank), _tail(lines))
 
 
 def _tail(lines: Sequence[str]) -> list[str]:
-    """The end of what a rank has printed, from its last traceback on."""
-    begin = max((number for number, line in enumerate(lines) if "Traceback (most" in line), default=-1)
-    return list(lines[begin + 1 :][-_TAIL_LINES:])
+    """The last lines of a rank's output, from its last traceback on."""
+    start = max((number for number, line in enumerate(lines) if "Traceback (most" in line), default=-1)
+    return list(lines[start + 1 :][-_TAIL_LINES:])
 
 
-def _kept_outputs(run: ScriptRun, place: int) -> Path | None:
-    """A file with what the rank has printed, beside those of the other ranks; None where none can be written."""
+def _saved_outputs(run: ScriptRun, failed_rank: int) -> Path | None:
+    """The file with the output of this rank, next to those of the others; None if it cannot be written."""
     with contextlib.suppress(OSError):
         folder = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
         for rank, output in enumerate(run.outputs):
             (folder / f"rank{rank}.log").write_text(output, encoding="utf-8", errors="replace")
-        return folder / f"rank{place}.log"
+        return folder / f"rank{failed_rank}.log"
     return None
 
 
 def _last_error(lines: Sequence[str]) -> str:
-    """The last line that looks like an exception's; else the last of all."""
+    """The last line that looks like an exception; otherwise the last line."""
     errors = [
         line for line in lines if re.match(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Exit|Warning)\b", line)
     ]
@@ -424,18 +428,18 @@ def _last_error(lines: Sequence[str]) -> str:
 def _raise_never_trained(words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions) -> None:
     name = " ".join(words[:2]) if words[0] == "-m" else words[0]
     if run.status == "hangs":
-        standing = {rank: stands(evidence, rank) for rank in evidence.ranks}
-        places = "; ".join(f"rank {rank} stands at {short_place(place)}" for rank, place in standing.items() if place)
-        said = f"{name}: no sign of life for {options.timeout_seconds:g} s before its first update"
-        raise EveryrankError(said + (f": {places}" if places else ""))
+        lines = {rank: evidence.stopped_at(rank) for rank in evidence.ranks}
+        stopped = "; ".join(f"rank {rank} was at {short_place(line)}" for rank, line in lines.items() if line)
+        message = f"{name}: no progress for {options.timeout_seconds:g} s before its first update"
+        raise EveryrankError(message + (f": {stopped}" if stopped else ""))
     if run.status == "long":
         raise EveryrankError(f"{name}: no update within {options.limit_seconds:g} s; --limit gives it longer")
     if evidence.ranks and evidence.all_of(Backward):
         raise UsageError(
-            f"{name}: backward is called, and no optimizer of torch.optim steps: there is nothing to audit"
+            f"{name}: backward is called, but no optimizer of torch.optim steps, so there is nothing to audit"
         )
     if words[0] != "-m" and names_of_workloads(Path(words[0])):
         raise UsageError(
-            f"{name} defines a workload, and trains nothing by itself: everyrank verify {shlex.quote(name)}"
+            f"{name} defines a workload and does not train by itself. Run: everyrank verify {shlex.quote(name)}"
         )
-    raise UsageError(f"{name}: it ended without training: no backward and no optimizer step was seen")
+    raise UsageError(f"{name} ended without training: no backward and no optimizer step was recorded")

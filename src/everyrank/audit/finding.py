@@ -1,4 +1,4 @@
-"""What one check of a script came to."""
+"""A finding: a mistake of a script, with its line, numbers and fix."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 __all__ = ["LEVELS", "Finding", "Findings"]
 
 LEVELS = ("FAIL", "WARN", "PERF", "NOTE")
-"""FAIL: the numbers are wrong. WARN: they are, unless it is meant so. PERF: it costs time. NOTE: good to know."""
+"""FAIL: results are wrong. WARN: they are wrong unless it is intended. PERF: it costs time. NOTE: good to know."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A line of the script, what is wrong there, the numbers that show it, and what to write instead.
+    """A mistake in a line of the script.
 
     level   one of `LEVELS`
-    rule    `kind.name`, e.g. "data.epoch": what was checked
-    place   "/path/train.py:12", the innermost line of the person's own; "" where there is none
-    text    what was seen, with numbers
-    fix     one line
-    also    further places that have to do with it
+    rule    `kind.name`, for example "data.epoch"
+    place   "/path/train.py:12", the innermost line of the user's own code; "" if there is none
+    text    what is wrong, with numbers
+    fix     what to write instead, in one line
+    also    further lines that are involved
     """
 
     level: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """In the order found; one for each rule and line: the first update that shows it is enough."""
+    """The findings in the order in which they were added, one for each rule and line."""
 
     unchecked: list[str]
     replayed: list[str]
@@ -47,25 +47,25 @@ class Findings(list[Finding]):
         self.unchecked, self.replayed = [], []
 
     def add(self, level: str, rule: str, place: str, text: str, fix: str = "", also: tuple[str, ...] = ()) -> None:
-        """Keep it unless the same rule has named that line already."""
+        """Add a finding, unless the same rule has named that line already."""
         assert level in LEVELS, level
         if not any(known.rule == rule and known.place == place for known in self):
-            self.append(Finding(level, rule, place, text, fix, tuple(one for one in also if one and one != place)))
+            self.append(Finding(level, rule, place, text, fix, tuple(line for line in also if line and line != place)))
 
-    def not_checked(self, what: str) -> None:
-        """Say what this script gave no occasion to check, or what cannot be."""
-        if what not in self.unchecked:
-            self.unchecked.append(what)
+    def not_checked(self, message: str) -> None:
+        """Report something that cannot be checked, or did not occur."""
+        if message not in self.unchecked:
+            self.unchecked.append(message)
 
     def has(self, *rules: str) -> bool:
-        """Whether one of these rules, or kinds of rules ("data."), has found something."""
+        """Whether there is a finding of one of these rules, or kinds of rules ("data.")."""
         return any(known.rule.startswith(rules) for known in self)
 
     def worst_first(self) -> list[Finding]:
-        """By level, then in the order found."""
+        """The findings by level, then in the order in which they were added."""
         return sorted(self, key=lambda finding: LEVELS.index(finding.level))
 
 
 def short_place(place: str) -> str:
-    """`train.py:12` of a whole path with its line."""
+    """`train.py:12` for "/path/train.py:12"."""
     return Path(place).name if place else "?"

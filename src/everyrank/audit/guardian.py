@@ -1,7 +1,7 @@
-"""A process beside an audit: when the audit is gone, what its script has started is ended, and its folder removed.
+"""A process that cleans up if the audit is killed: it ends the script's processes and removes the audit's folder.
 
-An audit that is ended by SIGKILL can do nothing any more. Started as a script of its own, with the audit.s folder as
-the only argument, it waits for the end of its standard input, which the audit holds open.
+It runs as a script, with the folder as its only argument, and waits until its standard input closes, which the audit
+holds open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENVIRONMENT = "EVERYRANK_AUDIT"  # as in watch/recorder.py, without importing n
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Generator[None]:
-    """While an audit with this folder is under way, a guardian waits for its end."""
+    """Run a guardian for the audit with this folder within the block."""
     process = subprocess.Popen(  # noqa: S603  (this very file)
         [sys.executable, "-P", __file__, str(folder)],
         stdin=subprocess.PIPE,
@@ -40,18 +40,18 @@ def guarded(folder: Path) -> Generator[None]:
 
 
 def end_all_of(folder: Path) -> None:
-    """End every process that the script has started, also in sessions of its own: all inherit the audit's settings."""
+    """End every process that the script has started, in any session: all inherit the audit's environment variable."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ValueError, OSError):
             settings = process.environ().get(_ENVIRONMENT)
-            is_of_it = settings is not None and json.loads(settings).get("folder") == str(folder)
-            if is_of_it and process.pid != os.getpid():
+            is_started_by_script = settings is not None and json.loads(settings).get("folder") == str(folder)
+            if is_started_by_script and process.pid != os.getpid():
                 process.kill()
 
 
 def _wait_for_the_audit(folder: Path) -> None:
     sys.stdin.buffer.read()
-    for _ in range(3):  # one that was just being started has not been seen
+    for _ in range(3):  # again, for processes that were just being started
         end_all_of(folder)
     shutil.rmtree(folder, ignore_errors=True)
 

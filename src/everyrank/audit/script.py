@@ -1,4 +1,4 @@
-"""What can be said of a script before it runs: whether it can, and how it is to be started."""
+"""What can be read from a script before it runs: whether it can run, and how to start it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STARTS_RANKS = re.compile(
     r"\b(mp|multiprocessing)\.(spawn|start_processes)\(|\bstart_processes\(|\bspawn\(|^\s*(import|from) ray\b",
     re.MULTILINE,
 )
-_STARTS_PROCESSES = re.compile(r"\bProcess\(\s*target\s*=")  # and meets them at an address of its own
+_STARTS_PROCESSES = re.compile(r"\bProcess\(\s*target\s*=")  # that open a process group
 _IS_DISTRIBUTED = re.compile(
     r"torch\.distributed|init_process_group|LOCAL_RANK|WORLD_SIZE|DistributedDataParallel|\bdeepspeed\b|\bhorovod\b"
 )
@@ -45,7 +45,7 @@ _NAMES_CUDA = re.compile(r"\bcuda\b|\bnccl\b|torch\.accelerator")
 
 
 def find_script(words: Sequence[str]) -> Path | None:
-    """The file that is run; None for a module that is not found. Raises `UsageError` for what cannot be run."""
+    """The file to run; None for a module that is not found. Raises `UsageError` if it cannot be run."""
     if not words:
         raise UsageError("audit needs a script: everyrank audit train.py --its-own arguments")
     if words[0] == "-m":
@@ -54,7 +54,7 @@ def find_script(words: Sequence[str]) -> Path | None:
         return _module_file(words[1])
     path = Path(words[0])
     if not path.is_file():
-        why = "it is a folder" if path.is_dir() else "it is no file" if path.exists() else "no such file"
+        why = "it is a folder" if path.is_dir() else "it is not a file" if path.exists() else "no such file"
         raise UsageError(f"{path}: {why}; give a Python script, or -m and a module")
     try:
         ast.parse(path.read_bytes(), str(path))
@@ -63,7 +63,7 @@ def find_script(words: Sequence[str]) -> Path | None:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; give a Python script, or -m and a module") from None
     except (RecursionError, MemoryError):
-        raise UsageError(f"{path}: more parentheses in each other than Python reads") from None
+        raise UsageError(f"{path}: too many nested parentheses for Python") from None
     except ValueError as error:  # a null byte
         raise UsageError(f"{path.name}: {type(error).__name__}: {error}") from None
     return path
@@ -72,12 +72,12 @@ def find_script(words: Sequence[str]) -> Path | None:
 def _module_file(name: str) -> Path | None:
     """The file that `python -m name` runs, found without importing its packages."""
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]  # noqa: PTH109
-    for place, part in enumerate(parts := name.split(".")):
-        spec = importlib.machinery.PathFinder.find_spec(part, folders)
+    for index, package in enumerate(names := name.split(".")):
+        spec = importlib.machinery.PathFinder.find_spec(package, folders)
         if spec is None:
             return None
         if spec.submodule_search_locations is None:
-            is_last = place == len(parts) - 1
+            is_last = index == len(names) - 1
             return Path(spec.origin) if is_last and spec.origin is not None else None
         folders = list(spec.submodule_search_locations)
     main = importlib.machinery.PathFinder.find_spec("__main__", folders)
@@ -85,29 +85,29 @@ def _module_file(name: str) -> Path | None:
 
 
 def _named(path: Path, text: str) -> str:
-    """With the name of the script, which an error about a null byte does not have."""
+    """The message with the name of the script, which an error about a null byte lacks."""
     return text if path.name in text else f"{path.name}: {text.partition(': ')[2]}"
 
 
 def check_arguments(words: Sequence[str]) -> None:
-    """Raises `UsageError` where they are those of one rank: all ranks that we start are given the same."""
+    """Raises `UsageError` for arguments of a single rank, because all ranks get the same arguments."""
     names = {word.partition("=")[0].replace("_", "-") for word in words}
     if {"--rank", "--world-size"} <= names:
         raise UsageError(
-            f"{words[0]} --rank ...: these are the arguments of one rank; start each of N by itself, with both: "
+            f"{words[0]} --rank ...: these arguments are for a single rank. Start each of the N ranks by itself: "
             f"RANK=0 WORLD_SIZE=N everyrank audit {words[0]} --rank 0 ..."
         )
 
 
 def own_text(script: Path) -> str:
-    """Of the script, and of the user's modules and packages beside it that it imports."""
-    found, waiting = dict[Path, str](), [script]
+    """The text of the script and of the user's own modules that it imports."""
+    texts, waiting = dict[Path, str](), [script]
     roots = {script.parent, Path.cwd()}
-    while waiting and len(found) < _MOST_FILES:
+    while waiting and len(texts) < _MOST_FILES:
         path = waiting.pop()
-        if path in found or not path.is_file():
+        if path in texts or not path.is_file():
             continue
-        found[path] = text = path.read_text(encoding="utf-8", errors="replace")
+        texts[path] = text = path.read_text(encoding="utf-8", errors="replace")
         for dots, source, names, plain in _IMPORT.findall(text):
             name = source or plain
             folder = path.parent
@@ -116,12 +116,12 @@ def own_text(script: Path) -> str:
             for root in [folder] if dots else roots | {path.parent}:
                 module = root.joinpath(*name.split(".")) if name else root
                 waiting += [module.with_name(f"{module.name}.py"), module / "__init__.py"]
-                waiting += [module / f"{one}.py" for one in re.split(r"[,()\s]+", names) if one.isidentifier()]
-    return "\n".join(found.values())
+                waiting += [module / f"{part}.py" for part in re.split(r"[,()\s]+", names) if part.isidentifier()]
+    return "\n".join(texts.values())
 
 
 def are_distributed(files: Iterable[str]) -> bool:
-    """Whether one of these files knows of ranks."""
+    """Whether one of these files uses torch.distributed or a framework that does."""
     for file in files:
         with contextlib.suppress(OSError):
             if is_distributed(Path(file).read_text(encoding="utf-8", errors="replace")):
@@ -130,19 +130,19 @@ def are_distributed(files: Iterable[str]) -> bool:
 
 
 def has_gpu() -> bool:
-    """Whether there is a device of NVIDIA's, without torch."""
+    """Whether there is an NVIDIA GPU, found without torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
 
 
 def starts_ranks_itself(text: str) -> bool:
-    """Whether it spawns: such a script is started once."""
+    """Whether the script starts its ranks itself; then it is started once."""
     starts_processes = _STARTS_PROCESSES.search(text) is not None
-    meets_them = "init_process_group" in text and ("MASTER_ADDR" in text or "init_method" in text)
-    return _STARTS_RANKS.search(text) is not None or (starts_processes and meets_them)
+    opens_group = "init_process_group" in text and ("MASTER_ADDR" in text or "init_method" in text)
+    return _STARTS_RANKS.search(text) is not None or (starts_processes and opens_group)
 
 
 def is_distributed(text: str) -> bool:
-    """Whether it knows of ranks at all, or leaves them to a framework."""
+    """Whether it uses torch.distributed, directly or by a framework."""
     uses_framework = _IMPORTS_FRAMEWORK.search(text) and _TRAINS_BY_FRAMEWORK.search(text)
     return _IS_DISTRIBUTED.search(text) is not None or uses_framework is not None
 

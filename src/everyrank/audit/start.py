@@ -1,4 +1,4 @@
-"""Start a person's script as it stands, in processes that are watched; end them, and whatever they started, always."""
+"""Starts a user's script with hooks, and always ends its processes and those that they have started."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = ["ScriptRun", "run_script"]
 
 _INJECT = str(Path(__file__).parent / "watch" / "inject")
 _LOOK_SECONDS = 0.1
-_AFTER_FAILURE_SECONDS = 3.0  # for the others to say why they end, too
-_MOST_OUTPUT = 4 * 2**20  # bytes of it that are kept of each process; then the last lines
+_AFTER_FAILURE_SECONDS = 3.0  # for the other ranks to print their errors
+_MOST_OUTPUT = 4 * 2**20  # bytes of output to keep for each process, besides the last lines
 _LAST_LINES = 200
-_IDLE_SHARE = 0.05  # of a core: processes that compute do more
+_IDLE_SHARE = 0.05  # of a core: computing processes use more
 
 
 @dataclasses.dataclass(frozen=True)
 class ScriptRun:
     """How the processes of a script ended.
 
-    status   finished: all exited with 0; failed: one did not; hangs: none moved for too long; long: it would have
-             gone on
-    codes    exit status of each, -N after signal N; None: it was ended
-    outputs  what each printed, stdout and stderr as they came
+    status   "finished": all exited with 0; "failed": one did not; "hangs": none made progress for too long; "long": the
+             time limit ended them
+    codes    exit status of each process, -N after signal N; None: the audit ended it
+    outputs  stdout and stderr of each, as they came
     """
 
     folder: Path
@@ -60,13 +60,13 @@ def run_script(
     moved: Callable[[int], None],
     ends_all: bool = True,
 ) -> ScriptRun:
-    """Run `python *words` once for each environment of `ranks`, until it ends, hangs, or has run for too long.
+    """Run `python *words` once for each environment of `ranks`, until it ends, hangs, or runs for too long.
 
     words            what Python is given: a script and its arguments, or -m and a module
-    timeout_seconds  without an event, nor a computation, after which the script hangs
-    limit_seconds    of all
+    timeout_seconds  without an event or a computation, after which the script hangs
+    limit_seconds    for the whole run
     moved            called with the number of updates of rank 0, as it grows
-    ends_all         whether every process that has written into the folder is ended, or those of others go on
+    ends_all         end every process that has written into the folder, also those of other ranks
     """
     folder, begin = Path(settings.folder), time.monotonic()
     processes: list[_Process] = []
@@ -74,7 +74,7 @@ def run_script(
         if ends_all:
             stack.enter_context(guarded(folder))
         stack.callback(_end, processes, folder, ends_all)
-        for variables in ranks:  # one by one: those that have started are ended whatever happens
+        for variables in ranks:  # one by one, so that an error ends those that have started
             process = _Process([sys.executable, *words], {**os.environ, **variables, **_injected(settings)})
             processes.append(process)
         status = _wait(processes, folder, begin, timeout_seconds, limit_seconds, moved)
@@ -93,7 +93,7 @@ def _end(processes: Sequence[_Process], folder: Path, ends_all: bool) -> None:
 
 
 def rank_environments(processes: int) -> list[dict[str, str]]:
-    """What torchrun gives each of so many ranks on this host."""
+    """The environment variables that torchrun would give each of so many ranks."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = str(listening.getsockname()[1])
@@ -103,16 +103,16 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
     shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if not has_gpu():
-        shared[ACCELERATE_ON_CPU] = "1"  # else Accelerate's ranks, without a GPU, know nothing of each other
+        shared[ACCELERATE_ON_CPU] = "1"  # otherwise Accelerate ignores the other ranks if there is no GPU
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(processes)]
 
 
 _NO_TRACKERS = {"WANDB_MODE": "disabled", "NEPTUNE_MODE": "debug"}
-"""Programs of theirs write into the user's folders, and an audit is no run of the user's project."""
+"""Trackers write into the user's folders and projects, which an audit must not do."""
 
 
 def _injected(settings: Settings) -> dict[str, str]:
-    """The environment that puts the hooks into every Python process below."""
+    """The environment that puts the hooks into every Python process of the script."""
     package = str(Path(__file__).parents[2])  # everyrank may not be installed where the script runs
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(filter(None, [_INJECT, settings.shim, *before, package]))
@@ -121,10 +121,10 @@ def _injected(settings: Settings) -> dict[str, str]:
 
 
 class _Process:
-    """One process in a session of its own; of what it prints the beginning and the end are kept."""
+    """A process in its own session. The beginning and the end of its output are kept."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.process = subprocess.Popen(  # noqa: S603  (the person's own script)
+        self.process = subprocess.Popen(  # noqa: S603  (the user's script)
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -166,7 +166,7 @@ def _wait(
     limit_seconds: float,
     moved: Callable[[int], None],
 ) -> str:
-    """Until all have ended; the status."""
+    """Wait until all have ended, and return the status."""
     size, changed, busy = 0, time.monotonic(), 0.0
     while True:
         codes = [process.process.poll() for process in processes]
@@ -190,7 +190,7 @@ def _written(folder: Path) -> int:
 
 
 def _updates(folder: Path) -> int:
-    """How many gradient samples rank 0 has written."""
+    """The number of updates whose gradients rank 0 has written."""
     return len(list(folder.glob("rank0.update*.npz")))
 
 
@@ -198,16 +198,16 @@ def _cpu_seconds(processes: Sequence[_Process]) -> float:
     total = 0.0
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            own = psutil.Process(process.process.pid)
-            for one in (own, *own.children(recursive=True)):
+            parent = psutil.Process(process.process.pid)
+            for each in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    times = one.cpu_times()
+                    times = each.cpu_times()
                     total += times.user + times.system
     return total
 
 
 def _ask_for_stacks(folder: Path) -> None:
-    """Each watched process writes where it stands when it gets SIGUSR1."""
+    """Send SIGUSR1, upon which each watched process writes its stack."""
     for path in folder.glob("stack*"):
         with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
             os.kill(int(path.name.removeprefix("stack")), signal.SIGUSR1)

@@ -1,25 +1,28 @@
-"""What the numbers say: one kind of mistake a file, each a function of the evidence that adds findings.
+"""The rules: one kind of mistake a file. Each is a function that reads the evidence and adds findings.
 
 data.py          which samples the ranks read
-batches.py       whether batches are divided twice
-gradients.py     what each backward weighs in the gradient that steps
-loss_terms.py    what each term of a loss weighs in it
-split_layers.py  the scale and the drift of layers that are split over ranks
-clipping.py      whether gradients are clipped when they are whole
-replay.py        whether that is the gradient of one process; how far batch norm couples samples
-replicas.py      whether the ranks hold the same model
-evaluation.py    what an evaluation counts
-averages.py      results that are averaged over the ranks, and are no means
-collectives.py   whether the ranks call the same, and where a run that hangs stands
-randomness.py    whose random numbers
-schedule.py      how often the learning rate changes, and by what number
-saving.py        which rank writes which file
-speed.py         what costs time for nothing
+batches.py       batches that are divided twice
+gradients.py     the gradient of the optimizer step, as a sum over backwards and ranks
+loss_terms.py    the weight of each loss term in it
+split_layers.py  scale and drift of layers that are split over ranks
+clipping.py      clipping of gradients that are not averaged, or still multiplied by the loss scale
+replay.py        the gradient compared with its replay in one process; the effect of batch norm
+replicas.py      parameters and buffers that differ between ranks
+evaluation.py    samples that an evaluation counts twice, leaves out, or weights wrongly
+averages.py      results averaged over ranks that are not means
+collectives.py   collectives that differ between ranks; where a hanging run stands
+randomness.py    random numbers that are equal on ranks or workers
+schedule.py      learning-rate schedules that step too often, or by different metrics
+saving.py        files that several ranks write; what a checkpoint lacks
+speed.py         needless communication and waiting
+
+CONTRIBUTING has a section on how to add one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
@@ -38,22 +41,34 @@ from everyrank.audit.rules.schedule import check_schedule
 from everyrank.audit.rules.speed import check_speed
 from everyrank.audit.rules.split_layers import check_split_layers
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "Rule"]
 
-RULES: tuple[Callable[[Evidence, Findings], None], ...] = (
-    check_collectives,
-    check_data,
-    check_batches,
-    check_replicas,
-    check_gradients,
-    check_split_layers,
-    check_clipping,
-    check_replay,
-    check_evaluation,
-    check_averages,
-    check_randomness,
-    check_schedule,
-    check_saving,
-    check_speed,
+
+class Rule(NamedTuple):
+    """A row of the table of rules.
+
+    check             adds findings
+    explains_failure  findings, by name, after which a script may well have failed: it is judged all the same
+    """
+
+    check: Callable[[Evidence, Findings], None]
+    explains_failure: tuple[str, ...] = ()
+
+
+RULES = (
+    Rule(check_collectives, explains_failure=("collective.order",)),
+    Rule(check_data),
+    Rule(check_batches),
+    Rule(check_replicas),
+    Rule(check_gradients),
+    Rule(check_split_layers),
+    Rule(check_clipping),
+    Rule(check_replay),
+    Rule(check_evaluation),
+    Rule(check_averages),
+    Rule(check_randomness),
+    Rule(check_schedule),
+    Rule(check_saving),
+    Rule(check_speed),
 )
-"""In the order in which they are asked."""
+"""In the order in which they run: a rule may ask what the rules before it have found."""

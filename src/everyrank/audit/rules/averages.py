@@ -1,6 +1,7 @@
-"""Results of an evaluation that the ranks add up or average, though they are no means over as many samples.
+"""Results of an evaluation that the ranks sum or average although they are not means over equally many samples.
 
-F1, precision, accuracy of unequal shards: ratios, each rank by a count of its own. Perplexity: an exponential.
+F1, precision and accuracy of unequal shards are ratios, by a different count on each rank. A perplexity is an
+exponential.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SUM, _AVERAGE = "0", "1"  # operators, by their numbers in torch
 
 
 def check_averages(evidence: Evidence, findings: Findings) -> None:
-    """Each number that all ranks send in an evaluation, held against what it is of."""
+    """Check each number that all ranks reduce in an evaluation."""
     if evidence.world_size < 2 or evidence.is_split:
         return
     means = [[_mean(events) for events in loss_passes(evidence, rank)] for rank in evidence.ranks]
@@ -30,31 +31,31 @@ def check_averages(evidence: Evidence, findings: Findings) -> None:
         if not all(map(math.isfinite, values)) or math.isclose(min(values), max(values), rel_tol=_EQUAL):
             continue
         if all(result.is_exponential for _, result in results) or _are_exponentials(values, means):
-            text = "an exponential of a rank's own mean (a perplexity) is added up over the ranks"
-            fix = "all-reduce the sum and the count of the losses, divide, and only then take the exponential"
+            text = "each rank's exponential of its mean loss (a perplexity) is summed over the ranks"
+            fix = "all-reduce the sum and the count of the losses, divide, and then take the exponential"
         else:
             text, fix = (
                 _ratios([result for _, result in results]),
-                "all-reduce the counts above and below the line, then divide",
+                "all-reduce numerators and denominators, then divide",
             )
         if text:
             shown = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in zip(evidence.ranks, values, strict=True))
             findings.add("WARN", "eval.averaged", results[0][0], f"{text}: {shown}", fix)
-    _say_equal_counts(evidence, findings)
+    _report_equal_counts(evidence, findings)
 
 
-def _say_equal_counts(evidence: Evidence, findings: Findings) -> None:
-    """Ratios by a count that was the same on all ranks, and another in the next evaluation: of what, is not known."""
+def _report_equal_counts(evidence: Evidence, findings: Findings) -> None:
+    """Report ratios by a count that was equal on all ranks, but changes: it may be each rank's own."""
     counts: dict[str, set[float]] = defaultdict(set)
     for results in _results(evidence):
         denominators = {result.denominator or 0.0 for _, result in results}
         counts[results[0][0]] |= denominators if len(denominators) == 1 else {math.nan}
-    for line, own in counts.items():
-        if len(own) > 1 and all(count.is_integer() for count in own):
-            shown = ", ".join(f"{count:g}" for count in sorted(own))
+    for line, denominators in counts.items():
+        if len(denominators) > 1 and all(count.is_integer() for count in denominators):
+            shown = ", ".join(f"{count:g}" for count in sorted(denominators))
             findings.not_checked(
-                f"the ratio that is averaged at {short_place(line)}: the count below the line ({shown}) was the same "
-                "on all ranks in what ran; where it is each rank's own, as in F1, add up the counts instead"
+                f"the ratio that is averaged at {short_place(line)}: its denominator ({shown}) was equal on all ranks "
+                "so far; if it can differ, as in F1, sum numerators and denominators instead"
             )
 
 
@@ -82,14 +83,14 @@ def _ratios(results: Sequence[ReduceResult]) -> str:
     if len(set(counts)) == 1 or math.isclose(mean, over_all, rel_tol=_EQUAL):
         return ""
     shown = " and ".join(f"{count:g}" for count in counts)
-    return f"ratios of the ranks, by {shown}, are added up: their mean is {mean:.6g}, the ratio over all {over_all:.6g}"
+    return f"each rank's ratio, by {shown}, is averaged: the mean is {mean:.6g}, the ratio over all {over_all:.6g}"
 
 
 def _are_exponentials(values: Sequence[float], means: Sequence[Sequence[float]]) -> bool:
     """Whether each is the exponential of a mean loss of an evaluation of that rank."""
     return all(
-        any(value > 0 and math.isclose(math.log(value), mean, rel_tol=_ROUNDED) for mean in own)
-        for value, own in zip(values, means, strict=True)
+        any(value > 0 and math.isclose(math.log(value), mean, rel_tol=_ROUNDED) for mean in of_rank)
+        for value, of_rank in zip(values, means, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether gradients are clipped when they are whole: averaged, and no longer multiplied by the loss scale."""
+"""Clipping: after the gradients are averaged over ranks, and after the loss scale is removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UPDATES = 3  # that have to agree
 
 
 def check_clipping(evidence: Evidence, findings: Findings) -> None:
-    """The scale at each clip, and the norms that the ranks found."""
+    """Check the loss scale at each clip, and the norms of the ranks."""
     for event in evidence.all_of(Clip):
         if event.scale != 1.0:
             findings.add(
@@ -26,7 +26,7 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
                 "clip.scaled",
                 event.line,
                 f"clips gradients that are still multiplied by the loss scale {event.scale:g}",
-                "scaler.unscale_(optimizer) before clip_grad_norm_",
+                "call scaler.unscale_(optimizer) before clip_grad_norm_",
             )
     if evidence.is_split:
         _check_norm_of_parts(evidence, findings)
@@ -38,58 +38,61 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
                 "FAIL",
                 "clip.local",
                 events[0].line,
-                f"the ranks clip by different norms ({', '.join(f'{norm:.4g}' for norm in norms)}): before the "
-                "gradients are averaged, or of a shard alone",
-                "clip after the last backward of an update, which averages",
+                f"the ranks clip by different norms ({', '.join(f'{norm:.4g}' for norm in norms)}): the gradients "
+                "are not averaged yet, or the norm is that of a shard",
+                "clip after the last backward of an update, which averages the gradients",
             )
 
 
 def _check_norm_of_parts(evidence: Evidence, findings: Findings) -> None:
-    """A sum of squares that the script adds up over ranks which hold parts of layers: each number once.
+    """Check a norm that the script computes over split layers: it has to count each element once.
 
-    Those of parameters that all ranks hold alike count on one of them; those that are split, on each.
+    The squares of replicated parameters count on one rank, those of split parameters on every rank.
     """
-    said: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-    sums = [[one for one in evidence.of(rank, Collective) if one.squares] for rank in evidence.ranks]
+    mistakes: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    sums = [[event for event in evidence.of(rank, Collective) if event.squares] for rank in evidence.ranks]
     for events in zip(*sums, strict=False):
         text = _about_squares([event.value for event in events], [event.squares for event in events])
         lines = events[0].lines
         if text and lines:
-            said[lines[0], text[0]].append((text[1], lines[1] if len(lines) > 1 else ""))
-    for (line, fix), found in said.items():
-        if len(found) >= _UPDATES:
-            findings.add("WARN", "clip.norm", line, found[0][0], fix, (found[0][1],))
+            mistakes[lines[0], text[0]].append((text[1], lines[1] if len(lines) > 1 else ""))
+    for (line, fix), texts in mistakes.items():
+        if len(texts) >= _UPDATES:
+            findings.add("WARN", "clip.norm", line, texts[0][0], fix, (texts[0][1],))
 
 
 def _about_squares(sent: Sequence[float], squares: Sequence[dict[str, float]]) -> tuple[str, str] | None:
-    """(the fix, what is wrong) of the number that each rank sends; None where it is no such sum, or a right one."""
+    """(fix, text) for a wrong sum of squares that each rank sends; None if it is right, or not such a sum."""
     names = list(squares[0])
-    if any(set(own) != set(names) for own in squares):
+    if any(set(of_rank) != set(names) for of_rank in squares):
         return None
-    alike = [name for name in names if all(_is_near(own[name], squares[0][name]) for own in squares)]
-    split = [name for name in names if name not in alike]
-    replicated = sum(squares[0][name] for name in alike)
-    if not split or not all(math.isfinite(one) and one > 0 for one in sent):
+    equal = [name for name in names if all(_is_near(of_rank[name], squares[0][name]) for of_rank in squares)]
+    split = [name for name in names if name not in equal]
+    replicated = sum(squares[0][name] for name in equal)
+    if not split or not all(math.isfinite(value) and value > 0 for value in sent):
         return None
-    if alike and replicated > 1e-3 * sent[0] and all(map(_is_near, sent, [sum(own.values()) for own in squares])):
+    if (
+        equal
+        and replicated > 1e-3 * sent[0]
+        and all(map(_is_near, sent, [sum(of_rank.values()) for of_rank in squares]))
+    ):
         total = sum(sent)
         right = math.sqrt(max(0.0, total - (len(sent) - 1) * replicated))
         return (
-            "add up the squares of split parameters over the ranks, and those of replicated ones once",
-            f"the squares of all gradients are added up over the ranks: those of {len(alike)} parameters that all "
-            f"ranks hold alike ({', '.join(alike[:3])}) count {len(sent)} times: a norm of {math.sqrt(total):.6g}, and "
-            f"it is {right:.6g}",
+            "sum the squares of split parameters over the ranks, and count those of replicated parameters once",
+            f"the squares of all gradients are summed over the ranks, so {len(equal)} replicated parameters "
+            f"({', '.join(equal[:3])}) count {len(sent)} times: the norm is {math.sqrt(total):.6g}, not {right:.6g}",
         )
     for name in split:
-        others = [sum(own[one] for one in split if one != name) for own in squares[1:]]
+        others = [sum(of_rank[other] for other in split if other != name) for of_rank in squares[1:]]
         if _is_near(sent[0], sum(squares[0].values())) and all(map(_is_near, sent[1:], others)):
             return (
                 "count the squares of split parameters on every rank",
-                f"the squares of {name}, of which each rank has a gradient of its own, are counted on rank 0 alone, as "
-                "those of a parameter that all ranks hold alike",
+                f"the squares of {name} are only counted on rank 0, as if it were replicated, but each rank has a "
+                "different gradient",
             )
     return None
 
 
-def _is_near(one: float, other: float) -> bool:
-    return abs(one - other) <= _SAME_SUM * max(abs(one), abs(other))
+def _is_near(first: float, second: float) -> bool:
+    return abs(first - second) <= _SAME_SUM * max(abs(first), abs(second))

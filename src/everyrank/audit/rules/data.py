@@ -1,4 +1,4 @@
-"""Which samples the ranks read: the same, too many times, in the same order in each epoch."""
+"""Which samples the ranks read: the same ones, several times, or in the same order in each epoch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FEW = 8  # samples: too few to judge an order by
 
 
 def check_data(evidence: Evidence, findings: Findings) -> None:
-    """Loaders and samplers first; then the rows that reach the model, whoever read them."""
+    """Compare loaders and samplers, then the rows that reach the model from any source."""
     ranks = evidence.ranks
     orders: dict[int, list[LoaderEpoch]] = defaultdict(list)
-    own = {rank: evidence.loaders(rank) for rank in ranks}
+    by_rank = {rank: evidence.loaders(rank) for rank in ranks}
     trained = [key for key, kind in evidence.epochs[ranks[0]].items() if kind == "train"]
     for key in trained:
-        if all(key in own[rank] for rank in ranks):
-            loaders = {rank: own[rank][key] for rank in ranks}
+        if all(key in by_rank[rank] for rank in ranks):
+            loaders = {rank: by_rank[rank][key] for rank in ranks}
             is_common = _check_dataset(loaders, findings)
             if loaders[ranks[0]].indices:
                 if is_common and not _have_own_data(loaders):
@@ -33,7 +33,9 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     for epochs in orders.values():
         _check_epochs(evidence, epochs, findings)
     if not trained:
-        findings.not_checked("samplers: no DataLoader is trained from; the rows that reach the model are compared")
+        findings.not_checked(
+            "samplers: the script trains without a DataLoader; the rows that reach the model are compared"
+        )
     elif not orders:
         findings.not_checked("the order of epochs: the data is a stream; the rows that reach the model are compared")
     elif all(len(epochs) < 2 for epochs in orders.values()):
@@ -43,7 +45,7 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
 
 
 def _check_dataset(loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bool:
-    """Whether all ranks have made the same dataset; says where not."""
+    """Whether all ranks have the same dataset; adds a finding if not."""
     line = next(iter(loaders.values())).line
     are_common = len({loader.subset for loader in loaders.values()}) == 1 or _are_disjoint(loaders)
     if not are_common:
@@ -51,7 +53,7 @@ def _check_dataset(loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bo
             "FAIL",
             "data.split",
             line,
-            "the ranks have split the dataset differently: what one rank trains on is held out on another",
+            "the ranks split the dataset differently: training samples of one rank are validation samples of another",
             "split with a generator of a fixed seed: random_split(data, sizes, torch.Generator().manual_seed(0))",
             _made_at(loaders),
         )
@@ -60,51 +62,52 @@ def _check_dataset(loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bo
             "WARN",
             "data.content",
             line,
-            "the sampler divides one dataset among the ranks, and its sample 0 is different on each: data made without "
-            "a common seed, or files listed in another order",
-            "make the data from a fixed seed, sort lists of files, and let the sampler divide it",
+            "the sampler divides one dataset among the ranks, but its sample 0 is different on each: the data is made "
+            "without a common seed, or files are listed in a different order",
+            "make the data from a fixed seed, sort lists of files, and let the sampler divide the samples",
         )
     return are_common
 
 
 def _have_own_data(loaders: Mapping[int, LoaderEpoch]) -> bool:
-    """Whether each rank has a dataset of its own: then equal index numbers are not equal samples."""
+    """Whether each rank has its own dataset: then equal indices are different samples."""
     seeded = [loader.seeded for loader in loaders.values()]
     return None not in seeded and len(set(seeded)) > 1
 
 
 def _are_divided(loaders: Mapping[int, LoaderEpoch]) -> bool:
-    """Whether the samplers give each rank other numbers, as if all had the same dataset."""
+    """Whether the samplers give each rank different indices, as if all ranks had the same dataset."""
     orders = [set(loader.indices or ()) for loader in loaders.values()]
     first, second = [*orders, set[object](), set[object]()][:2]
     return bool(first and second) and 2 * len(first & second) < min(len(first), len(second))
 
 
 def _are_disjoint(loaders: Mapping[int, LoaderEpoch]) -> bool:
-    """Whether each rank has a part of the dataset of its own: the script divides it by `Subset`."""
+    """Whether no index is read by two ranks: the script divides the dataset by `Subset`."""
     orders = [set(loader.indices or ()) for loader in loaders.values()]
     return sum(map(len, orders)) == len(set[object]().union(*orders))
 
 
 def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findings: Findings) -> None:
-    """What the samplers of the ranks give in one epoch."""
+    """Compare the indices that the samplers of the ranks give in one epoch."""
     first = next(iter(loaders.values()))
     if len(loaders) < 2 or "Weighted" in first.sampler:
         return
     orders = [loader.indices for loader in loaders.values()]
     if are_cut_off(loaders.values()) and orders[0] != orders[1]:
         findings.not_checked(
-            f"which samples each rank reads at {first.line}: of more than {len(orders[0])} only the first are known"
+            f"which samples each rank reads at {first.line}: only the first {len(orders[0])} are known"
         )
         return
     indices = {rank: _one_pass(loader, len(loaders)) for rank, loader in loaders.items()}
     if any(len(set(order)) < len(order) for order in indices.values()):
         return  # drawn with replacement
-    own, other, *_ = sets = [set(order) for order in indices.values()]
-    num_read, total = len(own.union(*sets)), sum(map(len, indices.values()))
+    first_set, second_set, *_ = sets = [set(order) for order in indices.values()]
+    num_common = len(first_set & second_set)
+    num_read, total = len(first_set.union(*sets)), sum(map(len, indices.values()))
     batch = sum(max(loader.sizes) for loader in loaders.values())
     line, length = first.line, first.length or 0
-    if len(own) > 1 and len(own & other) >= _MOST * len(own | other):  # the last batch may be dropped
+    if len(first_set) > 1 and num_common >= _MOST * len(first_set | second_set):  # the last batch may be dropped
         if not (length <= batch and first.batch_sampler == "BatchSamplerShard"):
             _check_same(evidence, loaders, indices, num_read, findings)
     elif total - num_read > batch and length > batch:
@@ -112,13 +115,13 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findi
             "FAIL",
             "data.overlap",
             line,
-            f"{total - num_read} of {total} samples of an epoch are read more than once, {len(own & other)} of them by "
+            f"{total - num_read} of {total} samples of an epoch are read more than once, {num_common} of them by "
             "ranks 0 and 1",
-            "let one sampler divide the samples by rank: the parts must not overlap",
+            "let one sampler divide the samples over the ranks, without overlap",
             _made_at(loaders),
         )
     elif total > num_read:
-        text = f"{total - num_read} of {length} samples are read twice an epoch, so that all ranks have as many"
+        text = f"{total - num_read} of {length} samples are read twice an epoch, to give all ranks the same number"
         findings.add("NOTE", "data.padded", line, text)
     _check_skipped(loaders, num_read, batch, findings)
 
@@ -130,50 +133,53 @@ def _check_same(
     num_read: int,
     findings: Findings,
 ) -> None:
-    """All ranks read all samples: a mistake, unless layers are split, or the script divides each batch itself."""
+    """All ranks read all samples: a mistake unless layers are split or the script divides each batch itself."""
     first = next(iter(loaders.values()))
     if evidence.is_split:
-        text = "every rank reads the same samples: right where layers are split"
+        text = "every rank reads the same samples, as it must when layers are split"
         findings.add("NOTE", "data.same", first.line, text)
     elif _divides_itself(evidence, loaders):
-        text = "every rank reads the same samples, and feeds the model a part of each batch"
+        text = "every rank reads the same samples, and feeds the model its share of each batch"
         findings.add("NOTE", "data.same", first.line, text)
     else:
         in_order = all(order == indices[evidence.ranks[0]] for order in indices.values())
-        how = "the same samples in the same order" if in_order else "all samples, each rank in its own order"
+        which = "the same samples in the same order" if in_order else "all samples, in its own order"
         total = sum(map(len, indices.values()))
         findings.add(
             "FAIL",
             "data.same",
             first.line,
-            f"every rank reads {how}: {num_read} samples are read {total} times an epoch ({first.sampler})",
+            f"every rank reads {which}: {num_read} samples are read {total} times an epoch ({first.sampler})",
             "divide them: DataLoader(data, sampler=DistributedSampler(data)), and sampler.set_epoch(epoch)",
             _made_at(loaders),
         )
 
 
 def _one_pass(loader: LoaderEpoch, num_ranks: int) -> list[object]:
-    """What is read of the data once: a sampler of a person's own may go over it several times."""
+    """The indices of one pass over the data: a custom sampler may make several passes in an epoch."""
     indices: list[object] = list(loader.indices)
     has_repeats = len(set(indices)) < len(indices)
     return indices[: (loader.length or len(indices)) // num_ranks] if has_repeats else indices
 
 
 def _divides_itself(evidence: Evidence, loaders: Mapping[int, LoaderEpoch]) -> bool:
-    """Whether the script cuts each batch: fewer samples reach the model, or others on each rank in the same step."""
+    """Whether the script divides each batch: the model gets fewer samples, or each rank different ones."""
     forwards = [evidence.training_forwards[rank] for rank in loaders]
     largest = max(max(loader.sizes) for loader in loaders.values())
-    updates = sorted({update for own in forwards for update, _ in own})
-    fed = [[[one for key, one in own.items() if key[0] == update] for update in updates] for own in forwards]
-    if all(0 < sum(one.num_samples for one in update) < largest for own in fed for update in own):
+    updates = sorted({update for of_rank in forwards for update, _ in of_rank})
+    by_update = [
+        [[forward for key, forward in of_rank.items() if key[0] == update] for update in updates]
+        for of_rank in forwards
+    ]
+    if all(0 < sum(f.num_samples for f in update) < largest for of_rank in by_update for update in of_rank):
         return True
     orders = [loader.indices for loader in loaders.values()]
-    rows = [[{row for one in update for row in one.row_checksums} for update in own] for own in fed[:2]]
+    rows = [[{row for f in update for row in f.row_checksums} for update in of_rank] for of_rank in by_update[:2]]
     return orders[0] == orders[1] and bool(updates) and not any(a & b for a, b in zip(*rows, strict=True))
 
 
 def _made_at(loaders: Mapping[int, LoaderEpoch]) -> tuple[str, ...]:
-    """Where the sampler and the part of the dataset were made."""
+    """The lines that make the sampler and the Subset."""
     return tuple(line for line in next(iter(loaders.values())).made_at if line)
 
 
@@ -192,12 +198,12 @@ def _check_skipped(loaders: Mapping[int, LoaderEpoch], num_read: int, batch: int
 
 
 def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findings) -> None:
-    """Whether a second epoch has the order of the first."""
+    """Find a second epoch with the order of the first."""
     epochs.sort(key=lambda loader: loader.epoch)
     if len(epochs) < 2 or len(epochs[0].indices) <= _FEW or epochs[0].indices != epochs[1].indices:
         return
     if epochs[0].content is not None and _read_differently(evidence, *epochs[:2]):
-        return  # a dataset that chooses by itself what a number stands for in each epoch
+        return  # the dataset gives different samples for the same indices in each epoch
     order = epochs[0].indices
     is_meant = order == sorted(order) or epochs[1].shuffles is False
     if is_meant or epochs[1].sampler_epoch is None:
@@ -205,8 +211,8 @@ def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findi
             "WARN" if is_meant else "FAIL",
             "data.epoch",
             epochs[1].line,
-            "the second epoch has the order of the first: nothing shuffles",
-            "shuffle: DistributedSampler(data) does, after sampler.set_epoch(epoch)",
+            "the second epoch has the order of the first: the data is not shuffled",
+            "use DistributedSampler(data), which shuffles, and call sampler.set_epoch(epoch)",
             (epochs[1].used_at,),
         )
     else:
@@ -214,18 +220,18 @@ def _check_epochs(evidence: Evidence, epochs: list[LoaderEpoch], findings: Findi
             "FAIL",
             "data.epoch",
             epochs[1].used_at,
-            "the second epoch has the order of the first: set_epoch is not called, or with one number",
+            "the second epoch has the order of the first: set_epoch is not called, or always with the same number",
             "before the loop over the loader: loader.sampler.set_epoch(epoch)",
             (epochs[1].line,),
         )
 
 
 def _read_differently(evidence: Evidence, *epochs: LoaderEpoch) -> bool:
-    """Whether the batches of two epochs hold different samples, under the same numbers, and without random draws."""
+    """Whether the batches of two epochs hold different samples for the same indices, without random numbers."""
     rows: list[dict[int, set[str]]] = []
     for epoch in epochs:
-        own = [event for event in evidence.of(evidence.ranks[0], Batch) if event.epoch == epoch.epoch]
-        rows.append({event.number: set(event.row_checksums) for event in own if event.loader == epoch.loader})
+        batches = [batch for batch in evidence.of(evidence.ranks[0], Batch) if batch.epoch == epoch.epoch]
+        rows.append({batch.number: set(batch.row_checksums) for batch in batches if batch.loader == epoch.loader})
     first, second = rows
     common = [number for number in first if number in second and first[number] and second[number]]
     return 2 * sum(first[number] != second[number] for number in common) > len(common)
@@ -239,7 +245,7 @@ def _check_rows(evidence: Evidence, findings: Findings) -> None:
     first = forwards[evidence.ranks[0]]
     common = [key for key in first if all(key in forwards[rank] for rank in evidence.ranks)]
     together = {event.update for event in evidence.all_of(Collective)}
-    common = [key for key in common if key[0] in together] or common  # not what each rank does for itself before
+    common = [key for key in common if key[0] in together] or common  # without what each rank does by itself before
     if evidence.world_size > 1 and not findings.has("data.same"):
         rows = {rank: [set(forwards[rank][key].row_checksums) for key in common] for rank in evidence.ranks[:2]}
         _compare_ranks(evidence, common, list(rows.values()), findings)
@@ -250,27 +256,27 @@ def _check_rows(evidence: Evidence, findings: Findings) -> None:
 def _compare_ranks(
     evidence: Evidence, common: list[tuple[int, int]], rows: list[list[set[str]]], findings: Findings
 ) -> None:
-    """The rows of two ranks, step by step and over all steps."""
-    own, other = rows
-    if len(set[str]().union(*own, *other)) == 1:
+    """Compare the rows of two ranks, step by step and over all steps."""
+    first_rows, second_rows = rows
+    if len(set[str]().union(*first_rows, *second_rows)) == 1:
         findings.not_checked("the rows that ranks feed the model: all samples of this dataset are equal")
         return
     if any(_differs_otherwise(evidence, key) for key in common):
-        return  # its rows are no samples: what is chosen from them says which are trained on
+        return  # the rows are not samples, such as nodes of a graph from which other inputs select
     first = evidence.training_forwards[evidence.ranks[0]]
-    same = [key for key, a, b in zip(common, own, other, strict=True) if a and 2 * len(a & b) >= len(a)]
+    same = [key for key, a, b in zip(common, first_rows, second_rows, strict=True) if a and 2 * len(a & b) >= len(a)]
     if len(same) >= 2 and 2 * len(same) >= len(common):
         has_more_groups = len(evidence.groups) > 2
         level = "NOTE" if evidence.is_split else "WARN" if has_more_groups else "FAIL"
         text = f"in {len(same)} of {len(common)} steps the ranks feed the model the same samples"
-        text += "; right for tensor or context parallelism only" if level != "FAIL" else ""
-        fix = "divide each batch by rank, or draw with a seed that contains the rank"
+        text += "; only tensor or context parallelism needs that" if level != "FAIL" else ""
+        fix = "divide each batch over the ranks, or draw it with a seed that depends on the rank"
         fix = fix if level != "NOTE" else ""
         findings.add(level, "data.rows", first[same[0]].line, text, fix, _read_at(evidence))
         return
     if evidence.calls_by_rpc:
-        return  # a server may well do again what its trainers did
-    pools = [_until_repeated(some) for some in rows]
+        return  # a server may run the samples of its trainers again
+    pools = [_until_repeated(of_rank) for of_rank in rows]
     smaller, both = min(map(len, pools)), len(pools[0] & pools[1])
     trained = {epoch for epoch, kind in evidence.epochs[evidence.ranks[0]].items() if kind == "train"}
     if smaller > 16 and 5 * both > smaller and len(trained) < 2 and not _has_failed(findings):
@@ -278,14 +284,14 @@ def _compare_ranks(
             "FAIL",
             "data.rows",
             first[common[0]].line,
-            f"{both} of {smaller} samples that rank 0 feeds the model are fed by rank 1 too, at another step",
-            "divide the samples by rank: these ranks draw from one random stream, shifted",
+            f"{both} of {smaller} samples that rank 0 feeds the model are also fed by rank 1, at a different step",
+            "divide the samples over the ranks: these draw from the same random stream, shifted",
             _read_at(evidence),
         )
 
 
 def _differs_otherwise(evidence: Evidence, key: tuple[int, int]) -> bool:
-    """Whether the rows of both ranks are one tensor, and what else goes into the model is not: nodes of a graph."""
+    """Whether both ranks feed the same rows, and different other inputs, as for the nodes of a graph."""
     first, second = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
     return (
         bool(first.row_checksums)
@@ -295,19 +301,21 @@ def _differs_otherwise(evidence: Evidence, key: tuple[int, int]) -> bool:
 
 
 def _read_at(evidence: Evidence) -> tuple[str, ...]:
-    """The loaders that are trained from: where the script makes them, and where it loops over them."""
-    own = evidence.loaders(evidence.ranks[0])
+    """The lines that make the training loaders, and that loop over them."""
+    loaders = evidence.loaders(evidence.ranks[0])
     trained = [key for key, kind in evidence.epochs[evidence.ranks[0]].items() if kind == "train"]
-    return tuple(dict.fromkeys(line for key in trained if key in own for line in (own[key].line, own[key].used_at)))
+    return tuple(
+        dict.fromkeys(line for key in trained if key in loaders for line in (loaders[key].line, loaders[key].used_at))
+    )
 
 
 def _until_repeated(rows: list[set[str]]) -> set[str]:
-    """What a rank feeds before it begins again: training on one batch, or without epochs, is no mistake."""
+    """The samples that a rank feeds before it repeats one: training on a single batch is not a mistake."""
     pool = set[str]()
-    for own in rows:
-        if pool & own:
+    for step_rows in rows:
+        if pool & step_rows:
             break
-        pool |= own
+        pool |= step_rows
     return pool
 
 
@@ -316,7 +324,7 @@ def _has_failed(findings: Findings) -> bool:
 
 
 def _check_repeats(evidence: Evidence, rank: int, findings: Findings) -> None:
-    """Whether a stream gives the samples of the step before once more, within an epoch."""
+    """Find a stream that gives the samples of the previous step again, within an epoch."""
     streams = [loader for loader in evidence.of(rank, LoaderEpoch) if loader.num_batches is None]
     workers = max((loader.workers for loader in streams), default=0)
     if workers < 2:
@@ -331,8 +339,8 @@ def _check_repeats(evidence: Evidence, rank: int, findings: Findings) -> None:
             "FAIL",
             "data.repeat",
             streams[0].line,
-            f"rank {rank} feeds the model samples of the step before again, in {repeated} of {len(pairs)} steps: each "
-            f"of {workers} workers reads the whole stream",
-            "divide the stream by rank and by torch.utils.data.get_worker_info()",
+            f"rank {rank} feeds the model the samples of the previous step again, in {repeated} of {len(pairs)} steps: "
+            f"each of {workers} workers reads the whole stream",
+            "divide the stream over ranks and workers, by torch.utils.data.get_worker_info()",
             (streams[0].used_at, next(iter(evidence.training_forwards[rank].values())).line),
         )

@@ -1,4 +1,4 @@
-"""What an evaluation counts: every held-out sample once, and means by the number of terms."""
+"""Evaluations: every validation sample counts once, and means are weighted by their numbers of terms."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from everyrank.audit.finding import Findings, short_place
 __all__ = ["check_evaluation", "loss_passes"]
 
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
-# random states, and whether to stop: Accelerate's and Lightning's, no results
+# functions of Accelerate and Lightning that send random states and flags, not results
 _OTHER_SENDERS = {"synchronize_rng_states", "__iter__", "reduce_boolean_decision", "has_len_all_ranks"}
-_SENDS_NO_RESULTS = ("barrier", "broadcast", "scatter")  # of other ranks
-_DIGITS = 4  # of a printed number that are enough to know it again
+_SENDS_NO_RESULTS = ("barrier", "broadcast", "scatter")
+_DIGITS = 4  # of a printed number that identify it
 
 
 def check_evaluation(evidence: Evidence, findings: Findings) -> None:
-    """Loaders under no_grad, what is sent between the ranks afterwards, and the numbers that the script prints."""
+    """Check loaders under no_grad, the collectives after them, and the numbers that the script prints."""
     normalises = any(event.num_batch_norms for event in evidence.all_of(Forward))
     for event in evidence.all_of(EvalForward):
         if event.is_training and (normalises or event.num_dropouts):
@@ -36,7 +36,7 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
                 "WARN",
                 "eval.mode",
                 event.line,
-                "evaluates in training mode: dropout drops, and batch norm takes the statistics of this batch",
+                "evaluates in train mode: dropout is active, and batch norm uses the statistics of this batch",
                 "model.eval() before the evaluation, model.train() after it",
             )
     for event in evidence.all_of(EvalForward):
@@ -45,7 +45,7 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
                 "WARN",
                 "eval.dropout",
                 event.line,
-                f"evaluates with {event.num_dropouts} dropouts that do not know of eval mode",
+                f"evaluates with {event.num_dropouts} dropouts that ignore eval mode",
                 "F.dropout(x, p, training=self.training), or nn.Dropout",
             )
     _check_training_mode(evidence, findings)
@@ -53,20 +53,20 @@ def check_evaluation(evidence: Evidence, findings: Findings) -> None:
         key for rank in evidence.ranks for key, kind in evidence.epochs[rank].items() if kind == "eval"
     )
     if not any(not event.is_grad for event in evidence.all_of(Forward)):
-        findings.not_checked("evaluation: the script did not come to one in the part that ran")
+        findings.not_checked("evaluation: the part of the script that ran has none")
     if evidence.world_size > 1 and evidence.sees_functions and not _only_some_evaluate(evidence, findings):
         for key in evaluated:
             loaders = {rank: evidence.loaders(rank).get(key) for rank in evidence.ranks}
-            found = {rank: loader for rank, loader in loaders.items() if loader is not None and loader.indices}
-            if len(found) == len(loaders):
-                _check_shards(evidence, key, found, findings)
+            known = {rank: loader for rank, loader in loaders.items() if loader is not None and loader.indices}
+            if len(known) == len(loaders):
+                _check_shards(evidence, key, known, findings)
     _check_means(evidence, findings)
 
 
 def _check_training_mode(evidence: Evidence, findings: Findings) -> None:
-    """A model that was trained in train mode, was evaluated, and goes on in eval mode."""
+    """Find a model that trains in eval mode after an evaluation."""
     rank = evidence.ranks[0]
-    has_dropout = any(one.num_dropouts for one in evidence.of(rank, ForwardEnd))
+    has_dropout = any(forward.num_dropouts for forward in evidence.of(rank, ForwardEnd))
     was_training = False
     for event in _trained_forwards(evidence, rank):
         was_training |= event.is_training
@@ -75,55 +75,55 @@ def _check_training_mode(evidence: Evidence, findings: Findings) -> None:
                 "FAIL",
                 "train.mode",
                 event.line,
-                "trains in eval mode since the first evaluation: no dropout, and batch norm learns nothing more",
+                "trains in eval mode since the first evaluation: dropout is off, and batch norm keeps its statistics",
                 "model.train() after each evaluation",
             )
             return
 
 
 def _trained_forwards(evidence: Evidence, rank: int) -> list[Forward]:
-    """The last forward before each backward: others may be evaluations without `torch.no_grad`."""
-    found: list[Forward] = []
+    """The last forward before each backward. Others may be evaluations without `torch.no_grad`."""
+    forwards: list[Forward] = []
     last: Forward | None = None
     for event in evidence.events[rank]:
         if isinstance(event, Forward) and event.is_grad:
             last = event
         elif isinstance(event, Backward) and last is not None:
-            found.append(last)
+            forwards.append(last)
             last = None
-    return found
+    return forwards
 
 
 def _only_some_evaluate(evidence: Evidence, findings: Findings) -> bool:
-    evaluating = [rank for rank in evidence.ranks if any(not one.is_grad for one in evidence.of(rank, Forward))]
+    evaluating = [rank for rank in evidence.ranks if any(not f.is_grad for f in evidence.of(rank, Forward))]
     if not evaluating or len(evaluating) == evidence.world_size:
         return False
-    event = next(one for one in evidence.of(evaluating[0], Forward) if not one.is_grad)
+    event = next(forward for forward in evidence.of(evaluating[0], Forward) if not forward.is_grad)
     risk = " through DistributedDataParallel, whose broadcast of buffers would hang" if event.broadcasts_buffers else ""
-    text = f"only rank {', '.join(map(str, evaluating))} evaluates{risk}; the others wait at their next collective"
+    text = f"only rank {', '.join(map(str, evaluating))} evaluates{risk}; the other ranks wait at their next collective"
     findings.add("NOTE", "eval.one-rank", event.line, text)
     return True
 
 
 def _sent_after(evidence: Evidence, key: EpochKey) -> list[Collective]:
-    """Rank 0's own collectives between the first batch of this evaluation and the training that follows."""
+    """Collectives that rank 0's script calls between the first batch of an evaluation and the next training step."""
     rank = evidence.ranks[0]
-    found: list[Collective] = []
-    is_on = False
+    sent: list[Collective] = []
+    has_begun = False
     for event in evidence.events[rank]:
         if isinstance(event, Batch) and (event.loader, event.epoch) == key:
-            is_on = True
-        elif is_on and isinstance(event, Forward) and event.is_grad:
+            has_begun = True
+        elif has_begun and isinstance(event, Forward) and event.is_grad:
             break
         elif (
-            is_on
+            has_begun
             and isinstance(event, Collective)
             and event.phase == "script"
             and not event.op.startswith(_SENDS_NO_RESULTS)
             and not _OTHER_SENDERS.intersection(event.library_calls)
         ):
-            found.append(event)
-    return found
+            sent.append(event)
+    return sent
 
 
 def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEpoch], findings: Findings) -> None:
@@ -133,13 +133,13 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
     num, line = len(union), first.line
     if are_cut_off(loaders.values()):
         findings.not_checked(
-            f"which samples each rank evaluates at {line}: of {first.num_indices} only the first are known"
+            f"which samples each rank evaluates at {line}: only the first of {first.num_indices} are known"
         )
         return
     sent = _sent_after(evidence, key)
     has_split = len({loader.subset for loader in loaders.values()}) > 1
     if has_split and sent and first.sampler == "DistributedSampler":
-        return  # each rank has split the dataset differently: said of the training
+        return  # data.split reports that the ranks split the dataset differently
     if sets[0] == sets[1]:
         if len(sets[0]) > 2:
             findings.add("NOTE", "eval.everywhere", line, f"every rank evaluates all {num} samples")
@@ -147,54 +147,53 @@ def _check_shards(evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEp
     if not sent:
         _judge_unsent(evidence, key, first, f"{len(sets[0])} of {num}", findings)
     elif total > num and any(evidence.all_of(EvalSlice)):
-        findings.not_checked("whether samples that were repeated are counted: the evaluation cuts tensors by hand")
+        findings.not_checked("whether repeated samples are counted: the evaluation slices tensors itself")
     elif total > num and not any("gather_for_metrics" in event.library_calls for event in sent):
         calls = sorted({event.library_calls[0] for event in sent if event.library_calls})
-        what = f", by {', '.join(calls)} at {short_place(sent[0].lines[0])}" if calls and sent[0].lines else ""
+        by = f", by {', '.join(calls)} at {short_place(sent[0].line)}" if calls and sent[0].lines else ""
         findings.add(
             "FAIL",
             "eval.padded",
             line,
-            f"{total - num} of {num} samples are evaluated twice (the sampler fills up the ranks) and counted "
-            f"twice{what}",
-            "drop what is beyond len(dataset), or give each rank Subset(data, range(rank, len(data), world_size))",
+            f"{total - num} of {num} samples are evaluated twice (the sampler pads the ranks) and counted twice{by}",
+            "drop the samples beyond len(dataset), or give each rank Subset(data, range(rank, len(data), world_size))",
             tuple(sent[0].lines[:1]),
         )
     _check_dropped(evidence, key, loaders, union, findings)
 
 
 def _judge_unsent(evidence: Evidence, key: EpochKey, loader: LoaderEpoch, share: str, findings: Findings) -> None:
-    passed = _evaluated_in(evidence, key)
-    if passed and all(event.is_prediction for event in passed):
-        return  # each rank has its own part of the predictions: no number is made of them
-    is_lightning = any(event.is_lightning for event in passed)
+    forwards = _evaluated_in(evidence, key)
+    if forwards and all(event.is_prediction for event in forwards):
+        return  # each rank has its own predictions, and no number is computed from them
+    is_lightning = any(event.is_lightning for event in forwards)
     findings.add(
         "FAIL",
         "eval.shard",
         loader.line,
-        f"rank 0 evaluates {share} samples, and nothing is sent between the ranks before training goes on: its number "
-        "is that of its shard",
+        f"rank 0 evaluates {share} samples, and nothing is sent between the ranks before training continues: its "
+        "result is that of its shard",
         "self.log(..., sync_dist=True)" if is_lightning else "all-reduce the sums and the counts, then divide",
-        tuple(event.line for event in passed[:1]),
+        tuple(event.line for event in forwards[:1]),
     )
 
 
 def _evaluated_in(evidence: Evidence, key: EpochKey) -> list[EvalForward]:
-    """What rank 0's model was called on with the batches of this evaluation."""
-    found: list[EvalForward] = []
+    """The forwards of rank 0 on the batches of this evaluation."""
+    forwards: list[EvalForward] = []
     last = None
     for event in evidence.events[evidence.ranks[0]]:
         if isinstance(event, Batch):
             last = (event.loader, event.epoch)
         elif isinstance(event, EvalForward) and last == key:
-            found.append(event)
-    return found
+            forwards.append(event)
+    return forwards
 
 
 def _check_dropped(
     evidence: Evidence, key: EpochKey, loaders: dict[int, LoaderEpoch], union: set[object], findings: Findings
 ) -> None:
-    """Samples that no rank evaluates: of the loader's own dataset, and where it is not cut up, of the whole."""
+    """Find samples that no rank evaluates: of each loader's dataset, and of the whole where it is not divided."""
     first = loaders[evidence.ranks[0]]
     length = first.length or 0
     num = sum(
@@ -211,20 +210,20 @@ def _check_dropped(
         num = max(num, len(set(range(length)) - union - others))
     if num > 0:
         text = f"{num} of {max(length, len(union) + num)} samples are not evaluated"
-        findings.add("WARN", "eval.dropped", first.line, text, "drop_last=False where it is counted")
+        findings.add("WARN", "eval.dropped", first.line, text, "drop_last=False in the evaluation")
 
 
 # --- means
 
 
 def _check_means(evidence: Evidence, findings: Findings) -> None:
-    """A number that is printed, and is the mean of the batches' means rather than the mean over all terms."""
+    """Find a printed number that is the mean of the batches' means, and not the mean over all terms."""
     output = evidence.run.outputs[0] if evidence.run.outputs else ""
-    own = [loss_passes(evidence, rank) for rank in evidence.ranks]
-    for events in own[0]:
+    by_rank = [loss_passes(evidence, rank) for rank in evidence.ranks]
+    for events in by_rank[0]:
         _check_mean(output, [events], findings)
-    for of_all in zip(*own, strict=False) if len(own) > 1 else ():
-        _check_mean(output, list(of_all), findings)
+    for of_all_ranks in zip(*by_rank, strict=False) if len(by_rank) > 1 else ():
+        _check_mean(output, list(of_all_ranks), findings)
 
 
 def loss_passes(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
@@ -239,13 +238,13 @@ def loss_passes(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
     return [*passes, *([current] if current else [])]
 
 
-def _check_mean(output: str, parts: list[list[EvalLoss]], findings: Findings) -> None:
-    """`parts` are the losses of one evaluation, by rank."""
-    events = [event for part in parts for event in part]
+def _check_mean(output: str, by_rank: list[list[EvalLoss]], findings: Findings) -> None:
+    """Check one evaluation, of which these are the losses."""
+    events = [event for losses in by_rank for event in losses]
     terms = sum(event.terms for event in events)
     if len(events) < 2 or len({event.terms for event in events}) < 2 or not terms:
         return
-    of_means = sum(sum(event.value for event in part) / len(part) for part in parts) / len(parts)
+    of_means = sum(sum(event.value for event in losses) / len(losses) for losses in by_rank) / len(by_rank)
     of_terms = sum(event.value * event.terms for event in events) / terms
     shown = _shown(output, of_means, of_terms)
     if shown and not _shown(output, of_terms, of_means):
@@ -261,7 +260,7 @@ def _check_mean(output: str, parts: list[list[EvalLoss]], findings: Findings) ->
 
 
 def _shown(output: str, wanted: float, other: float) -> str:
-    """The printed number that is `wanted`, where it has enough digits to be told from `other`."""
+    """The printed number that equals `wanted`, if its digits distinguish it from `other`; else ""."""
     for text in _NUMBER.findall(output):
         mantissa, _, exponent = text.partition("e")
         last = 0.5 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))

@@ -1,8 +1,8 @@
-"""The gradient that steps, as a sum of what each backward gave on each rank: with which factors?
+"""The gradient that steps, as a sum over the gradients of all backwards and ranks: with which factors?
 
-The factors are found by least squares over samples of the tensors (`everyrank.audit.watch.gradients`), so nothing has
-to be known of the script, and dropout, batch norm and low precision do not matter: g = c * sum of g(rank, backward)
-must hold, with one c for all of them.
+g = c * sum of g(rank, backward) must hold, with the same c for all. The factors come from least squares over samples
+of the tensors (`watch/gradients.py`), so nothing need be known of the script, and dropout, batch norm and low precision
+do not matter.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.audit.events import Backward, DiscardedGradients, NoSync
-from everyrank.audit.evidence import Evidence, Samples
+from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
 
 __all__ = ["check_gradients"]
 
-_ROUNDED = 1e-2  # relative residual of a gradient that was rounded to a half precision by hand
-_TOLERANCE, _SCALED_TOLERANCE = 1e-4, 2e-3  # relative residual; the second where a loss scale means float16
+_ROUNDED = 1e-2  # relative residual of a gradient that the script rounds to half precision
+_TOLERANCE, _SCALED_TOLERANCE = 1e-4, 2e-3  # relative residual; the second with a loss scale (float16)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fit:
-    """Factors by column, and the residual relative to what was to be explained."""
+    """A factor for each column, and the residual relative to the gradient."""
 
     factors: list[float]
     residual: float
@@ -35,7 +35,7 @@ class _Fit:
 
 @dataclasses.dataclass
 class _Update:
-    """One update, the names that all ranks step, and what there is of them."""
+    """The gradients of one update, and the names of the parameters that all ranks step."""
 
     number: int
     line: str
@@ -47,19 +47,21 @@ class _Update:
 
     @property
     def has_carried(self) -> bool:
-        return any(float(np.abs(value).sum()) > 0 for own in self.carried.values() for value in own.values())
+        return any(
+            float(np.abs(value).sum()) > 0 for gradients in self.carried.values() for value in gradients.values()
+        )
 
     def fit(self, names: Sequence[str], rank: int, columns: Sequence[Sequence[Piece]]) -> _Fit:
-        """Which combination of sums of pieces, and of what was carried over, is this rank's gradient?"""
+        """Fit the gradient of a rank by sums of pieces (a column each) and by the gradient from the update before."""
         target = np.concatenate([self.stepping[rank][name] for name in names])
-        parts = [
+        sums = [
             np.concatenate([sum((self._piece(piece, name) for piece in column), 0.0 * target[:1]) for name in names])
             for column in columns
         ]
         if self.has_carried and self.carried[rank]:
             zeros = {name: np.zeros_like(self.stepping[rank][name]) for name in names}
-            parts.append(np.concatenate([self.carried[rank].get(name, zeros[name]) for name in names]))
-        matrix = np.stack(parts, 1)
+            sums.append(np.concatenate([self.carried[rank].get(name, zeros[name]) for name in names]))
+        matrix = np.stack(sums, 1)
         if not np.linalg.norm(target) or not np.linalg.norm(matrix):
             return _Fit([0.0] * matrix.shape[1], float(np.linalg.norm(target) > 0 or np.linalg.norm(matrix) > 0))
         scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
@@ -68,21 +70,21 @@ class _Update:
         return _Fit([float(factor) for factor in factors], residual)
 
     def _piece(self, piece: Piece, name: str) -> NDArray[np.float64]:
-        found = self.pieces[piece].get(name)
-        return np.zeros_like(self.stepping[piece[0]][name]) if found is None else found
+        gradient = self.pieces[piece].get(name)
+        return np.zeros_like(self.stepping[piece[0]][name]) if gradient is None else gradient
 
 
 def check_gradients(evidence: Evidence, findings: Findings) -> None:
-    """Each update that was written down; says what could not be judged."""
+    """Judge each recorded update, and report what cannot be judged."""
     judged = 0
     zeros = [steps[evidence.ranks[0]].is_zero for steps in evidence.steps.values()]
     if zeros and all(zeros):
         line = next(iter(evidence.steps.values()))[evidence.ranks[0]].line
         text = f"all gradients are exactly zero in all {len(zeros)} updates: nothing is trained"
-        findings.add("FAIL", "gradient.zero", line, text, "look at the loss: is it constant, or of one class only?")
+        findings.add("FAIL", "gradient.zero", line, text, "check the loss: is it constant, or over one class only?")
         return
     if evidence.is_opaque:
-        return  # said by `check_replicas`
+        return  # `check_replicas` reports it
     _check_lost(evidence, findings)
     if evidence.is_split:
         findings.not_checked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
@@ -93,27 +95,26 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             judged += 1
             _judge(evidence, update, findings)
     if not judged:
-        findings.not_checked("gradients: no update in which all ranks step the same tensors was written down")
+        findings.not_checked("gradients: no update was recorded in which all ranks step the same tensors")
     lost = evidence.all_of(DiscardedGradients)
     num_backwards = Counter((event.rank, event.update) for event in evidence.all_of(Backward))
     usual = Counter(num_backwards.values()).most_common(1)[0][0] if num_backwards else 0
     for event in lost[:1]:
-        is_skipped = usual == event.num_backwards == 1 and len(lost) <= len(
-            evidence.steps
-        )  # on both ranks: half of them
+        # a custom loss scaler may skip a step: at most half of the events, on two ranks
+        is_skipped = usual == event.num_backwards == 1 and len(lost) <= len(evidence.steps)
         findings.add(
-            "NOTE" if is_skipped else "WARN",  # as a loss scaler of their own skips a step
+            "NOTE" if is_skipped else "WARN",  # a custom loss scaler skips steps
             "gradient.thrown-away",
             event.line,
-            f"zero_grad throws away the gradient of {event.num_backwards} backwards before any optimizer step",
-            "zero_grad belongs after the step, or before the first backward of an update",
+            f"zero_grad clears the gradient of {event.num_backwards} backwards before any optimizer step",
+            "call zero_grad after the step, or before the first backward of an update",
         )
 
 
 def _check_lost(evidence: Evidence, findings: Findings) -> None:
-    """Features that all_gather has stripped of their gradients, in a loss that is another one on each rank.
+    """Find losses of features from all_gather, through which no gradient flows.
 
-    Where all ranks compute the same loss of all features, each has the whole gradient of its own.
+    If all ranks compute the same loss from all features, each rank still gets the whole gradient of its own features.
     """
     for events in zip(*(evidence.of(rank, Backward) for rank in evidence.ranks), strict=False):
         losses = [event.gathered_loss for event in events if event.gathered_loss is not None]
@@ -121,35 +122,35 @@ def _check_lost(evidence: Evidence, findings: Findings) -> None:
             continue
         if events[0].is_detached:
             findings.not_checked(
-                f"the gradient of what is gathered at {short_place(events[0].gathered_at)}: it is cut off before "
-                "(detach, no_grad), which may be meant so"
+                f"the gradient of the features gathered at {short_place(events[0].gathered_at)}: they are detached "
+                "before (detach, no_grad), which may be intended"
             )
         else:
             findings.add(
                 "WARN",
                 "gradient.lost",
                 events[0].gathered_at,
-                "features go into the loss through all_gather, which has no backward: what the losses of other ranks "
-                "say of this rank's features is lost",
-                "torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks",
+                "features go into the loss through all_gather, which has no backward: the gradient of the other ranks' "
+                "losses by this rank's features is lost",
+                "use torch.distributed.nn.functional.all_gather, whose backward sums the gradients of all ranks",
                 (events[0].line,),
             )
             return
 
 
 def _read(evidence: Evidence, number: int) -> _Update | None:
-    """The update, where all ranks have written down the same tensors; of shards the whole is put together."""
-    found = {rank: evidence.samples(rank, number) for rank in evidence.ranks}
-    own = {rank: samples for rank, samples in found.items() if samples is not None}
-    if len(own) < len(found) or not any(samples.pieces for samples in own.values()):
+    """The gradients of an update, with shards combined; None unless all ranks have recorded the same tensors."""
+    recorded = {rank: evidence.samples(rank, number) for rank in evidence.ranks}
+    by_rank = {rank: samples for rank, samples in recorded.items() if samples is not None}
+    if len(by_rank) < len(recorded) or not any(samples.pieces for samples in by_rank.values()):
         return None
     steps = evidence.steps[number]
-    stepping = {rank: {**samples.steps, **samples.clipped} for rank, samples in own.items()}
+    stepping = {rank: {**samples.steps, **samples.clipped} for rank, samples in by_rank.items()}
     if any(step.is_sharded for step in steps.values()):
         whole = _put_together(list(stepping.values()))
         stepping = dict.fromkeys(stepping, whole)
     names = [name for name in stepping[evidence.ranks[0]] if all(name in each for each in stepping.values())]
-    pieces = {(rank, micro): piece for rank, samples in own.items() for micro, piece in samples.pieces.items()}
+    pieces = {(rank, micro): piece for rank, samples in by_rank.items() for micro, piece in samples.pieces.items()}
     every = [*stepping.values(), *pieces.values()]
     if not names or any(len({each[name].shape for each in every if name in each}) > 1 for name in names):
         return None
@@ -160,33 +161,36 @@ def _read(evidence: Evidence, number: int) -> _Update | None:
         names,
         pieces,
         stepping,
-        _carried(own, names),
+        {
+            rank: {name: value for name, value in samples.carried.items() if name in names}
+            for rank, samples in by_rank.items()
+        },
         _TOLERANCE if first.loss_scale == 1.0 else _SCALED_TOLERANCE,
     )
 
 
-def _carried(own: dict[int, Samples], names: list[str]) -> dict[int, dict[str, NDArray[np.float64]]]:
-    return {
-        rank: {name: value for name, value in samples.carried.items() if name in names} for rank, samples in own.items()
-    }
-
-
 def _put_together(shards: list[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
-    """Samples of whole tensors, out of those that are NaN where another rank has the elements."""
+    """Samples of whole tensors from those of shards, which are NaN where another rank has the elements."""
     whole: dict[str, NDArray[np.float64]] = {}
-    for own in shards:
-        for name, value in own.items():
+    for shard in shards:
+        for name, value in shard.items():
             whole[name] = np.where(np.isnan(whole[name]), value, whole[name]) if name in whole else value
     return whole
 
 
 def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
     ranks, names = evidence.ranks, update.names
-    if any(not np.isfinite(value).all() for own in update.stepping.values() for value in own.values()):
+    if any(not np.isfinite(value).all() for gradients in update.stepping.values() for value in gradients.values()):
         text = f"update {update.number}: the gradient is not finite"
-        findings.add("FAIL", "gradient.nan", update.line, text, "look for a division by zero or a loss scale")
+        findings.add(
+            "FAIL",
+            "gradient.nan",
+            update.line,
+            text,
+            "check for a division by zero, or for a loss scale that is too large",
+        )
         return
-    if not any(float(np.abs(value).sum()) for own in update.stepping.values() for value in own.values()):
+    if not any(float(np.abs(value).sum()) for gradients in update.stepping.values() for value in gradients.values()):
         return
     every = sorted(update.pieces)
     fits = {rank: update.fit(names, rank, [every]) for rank in ranks}
@@ -195,7 +199,7 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
             "FAIL",
             "gradient.carried",
             update.line,
-            f"update {update.number} still contains the gradient of the update before",
+            f"update {update.number} still contains the gradient of the previous update",
             "optimizer.zero_grad() before the first backward of each update",
             evidence.scaling_lines(update.number)[:1],
         )
@@ -206,40 +210,40 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
 
 
 def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: Findings) -> None:
-    """The gradient is not one factor times the sum over all ranks and backwards: what is it?"""
+    """Name what a gradient is that is not a multiple of the sum over all ranks and backwards."""
     ranks, names, tolerance = evidence.ranks, update.names, update.tolerance
-    own = {rank: [[piece for piece in every if piece[0] == rank]] for rank in ranks}
+    local = {rank: [[piece for piece in every if piece[0] == rank]] for rank in ranks}
     bad = {name for name in names if any(_is_off(update, name, rank, [every]) for rank in ranks)}
-    alone = {name for name in bad if not any(_is_off(update, name, rank, own[rank]) for rank in ranks)}
+    unsynced = {name for name in bad if not any(_is_off(update, name, rank, local[rank]) for rank in ranks)}
     each = {rank: update.fit(names, rank, [[piece] for piece in every]) for rank in ranks}
     residual = max(fit.residual for fit in each.values())
-    if len(ranks) > 1 and all(update.fit(names, rank, own[rank]).residual < tolerance for rank in ranks):
-        rule, text = "local", "each rank steps with its own gradient: nothing is averaged over the ranks"
-        fix = "wrap the model in DistributedDataParallel, and leave no_sync() for the last backward"
-    elif len(ranks) > 1 and alone and alone == bad and len(alone) < len(names):
-        shown = ", ".join(sorted(alone)[:4])
-        rule, text = "unsynced", f"{len(alone)} of {len(names)} parameters are not averaged over the ranks: {shown}"
-        fix = "wrap the model when it has all its parameters, and ignore none that is trained"
+    if len(ranks) > 1 and all(update.fit(names, rank, local[rank]).residual < tolerance for rank in ranks):
+        rule, text = "local", "each rank steps with its local gradient: no gradient is averaged over the ranks"
+        fix = "wrap the model in DistributedDataParallel, and call the last backward outside no_sync()"
+    elif len(ranks) > 1 and unsynced and unsynced == bad and len(unsynced) < len(names):
+        shown = ", ".join(sorted(unsynced)[:4])
+        rule, text = "unsynced", f"{len(unsynced)} of {len(names)} parameters are not averaged over the ranks: {shown}"
+        fix = "wrap the model after all its parameters are there, and ignore none that is trained"
     elif residual < tolerance:
         weights = ", ".join(
             f"{factor:.3g} x (rank {rank}, backward {micro})"
             for factor, (rank, micro) in zip(each[ranks[0]].factors, every, strict=False)
         )
         rule, text = "weights", f"it is not the mean of the ranks' gradients; on rank 0 it is {weights}"
-        fix = "all-reduce in the last backward of an update, and only there: no_sync() around the others"
+        fix = "all-reduce only in the last backward of an update: no_sync() around the others"
     elif not bad and residual > _ROUNDED:
-        rule, text = "scaled", "each tensor's gradient has a factor of its own: clipped one by one, or set to zero"
+        rule, text = "scaled", "each tensor's gradient has a different factor: clipped one by one, or set to zero"
         fix = ""
     else:
         shown = ", ".join(sorted(bad)[:3])
         rule, text = (
             "unexplained",
             (
-                f"the gradient that steps is no combination of what the ranks' backwards gave: changed in between, "
+                f"the gradient that steps is not a combination of those of the backwards: it is changed in between, "
                 f"e.g. {shown} (residual {residual:.2g})"
             ),
         )
-        fix = "look at what changes .grad between backward and step"
+        fix = "find the code that changes .grad between backward and step"
     is_rounded = rule == "unexplained" and residual < _ROUNDED
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
@@ -248,6 +252,6 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
 
 
 def _is_off(update: _Update, name: str, rank: int, columns: Sequence[Sequence[Piece]]) -> bool:
-    """Whether this tensor of a rank has a gradient that is no combination of these sums."""
+    """Whether the gradient of this tensor is not a combination of these sums."""
     has_gradient = float(np.linalg.norm(update.stepping[rank][name])) > 0
     return has_gradient and update.fit([name], rank, columns).residual > 10 * update.tolerance

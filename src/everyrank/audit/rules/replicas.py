@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model, and whether all of it is trained."""
+"""Whether all ranks hold the same parameters and buffers, and whether all parameters are trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["check_replicas"]
 
 
 def check_replicas(evidence: Evidence, findings: Findings) -> None:
-    """Checksums of parameters before each update, of parameters and buffers at each evaluation."""
+    """Compare parameters before each update, and parameters and buffers at each evaluation."""
     _check_wrapper(evidence, findings)
     for event in evidence.all_of(Opaque):
         findings.not_checked(event.message)
@@ -36,8 +36,8 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
             "FAIL",
             "weights.uninitialised",
             event.line,
-            f"{event.num} parameters are never given a value after to_empty: {', '.join(event.names[:3])}",
-            "call reset_parameters() on each module, or load a checkpoint into it, before the first forward",
+            f"{event.num} parameters get no value after to_empty: {', '.join(event.names[:3])}",
+            "call reset_parameters() on each module, or load a checkpoint, before the first forward",
         )
     _check_left_out(evidence, findings)
 
@@ -49,12 +49,12 @@ def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
                 "FAIL",
                 "replicas.unwrapped",
                 event.line,
-                "a forward with gradients goes past the DistributedDataParallel wrapper: nothing is averaged",
-                "call the wrapper, not what it wraps (model.module)",
+                "a forward with gradients bypasses the DistributedDataParallel wrapper, so no gradient is averaged",
+                "call the wrapper, not the wrapped model (model.module)",
             )
     wraps = any(evidence.all_of(Wrap)) or any(step.is_sharded for step in evidence.all_of(OptimizerStep))
     is_silent = evidence.sees_functions and not evidence.all_of(Collective) and not evidence.calls_by_rpc
-    # equal after all updates: something is sent that we do not see (Horovod, MPI), or all is the same, said elsewhere
+    # replicas that are equal at the end are reduced by code that is not recorded (Horovod, MPI), or have equal data
     last = list(evidence.steps.values())[-1:]
     differ = any(len({tuple(step.checksums.values()) for step in steps.values()}) > 1 for steps in last)
     if evidence.world_size > 1 and not wraps and is_silent and differ:
@@ -63,7 +63,7 @@ def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
             "FAIL",
             "replicas.alone",
             steps[0].line if steps else "",
-            f"{evidence.world_size} processes train, and nothing is sent between them: each has a model of its own",
+            f"{evidence.world_size} processes train without communication, so each trains a separate model",
             "open a process group and wrap the model: DistributedDataParallel(model)",
         )
 
@@ -71,7 +71,7 @@ def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
 def _check_parameters(evidence: Evidence, findings: Findings) -> None:
     for update, steps in evidence.steps.items():
         first = steps[evidence.ranks[0]]
-        # with other shapes the ranks hold different parts of the model
+        # with different shapes the ranks hold different shards of the model
         if not first.checksums or len({step.shapes for step in steps.values()}) > 1:
             continue
         names = [name for name in first.checksums if len(_values(steps, name)) > 1]
@@ -84,27 +84,27 @@ def _check_parameters(evidence: Evidence, findings: Findings) -> None:
                 "replicas.drift",
                 seed or first.line,
                 f"{len(names)} of {len(first.checksums)} parameters differ between the ranks {since}: "
-                f"{', '.join(names[:4])} (rank 0's and those of rank {', '.join(map(str, others))}){why}",
-                "begin with rank 0's weights on all ranks, and average every gradient",
+                f"{', '.join(names[:4])} (rank 0 and rank {', '.join(map(str, others))}){why}",
+                "start with the weights of rank 0 on all ranks, and average every gradient",
                 (first.line, *(_broadcasts(evidence) if update == min(evidence.steps) else ())),
             )
             return
 
 
 def _seeds(evidence: Evidence) -> tuple[str, str]:
-    """The line that gives each rank a seed of its own before it makes its optimizer, and the words; ("", "")."""
-    own: list[list[SeedSet]] = []
+    """The line that gives each rank a different seed before its optimizer is made, and a note; "" if there is none."""
+    by_rank: list[list[SeedSet]] = []
     for rank in evidence.ranks:
         made = next((event.time for event in evidence.of(rank, OptimizerMade)), 0.0)
-        own.append([event for event in evidence.of(rank, SeedSet) if event.time < made])
-    for events in zip(*own, strict=False):
+        by_rank.append([event for event in evidence.of(rank, SeedSet) if event.time < made])
+    for events in zip(*by_rank, strict=False):
         if len({event.seed for event in events}) > 1:
             return events[0].line, f"; seeds here: {', '.join(str(event.seed) for event in events)}"
-    return "", "" if any(own) else "; no torch.manual_seed before the optimizer was made"
+    return "", "" if any(by_rank) else "; no torch.manual_seed before the optimizer was made"
 
 
 def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
-    """Where the script itself broadcasts before the first update: a view goes over gloo in the order of its memory."""
+    """Lines that broadcast before the first update: gloo sends a view in memory order."""
     events = [event for event in evidence.of(evidence.ranks[0], Collective) if event.op == "broadcast_"]
     return tuple(dict.fromkeys(line for event in events if not event.update for line in event.lines[:1]))
 
@@ -118,13 +118,13 @@ def _check_rates(evidence: Evidence, findings: Findings) -> None:
     for update, steps in evidence.steps.items():
         rates = {rank: tuple(step.rates) for rank, step in steps.items()}
         if len(set(rates.values())) > 1 and not evidence.is_split:
-            shown = ", ".join(f"{own[0]:.3g} on rank {rank}" for rank, own in rates.items() if own)
+            shown = ", ".join(f"{of_rank[0]:.3g} on rank {rank}" for rank, of_rank in rates.items() if of_rank)
             findings.add(
                 "FAIL",
                 "replicas.rate",
                 steps[evidence.ranks[0]].line,
                 f"the ranks step with different learning rates since update {update}: {shown}",
-                "decide on all ranks by the same number: all-reduce it, or broadcast rank 0's",
+                "compute the learning rate from the same number on all ranks: all-reduce it, or broadcast rank 0's",
             )
             return
 
@@ -151,14 +151,14 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
 
 
 def _check_untrained(evidence: Evidence, findings: Findings) -> None:
-    """Buffers of modules outside of the wrapped model, which DistributedDataParallel does not broadcast."""
+    """Find drifting buffers of modules outside the wrapped model, which DistributedDataParallel does not broadcast."""
     calls = {rank: _calls_of_untrained(evidence, rank) for rank in evidence.ranks}
     first = calls[evidence.ranks[0]]
     reported: set[str] = set()
     for key in sorted(set(first).intersection(*calls.values())):
         event = first[key]
         for name in event.buffers:
-            values = {own[key].buffers.get(name) for own in calls.values()}
+            values = {of_rank[key].buffers.get(name) for of_rank in calls.values()}
             changes = len({other.buffers.get(name) for other in first.values() if other.line == event.line}) > 1
             label = f"{event.name}.{name}"
             if len(values) > 1 and None not in values and changes and label not in reported:
@@ -168,28 +168,28 @@ def _check_untrained(evidence: Evidence, findings: Findings) -> None:
                     "replicas.buffers",
                     event.line,
                     f"buffer {label} differs between the ranks since update {event.update}: "
-                    "the module is not part of the wrapped model, so nothing synchronises it",
-                    "all-reduce what it is computed from, e.g. dist.all_reduce(mean); mean /= dist.get_world_size()",
+                    "the module is not part of the wrapped model, so its buffers are not synchronised",
+                    "all-reduce its inputs, for example dist.all_reduce(mean); mean /= dist.get_world_size()",
                 )
 
 
 def _calls_of_untrained(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], BufferModule]:
-    """By update, line and the number of the call from that line in the update."""
-    found: dict[tuple[int, str, int], BufferModule] = {}
+    """The calls by update, line, and number of the call from that line in the update."""
+    calls: dict[tuple[int, str, int], BufferModule] = {}
     for event in evidence.of(rank, BufferModule):
-        number = sum(update == event.update and line == event.line for update, line, _ in found)
-        found[event.update, event.line, number] = event
-    return found
+        number = sum(update == event.update and line == event.line for update, line, _ in calls)
+        calls[event.update, event.line, number] = event
+    return calls
 
 
 def _first_evaluated(evidence: Evidence) -> list[list[EvalForward]]:
-    """Of each evaluation the first forward on each rank: ranks may have other numbers of batches."""
-    own = [{event.update: event for event in reversed(evidence.of(rank, EvalForward))} for rank in evidence.ranks]
-    return [[events[update] for events in own] for update in sorted(set[int](own[0]).intersection(*own))]
+    """The first forward of each evaluation on each rank: ranks may have different numbers of batches."""
+    by_rank = [{event.update: event for event in reversed(evidence.of(rank, EvalForward))} for rank in evidence.ranks]
+    return [[events[update] for events in by_rank] for update in sorted(set[int](by_rank[0]).intersection(*by_rank))]
 
 
 def _check_left_out(evidence: Evidence, findings: Findings) -> None:
-    """Parameters with a gradient that no optimizer ever steps."""
+    """Find parameters with a gradient that no optimizer steps."""
     steps = evidence.of(evidence.ranks[0], OptimizerStep)
     if not steps:
         return
@@ -199,6 +199,6 @@ def _check_left_out(evidence: Evidence, findings: Findings) -> None:
             "FAIL",
             "weights.not-stepped",
             next((event.line for event in evidence.of(evidence.ranks[0], OptimizerMade)), steps[0].line),
-            f"{len(never)} parameters get gradients, and no optimizer has them: {', '.join(sorted(never)[:3])}",
-            "build the optimizer from the model as it is trained: after fully_shard or any change of its parameters",
+            f"{len(never)} parameters get gradients, but no optimizer has them: {', '.join(sorted(never)[:3])}",
+            "construct the optimizer after fully_shard, or after any other change of the parameters",
         )

@@ -1,4 +1,4 @@
-"""Which rank writes which file, and what a checkpoint leaves out."""
+"""Files that several ranks write, and what a checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_saving"]
 
 
 def check_saving(evidence: Evidence, findings: Findings) -> None:
-    """Paths by rank. What is only added to, or written by one rank, is right."""
+    """Find files that several ranks save, and checkpoints from which training cannot be resumed."""
     writers: dict[str, dict[int, str]] = defaultdict(dict)
     for rank in evidence.ranks:
         for event in evidence.of(rank, Save):
@@ -24,24 +24,24 @@ def check_saving(evidence: Evidence, findings: Findings) -> None:
                 "FAIL",
                 "save.race",
                 next(iter(lines.values())),
-                f"{len(lines)} ranks write the same file {Path(path).name}: it may be torn, or a mixture",
-                "if dist.get_rank() == 0: torch.save(...); then dist.barrier()",
+                f"{len(lines)} ranks write the same file {Path(path).name} at once, which may corrupt it",
+                "save on one rank: if dist.get_rank() == 0: torch.save(...); then dist.barrier() on all",
             )
     if not writers:
-        findings.not_checked("checkpoints: no torch.save in the part that ran")
+        findings.not_checked("checkpoints: the part of the script that ran calls no torch.save")
     _check_content(evidence, findings)
 
 
 def _check_content(evidence: Evidence, findings: Findings) -> None:
-    """A checkpoint with an optimizer is one to go on from: what else the script has must be in it."""
+    """Check that a checkpoint with an optimizer also has the gradient scaler and the schedule, if there are any."""
     for event in evidence.all_of(Save):
         names = " ".join(event.keys).lower()
         if "optim" in names:
             scales = any(step.loss_scale != 1.0 for step in evidence.of(event.rank, OptimizerStep))
             rates = {tuple(step.rates) for step in evidence.of(event.rank, OptimizerStep)}
             if scales and "scaler" not in names:
-                text = "the checkpoint has the optimizer, and not the gradient scaler"
-                findings.add("WARN", "save.scaler", event.line, text, '"scaler": scaler.state_dict()')
+                text = "the checkpoint has the optimizer, but not the gradient scaler"
+                findings.add("WARN", "save.scaler", event.line, text, 'add "scaler": scaler.state_dict()')
             if len(rates) > 1 and not any(word in names for word in ("sched", "epoch", "step", "iter", "lr")):
-                text = "the learning rate changes, and the checkpoint does not say how far the schedule is"
-                findings.add("WARN", "save.schedule", event.line, text, '"schedule": schedule.state_dict()')
+                text = "the learning rate changes, but the checkpoint does not have the state of the schedule"
+                findings.add("WARN", "save.schedule", event.line, text, 'add "schedule": schedule.state_dict()')

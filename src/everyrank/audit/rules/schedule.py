@@ -1,4 +1,4 @@
-"""Whether the learning-rate schedule is stepped once an update, or once an epoch; and by one number on all ranks."""
+"""Learning-rate schedules: stepped once an update or once an epoch, and by the same metric on all ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from everyrank.audit.finding import Findings
 __all__ = ["check_schedule"]
 
 _FEW = 4  # updates: too few to say how often
-_ROUNDED = 1e-4  # relative: sums of the same numbers in another order
+_ROUNDED = 1e-4  # relative: the rounding of sums in a different order
 
 
 def check_schedule(evidence: Evidence, findings: Findings) -> None:
-    """How often each schedule is stepped between two optimizer steps, and what decides."""
+    """Check how often each schedule steps between two optimizer steps, and by which metric."""
     _check_often(evidence, findings)
     if evidence.world_size > 1 and not evidence.is_split:
         _check_plateau(evidence, findings)
 
 
 def _check_plateau(evidence: Evidence, findings: Findings) -> None:
-    """Ranks that see different numbers lower their learning rates at different times."""
+    """Find ranks that are given different metrics, so they lower their learning rates at different times."""
     for events in zip(*(evidence.of(rank, PlateauStep) for rank in evidence.ranks), strict=False):
         values = [event.value for event in events]
         is_common = all(math.isclose(value, values[0], rel_tol=_ROUNDED) for value in values)
@@ -33,9 +33,9 @@ def _check_plateau(evidence: Evidence, findings: Findings) -> None:
                 "WARN",
                 "schedule.differs",
                 events[0].line,
-                f"ReduceLROnPlateau is given another number on each rank ({shown} after update "
-                f"{events[0].update - 1}): the ranks lower their learning rates at different times",
-                "all-reduce the number first, so that all ranks decide alike",
+                f"ReduceLROnPlateau is given a different metric on each rank ({shown} after update "
+                f"{events[0].update - 1}), so the ranks lower their learning rates at different times",
+                "all-reduce the metric first",
             )
             return
 
@@ -43,20 +43,20 @@ def _check_plateau(evidence: Evidence, findings: Findings) -> None:
 def _check_often(evidence: Evidence, findings: Findings) -> None:
     events = evidence.of(evidence.ranks[0], ScheduleStep)
     for schedule in {event.schedule for event in events}:
-        own = [event for event in events if event.schedule == schedule]
-        counts = Counter(event.update for event in own)
+        steps = [event for event in events if event.schedule == schedule]
+        counts = Counter(event.update for event in steps)
         # Accelerate steps a schedule that was made for all batches of an epoch once for each rank
-        if own[0].is_prepared and all(count % evidence.world_size == 0 for count in counts.values()):
+        if steps[0].is_prepared and all(count % evidence.world_size == 0 for count in counts.values()):
             counts = Counter({update: count // evidence.world_size for update, count in counts.items()})
         often = [count for count in counts.values() if count > 1]
         if len(often) < _FEW or 2 * len(often) < len(evidence.steps):
             continue
         count, num_ranks = Counter(often).most_common(1)[0][0], evidence.world_size
-        why = f", as often as there are ranks ({num_ranks})" if count == num_ranks > 1 else ""
+        once_per_rank = f", once for each of the {num_ranks} ranks" if count == num_ranks > 1 else ""
         findings.add(
-            "FAIL" if why else "WARN",
+            "FAIL" if once_per_rank else "WARN",
             "schedule.often",
-            own[0].line,
-            f"{own[0].name} is stepped {count} times an update{why}: it ends {count} times too early",
-            "step it once after each optimizer.step(), or make it for that many steps",
+            steps[0].line,
+            f"{steps[0].name} steps {count} times an update{once_per_rank}, so it ends {count} times too early",
+            "step it once after each optimizer.step(), or construct it for that many steps",
         )

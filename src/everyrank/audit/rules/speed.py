@@ -1,4 +1,4 @@
-"""What costs time for nothing. None of it changes a number."""
+"""Needless communication and waiting. None of it changes a result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from everyrank.audit.finding import Findings
 
 __all__ = ["check_speed"]
 
-_SMALL_BYTES, _BUCKET_BYTES = 2**18, 25 * 2**20  # of an all-reduce that is mostly latency; of DDP's own buckets
-_FEW_STEPS, _SHORT_SECONDS, _MOST = 6, 0.02, 0.8  # too few, or too short, to say what a step waits for
+_SMALL_BYTES, _BUCKET_BYTES = 2**18, 25 * 2**20  # an all-reduce that is mostly latency; DDP's default bucket
+_FEW_STEPS, _SHORT_SECONDS, _MOST = 6, 0.02, 0.8  # fewer steps or shorter waits are not judged; share of a step
 
 
 def check_speed(evidence: Evidence, findings: Findings) -> None:
-    """Needless all-reduces, waits for the device, options that are paid for and not used."""
+    """Find needless all-reduces, waits for the device, and options that cost time and have no effect."""
     _check_syncs(evidence, findings)
     _check_waits(evidence, findings)
     _check_wrapping(evidence, findings)
@@ -52,13 +52,13 @@ def _check_syncs(evidence: Evidence, findings: Findings) -> None:
                 forwards[0].line,
                 f"{needless + 1} all-reduces of all gradients for an update of {len(micros)} backwards: "
                 f"{needless} needless, of {size:,} numbers each",
-                "with model.no_sync(): around forward and backward of all micro-batches but the last",
+                "with model.no_sync(): around forward and backward of all but the last micro-batch",
             )
             return
 
 
 def _check_waits(evidence: Evidence, findings: Findings) -> None:
-    """`.item()` and its like at each update: only where it is a GPU, or pretended to be one, does it wait."""
+    """Find `.item()` and similar calls in each update, which wait for a GPU. Pretended GPUs count."""
     steps = list(evidence.steps.items())[1:]
     is_cuda = any(event.devices for event in evidence.all_of(ProcessStart)) or any(
         event.backend == "nccl" for event in evidence.all_of(GroupOpened)
@@ -72,7 +72,7 @@ def _check_waits(evidence: Evidence, findings: Findings) -> None:
     for (kind, line), count in counts.most_common(6):
         if line and count >= len(steps):
             text = f".{kind}() waits for the device {count / len(steps):.3g} times an update"
-            fix = "keep it on the device (detach, add up), and ask every hundred updates"
+            fix = "keep the value on the device (detach, sum), and read it every hundred updates"
             findings.add("PERF", "sync.item", line, text, fix)
 
 
@@ -81,17 +81,19 @@ def _check_wrapping(evidence: Evidence, findings: Findings) -> None:
     steps = [ranks[rank] for ranks in evidence.steps.values()]
     for event in evidence.of(rank, Wrap):
         if event.finds_unused and steps and not any(step.without_gradient for step in steps):
-            text = "find_unused_parameters=True walks the graph at each update, and every parameter got a gradient"
-            findings.add("PERF", "ddp.find-unused", event.line, text, "leave it out")
+            text = "find_unused_parameters=True traverses the graph at each update, but every parameter gets a gradient"
+            findings.add("PERF", "ddp.find-unused", event.line, text, "remove it")
         if event.num_batch_norms and evidence.world_size > 1:
-            size = next((one.num_samples for one in evidence.of(rank, Forward) if one.is_grad), "?")
-            text = f"{event.num_batch_norms} batch-norm layers normalise over the {size} samples of one rank"
-            fix = "SyncBatchNorm.convert_sync_batchnorm(model) normalises over those of all ranks"
+            size = next((forward.num_samples for forward in evidence.of(rank, Forward) if forward.is_grad), "?")
+            num = event.num_batch_norms
+            layers, use, their = ("layer", "uses", "its") if num == 1 else ("layers", "use", "their")
+            text = f"{num} BatchNorm {layers} {use} only the {size} local samples of {their} rank"
+            fix = "SyncBatchNorm.convert_sync_batchnorm(model) uses the samples of all ranks"
             findings.add("NOTE", "ddp.batchnorm", event.line, text, fix)
 
 
 def _check_buckets(evidence: Evidence, findings: Findings) -> None:
-    """Buckets that the script has made so small that many times the all-reduces travel: each costs its latency."""
+    """Find a bucket_cap_mb so small that there are many more all-reduces, each with its latency."""
     rank = evidence.ranks[0]
     wraps = [event for event in evidence.of(rank, Wrap) if event.bucket_mb is not None]
     sent = [
@@ -109,23 +111,23 @@ def _check_buckets(evidence: Evidence, findings: Findings) -> None:
             "PERF",
             "ddp.buckets",
             wraps[0].line,
-            f"bucket_cap_mb={wraps[0].bucket_mb:g}: {count:g} all-reduces of {size:,.0f} bytes a backward, where "
-            f"{needed} would do",
-            "leave bucket_cap_mb out (25)",
+            f"bucket_cap_mb={wraps[0].bucket_mb:g}: a backward sends {count:g} all-reduces of {size:,.0f} bytes "
+            f"instead of {needed}",
+            "remove bucket_cap_mb (the default is 25)",
         )
 
 
 def _check_loader(evidence: Evidence, findings: Findings) -> None:
-    """Steps that mostly wait for a loader without workers. Our hooks make the rest of a step longer, not this."""
+    """Find steps that mostly wait for a loader without workers. The hooks lengthen only the rest of a step."""
     rank = evidence.ranks[0]
     batches: dict[int, list[Batch]] = {}
     for event in evidence.of(rank, Batch):
         batches.setdefault(event.update, []).append(event)
     shares, waits = list[float](), list[float]()
     for before, after in itertools.pairwise(evidence.of(rank, OptimizerStep)):
-        own = batches.get(after.update, [])
-        if own and after.update == before.update + 1 and all(event.number > 1 for event in own):
-            waits.append(sum(event.seconds for event in own))
+        of_step = batches.get(after.update, [])
+        if of_step and after.update == before.update + 1 and all(batch.number > 1 for batch in of_step):
+            waits.append(sum(batch.seconds for batch in of_step))
             shares.append(waits[-1] / max(after.time - before.time, 1e-9))
     if len(waits) < _FEW_STEPS or statistics.median(waits) < _SHORT_SECONDS or statistics.median(shares) < _MOST:
         return

@@ -1,7 +1,7 @@
-"""Each collective at the point where torch hands it to its backend: which, of which shapes, from which line.
+"""Records each collective where torch hands it to its backend: operation, shapes and line.
 
-Everything that the c10d operators carry is seen, also what DDP, fully_shard and DTensor send; not what goes through a
-backend's own functions.
+This covers everything that the c10d operators carry, also from DDP, fully_shard and DTensor. It does not cover calls of
+a backend's own functions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, Recorder, harmless
 __all__ = ["Collectives", "install_process_group"]
 
 _NUMBER = 8  # bytes
-_SHAPES = 4  # of the tensors of one call that are compared
-_AS_IN_MEMORY = {"broadcast_", "allreduce_", "reduce_", "scatter_"}  # these send elements in the order of memory
+_SHAPES = 4  # tensors of a call to compare
+_AS_IN_MEMORY = {"broadcast_", "allreduce_", "reduce_", "scatter_"}  # these send elements in memory order
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down each collective that this thread calls."""
+    """Records each collective that this thread calls."""
 
     def __init__(self, recorder: Recorder, gradients: Gradients) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Collectives(TorchDispatchMode):
             if "wait_tensor" not in name and "wrap" not in name and not self.recorder.is_muted:
                 self._write(name, args)
         elif any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it takes itself apart, and comes again
+            return NotImplemented  # DTensor dispatches again for its local tensors
         return func(*args, **(kwargs or {}))
 
     @harmless("collectives")
@@ -96,18 +96,18 @@ def _strides(sent: Iterable[Any]) -> list[str]:
 
 
 def _group(args: Any) -> str:
-    """The name of the group: by order of creation, so the same on all its ranks."""
-    found = "?"
+    """The name of the process group, which is the same on all its ranks."""
+    name = "?"
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            found = dist.ProcessGroup.unbox(value).group_name
-        elif isinstance(value, str) and found == "?":
-            found = value
-    return found
+            name = dist.ProcessGroup.unbox(value).group_name
+        elif isinstance(value, str) and name == "?":
+            name = value
+    return name
 
 
 def _reduction(args: Any) -> str:
-    """SUM, MAX, ... where the operator says so."""
+    """The number of the ReduceOp as text; "" if there is none."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
             with_op = getattr(value, "op", None)
@@ -116,7 +116,7 @@ def _reduction(args: Any) -> str:
 
 
 def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) -> None:
-    """Note who opens the process group; where CUDA is pretended gloo stands in for nccl."""
+    """Hook the functions that open process groups. With pretended GPUs, gloo replaces nccl."""
     c10d: Any = dist.distributed_c10d
     init = c10d.init_process_group
 
@@ -137,7 +137,7 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) ->
 
     c10d.init_process_group = dist.init_process_group = init_process_group
     for name in ("all_gather", "all_gather_into_tensor", "all_gather_single"):
-        if not hasattr(c10d, name):  # the third is the second's name of today
+        if not hasattr(c10d, name):  # new versions of torch have the third name
             continue
         setattr(c10d, name, _gathering(getattr(c10d, name), losses))
         setattr(dist, name, getattr(c10d, name))
@@ -147,35 +147,35 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) ->
 
 
 def _gathering(function: Any, losses: Losses) -> Any:
-    """These give numbers, and no gradient: whether such numbers go into a loss is looked at later."""
+    """A wrapper that tracks the result, because no gradient flows through it."""
 
     @functools.wraps(function)
-    def gather(out: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        done = function(out, given, *args, **kwargs)
-        losses.gathers.gather_done(given, out, where())
-        return done
+    def gather(out: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        work = function(out, tensor, *args, **kwargs)
+        losses.gathers.gather_done(tensor, out, where())
+        return work
 
     return gather
 
 
 def _groups_of_gloo(c10d: Any) -> None:
-    """A group that the script asks for with nccl has gloo, and is bound to no device."""
+    """Groups that the script opens with nccl use gloo, without a device."""
     new_group = c10d.new_group
     signature = inspect.signature(new_group)
 
     @functools.wraps(new_group)
     def made(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments.pop("device_id", None)
-        if "nccl" in str(given.arguments.get("backend")):
-            given.arguments["backend"] = "gloo"
-        return new_group(*given.args, **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments.pop("device_id", None)
+        if "nccl" in str(bound.arguments.get("backend")):
+            bound.arguments["backend"] = "gloo"
+        return new_group(*bound.args, **bound.kwargs)
 
     c10d.new_group = dist.new_group = made
 
 
 def _average_on_gloo(c10d: Any) -> None:
-    """Gloo has no AVG: the sum, divided."""
+    """Replace AVG, which gloo lacks, by the sum divided by the number of ranks."""
     for name, output in _AVERAGED.items():
         function = getattr(c10d, name)
         setattr(c10d, name, _as_sum(function, output))
@@ -190,12 +190,12 @@ def _as_sum(function: Any, output: str) -> Any:
 
     @functools.wraps(function)
     def averaged(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        if given.arguments.get("op") != dist.ReduceOp.AVG or given.arguments.get("async_op"):
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("op") != dist.ReduceOp.AVG or bound.arguments.get("async_op"):
             return function(*args, **kwargs)
-        given.arguments["op"] = dist.ReduceOp.SUM
-        function(*given.args, **given.kwargs)
-        given.arguments[output].div_(dist.get_world_size(given.arguments.get("group")))
+        bound.arguments["op"] = dist.ReduceOp.SUM
+        function(*bound.args, **bound.kwargs)
+        bound.arguments[output].div_(dist.get_world_size(bound.arguments.get("group")))
         return None
 
     return averaged

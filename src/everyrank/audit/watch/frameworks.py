@@ -1,6 +1,6 @@
-"""Lightning, where there is no GPU, takes one CPU in each process for all there is: it is told of as many as ranks.
+"""Lets Lightning train on several ranks without a GPU: it is told that there are as many CPUs as ranks.
 
-Else `Trainer()`, which is right on a host with GPUs, would train a model of its own in each process.
+Otherwise `Trainer()` would see one CPU in each process, and train a separate model there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACCELERATORS = [
 
 
 def install_frameworks(recorder: Recorder) -> None:
-    """For processes that a launcher has started as ranks."""
+    """Patch Lightning in processes that a launcher has started as ranks."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_ranks > 1 and torch.cuda.device_count() == 0:
         for name in _ACCELERATORS:

@@ -1,7 +1,7 @@
-"""Which tensors are computed from what all_gather gave, through which no gradient goes back to the ranks that sent it.
+"""Tracks tensors that are computed from results of all_gather, through which no gradient flows to the sending ranks.
 
-Features that were cut off from their gradient first (`detach`, `no_grad`) may be meant so, as targets. They are not
-where the rank puts its own features, with their gradient, back among them: then the others' were meant to have one.
+Features that were detached first (`detach`, `no_grad`) may be intended as targets. If the rank puts its own features,
+with their gradient, back among them, then the gradient of the others is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gathered:
     """A tensor that is computed from what all_gather gave.
 
     line      of the all_gather
-    sources   the ids of the features that were sent, as they were before they were cut off; none: they were not
+    sources   ids of the sent features before they were detached; empty if they were not
     """
 
     tensor: Any
@@ -35,7 +35,7 @@ class Gathered:
 
 
 class Gathers:
-    """Since the last backward; tensors are held, so that ids stay theirs."""
+    """The tensors since the last backward. They are held, so that no id is reused."""
 
     def __init__(self) -> None:
         self.gathered: dict[int, Gathered] = {}
@@ -46,12 +46,12 @@ class Gathers:
         self.gathered, self.detached = {}, {}
 
     def gather_done(self, given: Any, out: Any, line: str) -> None:
-        """`out` is what all_gather has made of `given`: numbers without a gradient."""
+        """Record the result of all_gather of a tensor."""
         if not isinstance(given, torch.Tensor) or given.dim() < 2:
             return
         is_cut_off = id(given) in self.detached or (given.grad_fn is not None and not torch.is_grad_enabled())
         if is_cut_off and _is_in_autograd_function():
-            return  # which has a backward of its own
+            return  # which defines a backward
         if not is_cut_off and not (given.requires_grad and torch.is_grad_enabled()):
             return
         source = self.detached.get(id(given), (given, given))[1]
@@ -60,7 +60,7 @@ class Gathers:
         self.gathered |= {id(t): Gathered(t, line, sources) for t in tensors(out) if not t.requires_grad}
 
     def called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """A torch function: what it makes of such tensors is one of them."""
+        """Track the results of a torch function that is given such tensors."""
         if func in _DETACHES:
             if args[0].dim() > 1 and args[0].grad_fn is not None and isinstance(out, torch.Tensor):
                 self.detached[id(out)] = out, args[0]
@@ -71,8 +71,9 @@ class Gathers:
         made = [args[0]] if func is torch.Tensor.__setitem__ else list(tensors(out))
         known = [self.gathered[id(tensor)] for tensor in given if id(tensor) in self.gathered]
         if known:
-            sources = frozenset[int]().union(*(one.sources for one in known))
-            if not all(one.sources for one in known) or (func in _JOINS and sources & {id(one) for one in given}):
+            sources = frozenset[int]().union(*(tensor.sources for tensor in known))
+            joins_source = func in _JOINS and sources & {id(tensor) for tensor in given}
+            if joins_source or not all(tensor.sources for tensor in known):
                 sources = frozenset()
             self.gathered |= {id(tensor): Gathered(tensor, known[0].line, sources) for tensor in made}
         elif len(given) == 1 and id(given[0]) in self.detached:

@@ -1,8 +1,8 @@
-"""What each backward gives, and the gradient that steps, as small samples of each tensor.
+"""Records the gradient of each backward, and the gradient that steps, as small samples of each tensor.
 
-Which backwards the stepping gradient is the sum of, and with which factors, is a linear question, so a linear sample of
-2,048 elements a tensor answers it exactly. A hook on a leaf sees the gradient of one backward on one rank, before
-anything is added to it or sent.
+The gradient that steps should be a linear combination of those of the backwards, so a sample of 2,048 elements of each
+tensor is enough to find the factors. A hook on a parameter gets the gradient of one backward on one rank, before it is
+accumulated or sent.
 """
 
 from __future__ import annotations
@@ -25,38 +25,40 @@ _SAMPLE = 2048
 
 
 class Gradients:
-    """Those of the update that is going on."""
+    """The gradients of the current update."""
 
     def __init__(self, recorder: Recorder, losses: Losses) -> None:
         self.recorder, self.losses = recorder, losses
         self.names: dict[int, str] = {}
         self.hooked: set[int] = set()
-        self.sharded: dict[int, tuple[Any, Any]] = {}  # by id of a gathered parameter: it, and what it is gathered from
+        self.sharded: dict[int, tuple[Any, Any]] = {}  # by id of a gathered parameter: it, and its shard
         self.parameters: list[Any] = []  # of the model whose forward came last
         self.is_fully_sharded = False
         self.pieces: dict[tuple[int, str], np.ndarray] = {}  # by backward and name
-        self.stepped: dict[tuple[int, str], np.ndarray] = {}  # the pieces of the step before: it may have been half
+        self.stepped: dict[
+            tuple[int, str], np.ndarray
+        ] = {}  # pieces of the last step that had any: one optimizer of two may have none
         self.backward_update = 0  # the update whose backwards those are
-        self.before_first: dict[str, np.ndarray] = {}  # what was in .grad before the first backward of the update
+        self.before_first: dict[str, np.ndarray] = {}  # .grad before the first backward of the update
         self.before_clip: dict[str, np.ndarray] | None = None
         self.loss_scale, self.is_unscaled = 1.0, False
-        self.is_in_closure = False  # inside of an optimizer's step, which calls what computes the loss itself
+        self.is_in_closure = False  # inside an optimizer's step, which computes the loss by a closure
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this update is one whose gradients are written down."""
+        """Whether the gradients of this update are recorded."""
         return not self.recorder.is_muted and self.recorder.update < self.recorder.settings.updates
 
     @harmless("gradients of some parameters")
     def watch(self, root: Any) -> None:
-        """Hook the parameters that are not hooked yet; call them by the names that the model has for them."""
+        """Hook the parameters that are not hooked yet, under their names in the model."""
         self.parameters = [self._sharded(parameter) for parameter in root.parameters()]
         self.is_fully_sharded = any("FSDP" in type(module).__name__ for module in root.modules())
         for name, shown in root.named_parameters():
             parameter = self._sharded(shown)
             if id(parameter) not in self.names:
                 name = name.replace("_orig_mod.", "").replace("module.", "")
-                # another model's may have the same: a generator beside its discriminator
+                # two models, such as a generator and a discriminator, may use the same name
                 is_taken = name in self.names.values()
                 self.names[id(parameter)] = f"{type(root).__name__}.{name} ({len(self.names)})" if is_taken else name
             if id(parameter) not in self.hooked and parameter.requires_grad and not hasattr(parameter, "to_local"):
@@ -64,16 +66,16 @@ class Gradients:
                 parameter.register_hook(self.leaf_hook(self.names[id(parameter)]))
 
     def gathered(self, whole: Any, shard: Any) -> None:
-        """fully_shard has gathered a parameter, which may stay gathered until a later forward."""
+        """Remember a parameter that fully_shard has gathered. It may stay gathered until a later forward."""
         self.sharded[id(whole)] = whole, shard
 
     def _sharded(self, parameter: Any) -> Any:
-        """What a gathered parameter is gathered from, and what an optimizer steps; any other parameter itself."""
+        """The shard of a gathered parameter, which the optimizer steps; any other parameter itself."""
         whole, shard = self.sharded.get(id(parameter), (None, parameter))
         return shard if whole is parameter else parameter
 
     def leaf_hook(self, name: str) -> Callable[[Any], None]:
-        """Adds what one backward gives for the parameter of this name."""
+        """A hook that adds the gradient of a backward for the parameter of this name."""
 
         def seen(grad: Any) -> None:
             self._add_piece(name, grad)
@@ -85,42 +87,42 @@ class Gradients:
         if self.is_wanted and not hasattr(grad, "to_local"):
             with self.recorder.muted():
                 key = (self.recorder.micro, name)
-                found = sample(grad)
-                self.pieces[key] = self.pieces[key] + found if key in self.pieces else found
+                values = sample(grad)
+                self.pieces[key] = self.pieces[key] + values if key in self.pieces else values
 
-    @harmless("what stands in .grad", dict)
+    @harmless("the values of .grad", dict)
     def stepping(self, parameters: Iterable[Any]) -> dict[str, np.ndarray]:
-        """What stands in .grad; of a tensor that is sharded NaN where another rank has it."""
-        found: dict[str, np.ndarray] = {}
+        """Samples of .grad by name. Of a sharded tensor, elements of other ranks are NaN."""
+        samples: dict[str, np.ndarray] = {}
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None and id(parameter) in self.names:
-                found[self.names[id(parameter)]] = whole_sample(grad) if hasattr(grad, "to_local") else sample(grad)
-        return found
+                samples[self.names[id(parameter)]] = whole_sample(grad) if hasattr(grad, "to_local") else sample(grad)
+        return samples
 
     def squares(self) -> dict[str, float]:
-        """Of what this rank holds of each gradient the sum of squares, as it stands in .grad; {} before a backward."""
+        """The sum of squares of the local part of each gradient, by name; {} before a backward."""
         if not self.recorder.micro:
             return {}
-        own = [parameter for parameter in self.parameters if parameter.grad is not None]
-        return {self.names[id(p)]: float(local(p.grad).double().square().sum()) for p in own if id(p) in self.names}
+        trained = [parameter for parameter in self.parameters if parameter.grad is not None]
+        return {self.names[id(p)]: float(local(p.grad).double().square().sum()) for p in trained if id(p) in self.names}
 
     @harmless("gradients that were carried over from the update before")
     def begin_backward(self) -> None:
-        """A gradient that is there already has been carried over from the update before."""
+        """Record gradients that are carried over from the previous update."""
         if not self.pieces and self.is_wanted:
-            own = [parameter for parameter in self.parameters if not hasattr(parameter, "to_local")]
+            whole = [parameter for parameter in self.parameters if not hasattr(parameter, "to_local")]
             with self.recorder.muted():
-                self.before_first = self.stepping(own)
+                self.before_first = self.stepping(whole)
 
     def step(self, optimizer: Any) -> None:
-        """Write down what steps, then begin the next update."""
+        """Record an optimizer step, then begin the next update."""
         self._write_step(optimizer)
         self.losses.waits.clear()
         self.forget()
         self.recorder.update += 1
 
-    @harmless("what an optimizer steps")
+    @harmless("an optimizer step")
     def _write_step(self, optimizer: Any) -> None:
         recorder = self.recorder
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -170,19 +172,19 @@ class Gradients:
     def _replicated(self, parameters: list[Any]) -> dict[str, int]:
         """Checksums by name of the parameters that each rank holds whole, where others are sharded."""
         whole = [
-            p for p in parameters if not hasattr(p, "placements") or all(one.is_replicate() for one in p.placements)
+            p for p in parameters if not hasattr(p, "placements") or all(each.is_replicate() for each in p.placements)
         ]
         return {self.names[id(parameter)]: checksum(parameter) for parameter in whole}
 
     def _left_out(self, parameters: list[Any]) -> list[str]:
-        """Parameters of the model that have a gradient and are not this optimizer's."""
-        own = {id(parameter) for parameter in parameters}
-        left = [p for p in self.parameters if p.requires_grad and p.grad is not None and id(p) not in own]
+        """The names of parameters that have a gradient and do not belong to this optimizer."""
+        stepped = {id(parameter) for parameter in parameters}
+        left = [p for p in self.parameters if p.requires_grad and p.grad is not None and id(p) not in stepped]
         return [self.names[id(parameter)] for parameter in left if id(parameter) in self.names][:20]
 
 
 def sample(tensor: Any) -> np.ndarray:
-    """At most 2,048 elements, evenly apart, as float64: the same of each tensor of that size."""
+    """At most 2,048 elements at equal distances, as float64; the same positions for all tensors of a size."""
     flat = local(tensor).reshape(-1)
     if flat.numel() > _SAMPLE:
         flat = flat[:: -(-flat.numel() // _SAMPLE)]
@@ -190,22 +192,22 @@ def sample(tensor: Any) -> np.ndarray:
 
 
 def whole_sample(grad: Any) -> np.ndarray:
-    """The sample of a whole tensor of which this rank has a shard of dimension 0: NaN where another rank has it."""
+    """The sample of a whole tensor, of which this rank has a shard of dimension 0. Other elements are NaN."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     count = grad.numel()
     _, offset = compute_local_shape_and_global_offset(grad.shape, grad.device_mesh, grad.placements)
-    held = local(grad).reshape(-1).double().cpu()
+    shard = local(grad).reshape(-1).double().cpu()
     start = offset[0] * (count // grad.shape[0]) if grad.dim() else 0
-    places = torch.arange(0, count, -(-count // _SAMPLE) if count > _SAMPLE else 1)
-    out = torch.full((places.numel(),), float("nan"), dtype=torch.float64)
-    own = (places >= start) & (places < start + held.numel())
-    out[own] = held[places[own] - start]
+    positions = torch.arange(0, count, -(-count // _SAMPLE) if count > _SAMPLE else 1)
+    out = torch.full((positions.numel(),), float("nan"), dtype=torch.float64)
+    is_local = (positions >= start) & (positions < start + shard.numel())
+    out[is_local] = shard[positions[is_local] - start]
     return out.numpy()
 
 
 def _is_split(parameter: Any, is_fully_sharded: bool) -> bool:
-    """Whether a DTensor is more than one dimension of Shard(0), perhaps with copies: not fully_shard's alone."""
+    """Whether a DTensor is sharded in a way that fully_shard does not use: anything but one dimension of Shard(0)."""
     if not hasattr(parameter, "placements"):
         return False
     kinds = [placement for placement in parameter.placements if not placement.is_replicate()]

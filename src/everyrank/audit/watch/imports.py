@@ -1,6 +1,6 @@
-"""Change a module right after its code has run, when and if the script imports it.
+"""Changes a module right after the script has imported it.
 
-Imports nothing but the standard library: it is loaded at the start of every Python process of an audited script.
+Imports only the standard library, because every Python process of an audited script loads it at its start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["after_import"]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Libraries ask with `find_spec` whether a module exists: what counts is that its code runs."""
+    """Finds modules like the other finders, and runs the actions when the code of a module has run."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Callable[[Any], None]]] = {}

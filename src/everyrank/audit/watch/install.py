@@ -1,4 +1,4 @@
-"""Put all hooks in, once torch has been imported; end the run when enough has been seen."""
+"""Installs all hooks after torch has been imported, and ends the run after enough updates."""
 
 # The hooks replace parts of torch that are private.
 # pyright: reportPrivateUsage=false
@@ -19,26 +19,35 @@ import torch
 from torch.distributed import rpc
 from torch.utils._python_dispatch import _disable_current_modes
 
-from everyrank.audit.events import Altered, ProcessEnd, ProcessStart, SeedSet, SourceFiles, Stopped, Unchecked
+from everyrank.audit.events import (
+    Altered,
+    ProcessEnd,
+    ProcessStart,
+    RpcStarted,
+    SeedSet,
+    SourceFiles,
+    Stopped,
+    Unchecked,
+)
+from everyrank.audit.replay.recording import ReplayRecorder, install_replay_recording
+from everyrank.audit.replay.run import run_replay
 from everyrank.audit.watch.collectives import Collectives, install_process_group
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
-from everyrank.audit.watch.keeper import Keeper, install_keeper
 from everyrank.audit.watch.loaders import Loaders, install_loaders
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.overlay import Overlay, install_overlay
 from everyrank.audit.watch.place import caller_is_own, is_own_file, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
-from everyrank.audit.watch.recorder import BY_RPC, ENVIRONMENT, Recorder, Settings
-from everyrank.audit.watch.replay import run_replay
+from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.saving import install_saving
 from everyrank.audit.watch.steps import install_sharding, install_steps
 
 __all__ = ["install"]
 
-_ALONE = 20  # times the updates, where nothing was sent
-_WAIT_SECONDS = 15.0  # for the other ranks, when this one has seen enough
+_ALONE = 20  # times the updates, without communication
+_WAIT_SECONDS = 15.0  # for the other ranks to get as far
 
 
 def install() -> None:
@@ -65,7 +74,7 @@ def install() -> None:
     _leave_uncompiled(recorder)
     _leave_traces_alone(recorder)
     _watch_seeds(recorder)
-    _tell_of_rpc(recorder)
+    _watch_rpc(recorder)
     if not settings.keep_files:
         overlay = install_overlay(settings.folder, settings.main)
         install_saving(recorder, overlay)
@@ -74,26 +83,26 @@ def install() -> None:
         Functions(recorder, losses, pretend).__enter__()
         Collectives(recorder, gradients).__enter__()
     if settings.replay:
-        keeper = Keeper(recorder, losses, gradients)
-        install_keeper(keeper)
-        end.replay = functools.partial(run_replay, keeper)
+        recording = ReplayRecorder(recorder, losses, gradients)
+        install_replay_recording(recording)
+        end.replay = functools.partial(run_replay, recording)
     numbers = {"devices": settings.devices, "replay": settings.replay}
     recorder.write(ProcessStart(pid=os.getpid(), sees_functions=settings.modes, **numbers))
     end.at_exit()
 
 
 class End:
-    """Stops the script after enough updates or epochs, on all ranks; not at all under --watch."""
+    """Stops the script on all ranks after enough updates or epochs. With --watch it does not."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.replay: Callable[[], None] = lambda: None  # what is still to be done when all have ended
+        self.replay: Callable[[], None] = lambda: None  # runs when all ranks have ended
         self.overlay: Overlay | None = None
 
     def after_step(self) -> None:
-        """Twice the updates that are looked at closely, so that a second epoch begins where epochs are short.
+        """Stop after twice the updates that are recorded, so that a second epoch begins if epochs are short.
 
-        Ranks that have sent each other nothing so far may be preparing something, each for itself: these go on.
+        Ranks that have not communicated yet may each prepare something first, and get more updates.
         """
         recorder = self.recorder
         if recorder.update == 1:
@@ -106,7 +115,7 @@ class End:
             self.finish()
 
     def finish(self) -> None:
-        """End this process when the others have seen enough, too: a collective they are in needs us."""
+        """End this process when the other ranks get here too, because they may wait for it in a collective."""
         recorder = self.recorder
         if recorder.is_done:
             return
@@ -114,18 +123,18 @@ class End:
         self._note_commands()
         recorder.write(Stopped())
         (recorder.folder / f"done{recorder.rank}").touch()
-        begin = time.monotonic()
-        while time.monotonic() < begin + _WAIT_SECONDS and self._num_done() < recorder.world_size:
+        start = time.monotonic()
+        while time.monotonic() < start + _WAIT_SECONDS and self._num_done() < recorder.world_size:
             time.sleep(0.05)
         self.replay()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # the other workers would wait in rpc.shutdown(): a status other than 0 has them ended by who started them
+        # the other RPC workers would wait in rpc.shutdown(): after a status other than 0 their parent ends them
         os._exit(int(recorder.calls_by_rpc))
 
     def _note_commands(self) -> None:
-        """Other programs do not know of the overlay."""
+        """Report programs that write files past the overlay."""
         if self.overlay is not None and "wandb" in sys.modules:
             self.recorder.write(Altered(message="Weights & Biases records nothing (WANDB_MODE=disabled)"))
         if self.overlay is not None and self.overlay.commands:
@@ -145,14 +154,14 @@ class End:
                 self._note_commands()
                 self.recorder.write(ProcessEnd())
                 (self.recorder.folder / f"done{self.recorder.rank}").touch()
-                if not hasattr(sys, "last_type"):  # it has not failed
+                if not hasattr(sys, "last_type"):  # the script has not raised
                     self.replay()
 
         atexit.register(ended)
 
 
 def _watch_seeds(recorder: Recorder) -> None:
-    """Which seed the script's own lines give torch's generator: models are drawn from it."""
+    """Record the seeds that the script gives torch's generator, which draws the weights of models."""
     manual_seed = torch.manual_seed
 
     @functools.wraps(manual_seed)
@@ -164,24 +173,23 @@ def _watch_seeds(recorder: Recorder) -> None:
     torch.manual_seed = seeded
 
 
-def _tell_of_rpc(recorder: Recorder) -> None:
-    """What travels by RPC is not looked at; each worker's own training is."""
+def _watch_rpc(recorder: Recorder) -> None:
+    """Record that RPC is used, whose calls are not recorded. The training of each worker is."""
     if not rpc.is_available():
         return
     init_rpc = rpc.init_rpc
 
     @functools.wraps(init_rpc)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def init(*args: Any, **kwargs: Any) -> Any:
         recorder.calls_by_rpc = True
-        message = f"{BY_RPC} workers do to each other, and gradients of distributed autograd"
-        recorder.write(Unchecked(message=message))
+        recorder.write(RpcStarted())
         return init_rpc(*args, **kwargs)
 
-    rpc.init_rpc = told
+    rpc.init_rpc = init
 
 
 def _leave_traces_alone(recorder: Recorder) -> None:
-    """Tracing runs the model to write its graph down, and takes our looking on for a part of it."""
+    """Run torch.jit.trace without hooks, which it would record as a part of the model."""
     for name in ("trace", "trace_module"):
         trace = getattr(torch.jit, name)
 
@@ -198,12 +206,12 @@ def _stays_uncompiled(self: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def _leave_uncompiled(recorder: Recorder) -> None:
-    """A compiled model is one call without functions to look at: it runs as it was written."""
+    """Replace torch.compile, because the functions of a compiled model cannot be recorded."""
     compile_model: Any = torch.compile
 
     @functools.wraps(compile_model)
     def uncompiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-        recorder.write(Altered(message=f"torch.compile at {where()} is left out"))
+        recorder.write(Altered(message=f"torch.compile at {where()} was skipped"))
         return model if model is not None else (lambda function: function)
 
     torch.compile = uncompiled

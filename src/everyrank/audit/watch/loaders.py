@@ -1,8 +1,8 @@
-"""What each DataLoader reads, on each rank and in each epoch; and random numbers in its workers.
+"""Records the indices that each DataLoader reads, on each rank and in each epoch, and random numbers in its workers.
 
-The list of indices is drawn when an epoch begins: the whole of it is written down, and the epoch is then shortened to
-its first batches and the last one, which is the ragged one. `len(loader)` is shortened with it, to the same remainder
-of 4, which gradient accumulation may depend on.
+The indices of an epoch are drawn and recorded as a whole when it begins. Then the epoch is shortened to its first
+batches and the last one, which may be smaller. `len(loader)` keeps its remainder modulo 4, which gradient accumulation
+may depend on.
 """
 
 # The hooks replace parts of torch that are private.
@@ -51,7 +51,7 @@ class _Indices(_Content, total=False):
 
 
 class Loaders:
-    """Which loader gave the last batch, and in how many epochs each was trained on."""
+    """The loader of the last batch, and the training epochs of each loader."""
 
     def __init__(self, recorder: Recorder, finish: Callable[[], None]) -> None:
         self.recorder, self.finish = recorder, finish
@@ -60,7 +60,7 @@ class Loaders:
         self.trained: dict[int, set[int]] = {}
 
     def _number(self, loader: Any) -> int:
-        """The same on all ranks, also where one of them has more loaders: by the line that made it."""
+        """The number of a loader, by its line, so that it is the same on all ranks even if one has more loaders."""
         if "_audit_number" not in loader.__dict__:
             line = getattr(loader, "_audit_line", "")
             loader.__dict__["_audit_number"] = zlib.crc32(f"{line} {self.made[line]}".encode())
@@ -68,12 +68,12 @@ class Loaders:
         return loader.__dict__["_audit_number"]
 
     def backward(self) -> None:
-        """The loader of the last batch is one that is trained on."""
+        """Remember that the loader of the last batch is used for training."""
         if self.last is not None:
             self.trained.setdefault(self.last[0], set()).add(self.last[1])
 
     def shortened(self, length: int) -> int:
-        """How many of so many batches are run."""
+        """The number of batches to run of an epoch of this length."""
         batches = self.recorder.settings.batches
         if not batches or length <= batches + _EXTRA:
             return length
@@ -81,7 +81,7 @@ class Loaders:
 
     @harmless("an epoch of a loader")
     def begin_epoch(self, iterator: Any, loader: Any) -> None:
-        """Write down what is to be read, and shorten it."""
+        """Record the indices of an epoch, and shorten it."""
         if self.recorder.is_muted or getattr(iterator, "_audited", None) is iterator._sampler_iter:
             return
         number = self._number(loader)
@@ -117,9 +117,9 @@ class Loaders:
 
     def _indices(self, iterator: Any, loader: Any, epoch: int) -> _Indices:
         try:
-            with self.recorder.muted():  # an endless sampler draws many numbers, one by one
+            with self.recorder.muted():  # an endless sampler makes many draws
                 batches = _first_samples(iterator._sampler_iter)
-        except Exception as error:  # of the sampler itself: the script meets it where it would
+        except Exception as error:  # of the sampler: raise it where the script expects it
             iterator._sampler_iter = _raising(error)
             raise
         are_lists = bool(batches) and isinstance(batches[0], list | tuple)
@@ -129,9 +129,9 @@ class Loaders:
                 loader.__dict__["_audit_content"] = dataset_checksums(loader.dataset)
         content: _Content = loader.__dict__["_audit_content"]
         count = min(self.shortened(self._length(loader, batches)), len(batches))
-        kept = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
+        shortened = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
         iterator._audit["jump"] = count if len(batches) > count else None
-        iterator._sampler_iter = iter(kept)
+        iterator._sampler_iter = iter(shortened)
         return {
             "num_batches": len(batches),
             "indices": resolved(loader.dataset, indices)[:_MOST_INDICES],
@@ -141,7 +141,7 @@ class Loaders:
         }
 
     def _length(self, loader: Any, batches: list[Any]) -> int:
-        """Of the epoch, of which these are the beginning."""
+        """The number of batches of an epoch that begins with these."""
         if sum(map(_size, batches)) < _MOST_SAMPLES:
             return len(batches)
         with self.recorder.muted():
@@ -149,34 +149,34 @@ class Loaders:
 
     @harmless("batches of a loader")
     def given(self, iterator: Any, batch: Any, seconds: float) -> None:
-        """Write down that a batch was given, a checksum of each of its samples, and how long it was waited for."""
-        about, modes = iterator._audit, self.recorder.settings.modes
-        about["given"] += 1
-        self.last = about["loader"], about["epoch"]
+        """Record a batch: checksums of its samples, and how long the script waited for it."""
+        state, modes = iterator._audit, self.recorder.settings.modes
+        state["given"] += 1
+        self.last = state["loader"], state["epoch"]
         with self.recorder.muted():
             samples = rows(batch) if modes else []
         self.recorder.write(
             Batch(
-                loader=about["loader"],
-                epoch=about["epoch"],
-                number=about["given"],
+                loader=state["loader"],
+                epoch=state["epoch"],
+                number=state["given"],
                 seconds=seconds,
                 row_checksums=samples,
-                is_after_jump=about["given"] == about["jump"],
+                is_after_jump=state["given"] == state["jump"],
             )
         )
 
 
 def _first_samples(batches: Any) -> list[Any]:
-    """All of an epoch, unless it is endless: a sampler may draw 10^10 samples with replacement."""
-    found: list[Any] = []
+    """All batches of an epoch, up to a limit: a sampler may draw 10^10 samples with replacement."""
+    first: list[Any] = []
     num = 0
     for batch in batches:
-        found.append(batch)
+        first.append(batch)
         num += _size(batch)
         if num >= _MOST_SAMPLES:
             break
-    return found
+    return first
 
 
 def _raising(error: Exception) -> Iterator[Any]:
@@ -196,7 +196,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _key(index: Any) -> Any:
-    """What a sampler gives: a number, or anything else by its text."""
+    """An index of a sampler as a number; other keys as text."""
     try:
         return int(index)
     except (TypeError, ValueError):
@@ -204,17 +204,17 @@ def _key(index: Any) -> Any:
 
 
 def resolved(dataset: Any, indices: list[Any]) -> list[Any]:
-    """Indices into the dataset that a `Subset` is of."""
+    """The indices into the dataset that a `Subset` refers to."""
     while isinstance(dataset, Subset) and all(isinstance(index, int) for index in indices[:1]):
         indices, dataset = [int(dataset.indices[index]) for index in indices], dataset.dataset
     return indices
 
 
 def dataset_checksums(dataset: Any) -> _Content:
-    """Of a Subset's indices; and of sample 0. Random states stay as they were.
+    """Checksums of a Subset's indices and of sample 0. Random states are restored.
 
-    seeded   the sample under a fixed seed: equal on ranks that have the same data, also where it is augmented
-    content  the same, where it does not depend on the seed
+    seeded   of the sample under a fixed seed: equal on ranks with the same data, even if it is augmented
+    content  the same, if it does not depend on the seed
     """
     checksums: _Content = {}
     while isinstance(dataset, Subset):
@@ -228,7 +228,7 @@ def dataset_checksums(dataset: Any) -> _Content:
             random.seed(seed)
             np.random.seed(seed)
             contents.append(_content(dataset[0]))
-        if contents[0] == contents[1]:  # no generator of its own, no counter
+        if contents[0] == contents[1]:  # the dataset has no own generator and no counter
             checksums["seeded"] = contents[0]
             if contents[0] == contents[2]:
                 checksums["content"] = contents[0]
@@ -241,24 +241,24 @@ def dataset_checksums(dataset: Any) -> _Content:
 
 
 def _content(value: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for leaf in all_leaves(value):
         is_tensor = isinstance(leaf, torch.Tensor)
-        found.update(leaf.detach().cpu().numpy().tobytes() if is_tensor else repr(leaf).encode())
-    return found.hexdigest()
+        digest.update(leaf.detach().cpu().numpy().tobytes() if is_tensor else repr(leaf).encode())
+    return digest.hexdigest()
 
 
 def install_loaders(recorder: Recorder, loaders: Loaders) -> None:
-    """Look at each epoch of each DataLoader."""
-    _note_lines()
+    """Hook each epoch of each DataLoader."""
+    _record_lines()
     _watch_loader(recorder, loaders)
     _watch_iterators(recorder, loaders)
     for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
         _watch_random_numbers(fetcher, recorder)
 
 
-def _note_lines() -> None:
-    """Where each sampler and each part of a dataset was made."""
+def _record_lines() -> None:
+    """Record the lines that make samplers and Subsets."""
     kinds: tuple[Any, ...] = (DistributedSampler, Subset)
     for kind in kinds:
         init = kind.__init__
@@ -302,27 +302,27 @@ def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
     def begun(self: Any, loader: Any, first_iter: bool = False) -> None:
         reset(self, loader, first_iter)
         if first_iter and hasattr(self, "_audited"):
-            self._sampler_iter = self._audited  # reset has made another one: that which was looked at goes on
+            self._sampler_iter = self._audited  # reset has made a new one: continue with the recorded one
         else:
             loaders.begin_epoch(self, loader)
 
     @functools.wraps(following)
     def next_batch(self: Any) -> Any:
-        about = getattr(self, "_audit", None)
-        if about is None or recorder.is_muted:
+        state = getattr(self, "_audit", None)
+        if state is None or recorder.is_muted:
             return following(self)
-        if about["limit"] is not None and about["given"] >= about["limit"]:
+        if state["limit"] is not None and state["given"] >= state["limit"]:
             raise StopIteration
-        begin = time.perf_counter()
+        start = time.perf_counter()
         batch = following(self)
-        loaders.given(self, batch, time.perf_counter() - begin)
+        loaders.given(self, batch, time.perf_counter() - start)
         return batch
 
     iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch
 
 
 def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
-    """The state of the three generators before and after the first two batches of each worker."""
+    """Record the generator states before and after the first two batches of each worker."""
     fetch = fetcher.fetch
     seen: dict[int, int] = {}
 
@@ -349,10 +349,10 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
 
 def _generators() -> list[int]:
     """Checksums of the states of torch's, Python's and numpy's generator."""
-    _, keys, place, *_ = np.random.get_state()
+    _, keys, position, *_ = np.random.get_state()
     python = zlib.crc32(repr(random.getstate()).encode())
     return [
         zlib.crc32(torch.get_rng_state().numpy().tobytes()),
         python,
-        zlib.crc32(np.asarray(keys).tobytes()) ^ int(place),
+        zlib.crc32(np.asarray(keys).tobytes()) ^ int(position),
     ]

@@ -1,10 +1,10 @@
-"""Which tensors are losses, how many terms each has, and with what factor each goes into the gradient.
+"""Finds losses, the number of terms of each, and the factor of each in the gradient.
 
-A mode that sees every torch function. A loss is the result of `F.cross_entropy` and its like, or of a mean or a sum
-over what was computed from the model's outputs; inside a model's forward, of a mean or a sum that the model returns. A
-sum that is divided by how many of its elements are not masked is a mean over these. A hook on that tensor gives the
-derivative of what backward was called on with respect to it: the script's own scale, whatever it is multiplied or
-divided by later.
+A mode sees every torch function. A loss is the result of a function such as `F.cross_entropy`, or a mean or a sum over
+something computed from the model's outputs. Inside a model's forward it is a mean or a sum that the model returns. A
+sum divided by the number of its elements that are not masked is a mean over these.
+
+A hook on the loss gets the derivative of the backward's root by it, which is the script's own scale.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F
 
 
 class Losses:
-    """The losses between a forward and its backward, and what else is counted on the way."""
+    """The losses between a forward and its backward, and counters."""
 
     def __init__(self) -> None:
         self.terms: list[LossTerm] = []
-        self.derived: dict[int, Any] = {}  # tensors computed from the model's outputs, by id; kept, so ids stay theirs
+        self.derived: dict[
+            int, Any
+        ] = {}  # tensors computed from the model's outputs, by id; held, so that no id is reused
         self.kept: list[Any] = []
         self.sums: dict[int, LossTerm] = {}  # by the id of the sum
         self.inside: dict[int, list[LossTerm]] = {}  # by the id of a number that a forward computes: its losses
@@ -68,13 +70,13 @@ class Losses:
         self.gathers, self.noise, self.ratios = Gathers(), Noise(), Ratios()
         self.depth = 0  # of module calls
         self.num_dropouts = 0
-        self.is_evaluating = False  # since a forward without gradients
-        self.cuts: set[str] = set()  # lines that take a part of a tensor in an evaluation
+        self.is_evaluating = False  # the last forward had no gradients
+        self.cuts: set[str] = set()  # lines that slice or mask a tensor in an evaluation
         self.scalings: list[str] = []  # lines that multiply or divide a number computed from the model's outputs
         self.waits: Counter[tuple[str, str]] = Counter()
 
     def forward_done(self, output: Any) -> None:
-        """What is computed from this output may become a loss; a number in it may be one already."""
+        """Track what is computed from this output; a number in it may be a loss already."""
         self.derived = {id(tensor): tensor for tensor in tensors(output)}
         if any(_is_scalar(tensor) and tensor.requires_grad for tensor in self.derived.values()):
             self.module_done(output)
@@ -84,7 +86,7 @@ class Losses:
         self.inside, self.returned = {}, []
 
     def module_done(self, output: Any) -> None:
-        """What a module has returned; a wrapper around it may give a copy, whose terms are those of the original."""
+        """Track the losses that a module returns. A wrapper may return a copy with the same losses."""
         if self.inside:
             terms = [term for tensor in tensors(output) for term in self.inside.get(id(tensor), ())]
             self.returned = terms or self.returned
@@ -101,7 +103,7 @@ class Losses:
 
 
 class Functions(TorchFunctionMode):
-    """Sees each torch function that Python calls, under the names of `torch.overrides`."""
+    """Sees each torch function that the script calls, as `torch.overrides` defines them."""
 
     def __init__(self, recorder: Recorder, losses: Losses, pretend: PretendCuda | None) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class Functions(TorchFunctionMode):
             self.losses.waits[WAITS[func], where()] += 1
 
     def _evaluated(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """A mean loss of an evaluation: whether their mean is the mean is looked at later. And what is cut off."""
+        """Record mean losses and slices of an evaluation."""
         self.losses.num_dropouts += _drops(func, kwargs)
         self._cut(func, args)
         if func in LOSSES and _is_scalar(out) and kwargs.get("reduction", "mean") == "mean":
@@ -179,7 +181,7 @@ class Functions(TorchFunctionMode):
             self._combined(func, args, kwargs, out)
 
     def _combined(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """A number that is computed from losses: a sum over its count is a mean; all others pass their terms on."""
+        """Track a number that is computed from losses: a sum over its count is a mean, others keep their losses."""
         losses = self.losses
         term = losses.sums.get(id(args[0])) if func in _DIVISIONS and len(args) > 1 else None
         if term is not None:
@@ -208,7 +210,7 @@ class Functions(TorchFunctionMode):
         if reduction == "sum":
             losses.sums[id(out)] = term
         if losses.depth and func in REDUCTIONS:
-            losses.inside[id(out)] = [term]  # a loss only if the model returns it
+            losses.inside[id(out)] = [term]  # it is a loss only if the model returns it
         else:
             losses.terms.append(term)
         number = id(out)
@@ -230,10 +232,10 @@ def _drops(func: Any, kwargs: Any) -> bool:
 
 
 def _takes_a_part(args: Any) -> bool:
-    """A slice, or a mask: an element by its number is none."""
-    chosen = args[1] if len(args) > 1 else slice(None)
-    chosen = chosen if isinstance(chosen, tuple) else (chosen,)
-    return any((isinstance(one, slice) and one != slice(None)) or isinstance(one, torch.Tensor) for one in chosen)
+    """Whether this indexing takes a slice or a mask, not a single element."""
+    index = args[1] if len(args) > 1 else slice(None)
+    indices = index if isinstance(index, tuple) else (index,)
+    return any((isinstance(i, slice) and i != slice(None)) or isinstance(i, torch.Tensor) for i in indices)
 
 
 def _is_scalar(out: Any) -> bool:
@@ -241,15 +243,15 @@ def _is_scalar(out: Any) -> bool:
 
 
 def num_terms(func: Any, args: Any, kwargs: Any) -> float:
-    """How many terms this loss is the mean or the sum of: targets that are ignored do not count, weights do."""
+    """The number of terms of a loss: ignored targets do not count, and class weights do."""
     output = args[0] if args else kwargs["input"]
     target = kwargs.get("target", args[1] if len(args) > 1 else None)
     if func in (F.cross_entropy, F.nll_loss):
         if target.is_floating_point():
             return float(target.shape[0]) if target.dim() > 1 else 1.0
-        kept = target != kwargs.get("ignore_index", -100)
+        counts = target != kwargs.get("ignore_index", -100)
         weight = kwargs.get("weight")
-        return float(weight[target[kept]].sum()) if weight is not None else float(kept.sum())
+        return float(weight[target[counts]].sum()) if weight is not None else float(counts.sum())
     if func is F.kl_div and kwargs.get("reduction") == "batchmean":
         return float(output.shape[0])
     return float(output.numel())

@@ -1,4 +1,4 @@
-"""Each forward of a model that has parameters: who called it, on which rows, from which random state."""
+"""Records each forward of a model with parameters: its line, its rows, and its random state."""
 
 # The hooks replace parts of torch that are private.
 # pyright: reportPrivateUsage=false
@@ -34,24 +34,24 @@ _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 _LIGHTNING = ("lightning", "pytorch_lightning")
 _ROWS, _LONGEST_BATCH = 64, 4096
 _LARGEST_BUFFER = 1_000_000  # elements
-OPAQUE = {  # whose gradients and parameters are not those of the script's own tensors
-    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP1), whose shards are flat: fully_shard can be looked at",
+OPAQUE = {  # classes whose gradients and parameters are not those of the script's tensors
+    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP1), whose shards are flat; fully_shard can be checked",
     "DeepSpeedEngine": "DeepSpeed, which keeps them elsewhere",
 }
 
 
 class Modules:
-    """What wraps what, and what has never been given a value."""
+    """Records forwards, wrappers, and parameters without a value."""
 
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
-        self.wrapped: dict[int, Any] = {}  # the wrapper, by the id of what DistributedDataParallel wraps
-        self.emptied = ""  # the line of a to_empty whose values are still to come
+        self.wrapped: dict[int, Any] = {}  # DistributedDataParallel, by the id of the wrapped model
+        self.emptied = ""  # the line of the last to_empty, until the next training forward
         self.reported = set[str]()  # classes of modules that have been reported, or need not be
 
     @harmless("forwards of a model")
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Write down a forward of a whole model."""
+        """Record the start of a forward of a whole model."""
         recorder, is_grad = self.recorder, torch.is_grad_enabled()
         self.losses.is_evaluating = not is_grad
         root = _unwrapped(module)
@@ -95,9 +95,9 @@ class Modules:
             message = "the replicas of DataParallel; DistributedDataParallel can be checked"
             self.recorder.write(Unchecked(message=message))
 
-    @harmless("what a forward gave")
+    @harmless("the end of a forward")
     def after(self, module: Any, output: Any, num_dropouts: int) -> None:
-        """Write down how it ended; `num_dropouts` had been drawn before."""
+        """Record the end of a forward, before which `num_dropouts` masks had been drawn."""
         recorder = self.recorder
         if torch.is_grad_enabled():
             self.losses.forward_done(output)
@@ -119,12 +119,12 @@ class Modules:
 
     @harmless("losses that a model returns")
     def inner_done(self, output: Any) -> None:
-        """What a module inside another one has returned."""
+        """Track the losses that a module inside a model returns."""
         self.losses.module_done(output)
 
     @harmless("buffers of modules outside of the wrapped model")
     def untrained_called(self, module: Any) -> None:
-        """A module without parameters to train, e.g. a loss: its buffers are synchronised by nobody but the script."""
+        """Record buffers of a module without trainable parameters, such as a loss: DDP does not synchronise it."""
         recorder = self.recorder
         if not torch.is_grad_enabled() or recorder.is_muted or recorder.update >= recorder.settings.updates:
             return
@@ -142,10 +142,10 @@ class Modules:
         if buffers:
             recorder.write(BufferModule(line=where(), name=type(module).__name__, buffers=buffers))
 
-    @harmless("what DistributedDataParallel wraps")
+    @harmless("the model given to DistributedDataParallel")
     def wrapping(self, module: Any, kwargs: Any) -> None:
-        """Write down what is handed to DistributedDataParallel."""
-        # not of a kind derived from them, whose forward may well look at all ranks
+        """Record a model that is given to DistributedDataParallel."""
+        # subclasses may use the samples of all ranks
         is_local = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
         with self.recorder.muted():
             wrap = Wrap(
@@ -157,9 +157,9 @@ class Modules:
             )
         self.recorder.write(wrap)
 
-    @harmless("weights that to_empty leaves without a value")
+    @harmless("parameters without a value after to_empty")
     def emptying(self, module: Any) -> None:
-        """NaN shows which are never given one."""
+        """Fill with NaN, to find parameters that never get a value."""
         with torch.no_grad(), self.recorder.muted():
             for tensor in [*module.parameters(), *module.buffers()]:
                 if local(tensor).is_floating_point():
@@ -167,18 +167,18 @@ class Modules:
         self.emptied = where()
 
     def _uninitialised(self, root: Any) -> list[str]:
-        """Their names; they get values, so that what follows is not all NaN."""
-        found = []
+        """The names of parameters that are still NaN. They get small values, so that training can continue."""
+        names = list[str]()
         for name, parameter in root.named_parameters():
-            held = local(parameter)
-            if bool(held.isnan().any()):
-                held.copy_(torch.linspace(-0.02, 0.02, held.numel(), device=held.device).view(held.shape))
-                found.append(name)
-        return found
+            values = local(parameter)
+            if bool(values.isnan().any()):
+                values.copy_(torch.linspace(-0.02, 0.02, values.numel(), device=values.device).view(values.shape))
+                names.append(name)
+        return names
 
 
 def _unwrapped(module: Any) -> Any:
-    """Whose mode counts: Lightning sets that of what is wrapped, and not the wrapper's."""
+    """The module whose train mode counts: Lightning only sets that of the wrapped module."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
@@ -187,12 +187,12 @@ def _checksums(values: Any) -> int:
 
 
 def rows(arguments: Any) -> list[str]:
-    """A checksum for each sample of the first tensor that has samples: (N, ...), or tokens (N, T)."""
+    """A checksum for each sample of the first tensor that has samples, of shape (N, ...)."""
     tensor = _of_samples(arguments)
     if tensor is None:
         return []
-    held = local(tensor).cpu().contiguous()
-    first = held[:_ROWS].reshape(min(_ROWS, len(held)), -1).view(torch.uint8).numpy()
+    samples = local(tensor).cpu().contiguous()
+    first = samples[:_ROWS].reshape(min(_ROWS, len(samples)), -1).view(torch.uint8).numpy()
     return [f"{zlib.crc32(row):08x}" for row in first]
 
 
@@ -204,7 +204,7 @@ def _of_samples(arguments: Any) -> Any:
 
 
 def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients, pretends: bool) -> None:
-    """Look at each call of a module that has parameters to train and is inside no other."""
+    """Hook each call of a module that has trainable parameters and is not inside another module."""
     modules = Modules(recorder, losses, gradients)
     _watch_calls(modules)
     _watch_wrapping(modules, pretends)
@@ -286,7 +286,7 @@ def _watch_join(recorder: Recorder) -> None:
 
 
 def _watch_to_empty(modules: Modules) -> None:
-    """What `to_empty` makes has no values: NaN shows which are never given one."""
+    """Hook `to_empty`, which makes parameters without values."""
     to_empty = torch.nn.Module.to_empty
 
     @functools.wraps(to_empty)

@@ -1,8 +1,8 @@
-"""Random numbers that a training step draws for its samples, and that go into its model: noise, timesteps, negatives.
+"""Tracks random numbers that a training step draws for its samples and that go into the model: noise, timesteps.
 
-Drawn in the step itself they are followed to the model's inputs, as long as each sample keeps its own: what a rank cuts
-its part out of, all ranks draw alike, and rightly so. Drawn inside the model they have as many rows as there are
-samples. Draws before the first update are left out: they make data and weights.
+Draws of the step are followed to the model's inputs as long as they have a row for each sample. A rank that draws for
+all ranks and takes its own rows is right to draw the same numbers. Draws inside the model count if they have a row for
+each sample. Draws before the first update make data and weights, and do not count.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ _DRAWS = {
     *(torch.normal, torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.normal_, torch.Tensor.uniform_),
     *(torch.Tensor.bernoulli_, torch.Tensor.random_, torch.Tensor.exponential_),
 }
-_CHOOSES = {  # rows of something: which of them is no noise
+_CHOOSES = {  # functions that select rows, which is not noise
     *(torch.Tensor.__getitem__, torch.gather, torch.Tensor.gather, torch.index_select, torch.Tensor.index_select),
     *(torch.take, torch.Tensor.take, torch.take_along_dim, torch.Tensor.unbind, torch.Tensor.__iter__, torch.unbind),
 }
-_MOST = 2048  # elements of a draw that are compared
+_MOST = 2048  # elements of a draw to compare
 
 
 class Noise:
-    """Since the last backward; tensors are held, so that ids stay theirs."""
+    """The draws since the last backward. Tensors are held, so that no id is reused."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, frozenset[RandomDraw]]] = {}  # what was drawn, and what is computed of it
-        self.inside: list[RandomDraw] = []  # by the model whose forward is going on
-        self.num_samples = 0  # of it
-        self.shapes: set[Any] = set()  # of its parameters: noise of these is another thing
+        self.known: dict[int, tuple[Any, frozenset[RandomDraw]]] = {}  # drawn tensors, and those computed from them
+        self.inside: list[RandomDraw] = []  # draws of the current forward
+        self.num_samples = 0  # of the current forward
+        self.shapes: set[Any] = set()  # of the parameters: weight noise does not count
 
     def forget(self) -> None:
         """Let all tensors go, after a backward."""
         self.known = {}
 
     def entering(self, inputs: Any, num_samples: int, shapes: set[Any]) -> list[RandomDraw]:
-        """A forward begins; what has been drawn for its samples, and goes into it."""
+        """The draws for its samples that go into a forward, which begins now."""
         self.inside, self.num_samples, self.shapes = [], num_samples, shapes
-        held = [self.known[id(tensor)] for tensor in tensors(inputs) if id(tensor) in self.known]
-        return sorted(frozenset[RandomDraw]().union(*(drawn for one, drawn in held if one.shape[0] == num_samples > 1)))
+        known = [self.known[id(tensor)] for tensor in tensors(inputs) if id(tensor) in self.known]
+        drawn = [draws for tensor, draws in known if tensor.shape[0] == num_samples > 1]
+        return sorted(frozenset[RandomDraw]().union(*drawn))
 
     def called(self, recorder: Recorder, func: Any, args: Any, kwargs: Any, out: Any, is_inside: bool) -> None:
-        """A torch function: one that draws, or that computes something of what was drawn."""
+        """Track a torch function that draws, or that computes from drawn tensors."""
         is_drawn = func in _DRAWS
         if not isinstance(out, torch.Tensor) or not out.dim() or not (is_drawn or self.known):
             return
@@ -63,7 +64,7 @@ class Noise:
                 self.inside.append(drawn)
         elif not is_drawn and not is_inside and func not in _CHOOSES:
             given = [self.known[id(tensor)] for tensor in tensors((args, kwargs)) if id(tensor) in self.known]
-            if given and all(one.shape[0] == out.shape[0] and one.numel() <= out.numel() for one, _ in given):
+            if given and all(t.shape[0] == out.shape[0] and t.numel() <= out.numel() for t, _ in given):
                 self.known[id(out)] = out, frozenset[RandomDraw]().union(*(drawn for _, drawn in given))
 
 

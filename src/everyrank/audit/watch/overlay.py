@@ -34,7 +34,7 @@ _installed: list[Overlay] = []
 
 
 class Overlay:
-    """The script's view of the files: what it wrote and removed, over what was there.
+    """The script's view of the files: the real ones, with those that it has written and removed.
 
     folder        of the audit; all ranks of a script share it
     main          the script: a project in a temporary folder is redirected, too
@@ -49,17 +49,17 @@ class Overlay:
         self.start_folder = os.path.realpath(os.getcwd())
         main_folder = os.path.dirname(main)
         self.main_folder = os.path.realpath(main_folder) if main_folder else ""
-        self.inside = threading.local()  # our own questions are not redirected
+        self.inside = threading.local()  # the overlay's own calls are not redirected
         untouched = [*temporary, "/tmp", "/var/tmp", "/dev", "/proc", "/sys", os.path.expanduser("~/.cache")]
         untouched += [os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)]
         self.untouched = tuple(os.path.realpath(path) + os.sep for path in untouched)
-        self.num_untouched = len(self.untouched)  # those after it were made by `tempfile`
+        self.num_untouched = len(self.untouched)  # later ones are folders that `tempfile` has made
         self.commands: set[str] = set()  # programs other than Python that the script has started
 
     # --- paths
 
     def logical(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path that the script means; None for a descriptor and for what is left alone."""
+        """The absolute path that the script means; None for a descriptor and for paths that are not redirected."""
         if getattr(self.inside, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
             return None
         self.inside.is_busy = True
@@ -81,7 +81,7 @@ class Overlay:
         return (path[len(self.tree) :] or "/") if path.startswith(self.tree) else path
 
     def working_folder(self) -> str:
-        """As the script has to see it."""
+        """The working folder as the script sees it."""
         return self.outside(_REAL["getcwd"]())
 
     def _is_inside_tree(self) -> bool:
@@ -130,7 +130,7 @@ class Overlay:
         _REAL["close"](_REAL["open"](f"{folder}/.removed", os.O_CREAT | os.O_WRONLY))
 
     def found(self, path: Any, dir_fd: int | None = None) -> Any:
-        """Where a file is read: in the tree if the script has written or removed it, else where it lies."""
+        """The path to read: in the tree if the script has written or removed the file, else the real one."""
         whole = self.logical(path, dir_fd)
         if whole is None:
             return path
@@ -138,7 +138,7 @@ class Overlay:
         try:
             copied, is_hidden = self.tree + whole, self.is_hidden(whole)
             if not is_hidden and (not _exists(copied) or (stat.S_ISDIR(_mode(whole)) and stat.S_ISDIR(_mode(copied)))):
-                # as it lies there; of folders that are in both places their lists are put together
+                # the real path; listing merges folders that are in both places
                 return whole if self._is_inside_tree() else path
             return os.fsencode(copied) if isinstance(path, bytes) else copied
         finally:
@@ -149,7 +149,7 @@ class Overlay:
         return _exists(self.tree + whole) or (_exists(whole) and not self.is_hidden(whole))
 
     def target(self, path: Any, dir_fd: int | None = None, *, keeps_content: bool = False) -> Any:
-        """Where a file is written: in the tree, with the content that it had if `keeps_content`."""
+        """The path to write, in the tree; with the old content if `keeps_content`."""
         whole = self.logical(path, dir_fd)
         if whole is None:
             return path
@@ -168,7 +168,7 @@ class Overlay:
             self.inside.is_busy = False
 
     def names_in(self, whole: str) -> list[tuple[str, str]]:
-        """(name, where it lies) of everything that the script sees in a folder. Raises OSError where there is none."""
+        """(name, path) of everything that the script sees in a folder. Raises OSError if there is none."""
         copied, names = self.tree + whole, dict[str, str]()
         is_real = _exists(whole) and not self.is_hidden(whole)
         if not is_real and not _exists(copied):
@@ -227,17 +227,17 @@ def install_overlay(folder: str, main: str) -> Overlay:
     overlay = Overlay(folder, main)
     _installed.append(overlay)
     _redirect_open(overlay)
-    _redirect_questions(overlay)
+    _redirect_stat(overlay)
     _redirect_listing(overlay)
     _redirect_folders(overlay)
     _redirect_links(overlay)
     _redirect_attributes(overlay)
-    _note_commands(overlay)
+    _record_commands(overlay)
     return overlay
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
-    """Put it in the place of `os.<name>`, and into the sets that say what the function can do."""
+    """Replace `os.<name>`, also in the sets of functions that support an argument."""
     real = _REAL[name]
     functools.update_wrapper(function, real)
     setattr(os, name, function)
@@ -266,7 +266,7 @@ def _redirect_open(overlay: Overlay) -> None:
         return _REAL["open"](found, flags, mode, dir_fd=dir_fd if found is path else None)
 
     class OpenedFile(io.FileIO, metaclass=_AnyFile):
-        """FileIO, whose constructor opens files, too."""
+        """FileIO, whose constructor also opens files."""
 
         def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
             if not isinstance(file, int):
@@ -291,14 +291,14 @@ _RealFileIO = io.FileIO
 
 
 class _AnyFile(type(io.FileIO)):
-    """What open() gives is an instance of it as well."""
+    """Counts real FileIO objects, which open() returns, as instances."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _RealFileIO)
 
 
-def _redirect_questions(overlay: Overlay) -> None:
-    """Stat and its like ask for the script's version first."""
+def _redirect_stat(overlay: Overlay) -> None:
+    """Redirect stat and similar functions to the script's version of a file."""
 
     def asking(name: str) -> Callable[..., Any]:
         function = _REAL[name]
@@ -315,7 +315,7 @@ def _redirect_questions(overlay: Overlay) -> None:
         if name in _REAL:
             _replace(name, asking(name))
     for name in ("exists", "lexists", "isfile", "isdir", "islink"):  # some of them are written in C
-        _redirect_path_question(overlay, name)
+        _redirect_path_function(overlay, name)
 
     def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
         found = overlay.found(path, dir_fd)
@@ -330,10 +330,10 @@ def _redirect_questions(overlay: Overlay) -> None:
     _replace("getcwdb", lambda: os.fsencode(overlay.working_folder()))
 
 
-def _redirect_path_question(overlay: Overlay, name: str) -> None:
+def _redirect_path_function(overlay: Overlay, name: str) -> None:
     function = getattr(os.path, name)
     if getattr(function, "__module__", "") in ("genericpath", "posixpath"):
-        return  # Python, which asks os.stat
+        return  # written in Python: it calls os.stat
 
     @functools.wraps(function)
     def asked(path: Any) -> bool:
@@ -343,7 +343,7 @@ def _redirect_path_question(overlay: Overlay, name: str) -> None:
 
 
 class _Entry:
-    """What os.scandir gives, for a file that lies somewhere else than its name says."""
+    """A DirEntry of os.scandir for a redirected file."""
 
     def __init__(self, entry: os.DirEntry[Any], path: Any) -> None:
         self._entry, self.path, self.name = entry, path, entry.name
@@ -359,7 +359,7 @@ class _Entry:
 
 
 class _Entries:
-    """An iterator that can be closed, as os.scandir gives."""
+    """An iterator that can be closed, as os.scandir returns."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
         self._entries = entries
@@ -420,7 +420,7 @@ def _redirect_listing(overlay: Overlay) -> None:
 
 
 def _redirect_folders(overlay: Overlay) -> None:
-    """Making, removing and renaming change the script's view only."""
+    """Making, removing and renaming only change the script's view."""
     for name in ("mkdir", "mkfifo", "mknod"):
         if name in _REAL:
             _replace(name, _making(overlay, name))
@@ -504,7 +504,7 @@ def _is_called_by_tempfile() -> bool:
 
 
 def _complete(overlay: Overlay, whole: str) -> None:
-    """Copy into the tree what of a file or folder is not there yet."""
+    """Copy the parts of a file or folder that are not in the tree yet."""
     copied = overlay.tree + whole
     _make_folders(os.path.dirname(copied))
     if not _exists(copied):
@@ -566,7 +566,7 @@ def _redirect_links(overlay: Overlay) -> None:
 
 
 def _redirect_attributes(overlay: Overlay) -> None:
-    """Rights, times and lengths of the script's version; those of the user's files stay."""
+    """Change permissions, times and lengths of the script's version only."""
 
     def changing(name: str) -> Callable[..., Any]:
         function = _REAL[name]
@@ -576,7 +576,7 @@ def _redirect_attributes(overlay: Overlay) -> None:
                 return function(path, *args, **kwargs)
             found = overlay.found(path, kwargs.pop("dir_fd", None))
             if found is path and not _exists(os.path.join(overlay.working_folder(), os.fsdecode(path))):
-                return function(path, *args, **kwargs)  # there is none: the error that the script expects
+                return function(path, *args, **kwargs)  # raises as the script expects
             return function(found, *args, **kwargs) if found is not path else None
 
         return changed
@@ -591,10 +591,10 @@ def _redirect_attributes(overlay: Overlay) -> None:
     _replace("truncate", truncate)
 
 
-def _note_commands(overlay: Overlay) -> None:
-    """Programs other than Python write where they want, and the report names them."""
+def _record_commands(overlay: Overlay) -> None:
+    """Record programs other than Python that the script starts, because they write past the overlay."""
 
-    def noted(event: str, arguments: tuple[Any, ...]) -> None:
+    def record(event: str, arguments: tuple[Any, ...]) -> None:
         try:
             if event == "os.system":
                 words = os.fsdecode(arguments[0]).split()
@@ -607,7 +607,7 @@ def _note_commands(overlay: Overlay) -> None:
             program = os.path.basename(words[0]) if words else ""
             if program and not program.startswith("python"):
                 overlay.commands.add(program)
-        except Exception:  # noqa: S110  (a note is not worth an error)
+        except Exception:  # noqa: S110  (it must not end the script)
             pass
 
-    sys.addaudithook(noted)
+    sys.addaudithook(record)

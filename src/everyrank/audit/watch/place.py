@@ -1,4 +1,4 @@
-"""Which line of the person's own code is it that runs?"""
+"""Finds the line of the user's own code that is running."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -18,17 +18,17 @@ _WATCH = str(Path(__file__).parent)
 _RECIPES = str(Path(__file__).parents[2] / "recipes") + os.sep
 
 
-_WRAPPERS = {"wrapper", "handle_torch_function", "inner", "_fn"}  # of torch's, around each collective
+_WRAPPERS = {"wrapper", "handle_torch_function", "inner", "_fn"}  # functions of torch around each collective
 
 
 @functools.cache
 def is_own_file(filename: str) -> bool:
-    """Whether the person wrote it: not Python, not an installed package, not everyrank (its recipes are copied)."""
+    """Whether a file is the user's: not Python, an installed package or everyrank, except for its recipes."""
     return is_own(filename) or filename.startswith(_RECIPES)
 
 
 def frames() -> Iterator[FrameType]:
-    """The person's own frames, the innermost first."""
+    """The frames of the user's own code, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_own_file(frame.f_code.co_filename):
@@ -41,17 +41,17 @@ def _place(frame: FrameType) -> str:
 
 
 def where() -> str:
-    """`/path/train.py:12`, the innermost line of the person's own; "" where none is on the stack."""
+    """`/path/train.py:12`, the innermost line of the user's own code; "" if none is on the stack."""
     return next((_place(frame) for frame in frames()), "")
 
 
 def chain() -> list[str]:
-    """Every line of the person's own that is on the stack, the innermost first."""
+    """All lines of the user's own code on the stack, the innermost first."""
     return [_place(frame) for frame in frames()]
 
 
 def library_calls() -> list[str]:
-    """The names of the library functions between the person's innermost line and here, the first called first."""
+    """The names of the library functions between the user's innermost line and here, the first called first."""
     frame: FrameType | None = sys._getframe(1)
     names: list[str] = []
     while frame is not None and not is_own_file(frame.f_code.co_filename):
@@ -82,7 +82,7 @@ def calling_codes() -> Iterator[CodeType]:
 
 
 def caller_is_own() -> bool:
-    """Whether a line of the person's own called the function that asks, perhaps through a wrapper of torch or ours."""
+    """Whether the user's own code called the caller of this function, perhaps through a wrapper of torch or ours."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_filename.startswith(_WATCH) or frame.f_code.co_filename.endswith(_TORCH_WRAPPERS)

@@ -1,8 +1,7 @@
-"""A script that says .cuda(), "cuda:0" and nccl runs on CPU and gloo, unchanged, where there is no GPU.
+"""Runs a script that uses CUDA on the CPU and gloo if there is no GPU, without changing the script.
 
-`torch.cuda.is_available()` is true for the person's own lines alone: libraries go on as on a CPU. What is altered is
-said in the report; nothing that has to do with the numbers is: devices, the backend, AVG (gloo has none), autocast's
-and the gradient scaler's device.
+`torch.cuda.is_available()` is only true in the user's own code: libraries use the CPU. Only devices, the backend, the
+AVG reduction (which gloo lacks), and the device of autocast and of the gradient scaler change. The report mentions it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["PretendCuda"]
 
 
 def _on_cpu(device: Any, numbers: bool = False) -> Any:
-    """The device in place of a CUDA device; a bare number is one where `numbers`."""
+    """The CPU for a CUDA device, other devices unchanged. With `numbers`, a bare number is a CUDA device."""
     if isinstance(device, torch.device) and device.type == "cuda":
         return torch.device("cpu")
     if isinstance(device, str) and device.startswith("cuda"):
@@ -40,7 +39,7 @@ class PretendCuda:
         self.num_devices = num_devices
 
     def rewrite(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """What a torch function returns in place of its own, or None; and what it is given."""
+        """A result that replaces the call of a torch function, or None; and its new arguments."""
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0], args, kwargs
         if kwargs.get("device") is not None:
@@ -52,7 +51,7 @@ class PretendCuda:
         return None, args, kwargs
 
     def install(self) -> None:
-        """From now on, in this process."""
+        """Patch torch in this process."""
         self._devices()
         self._tensor_types()
         self._meshes()
@@ -63,7 +62,7 @@ class PretendCuda:
     def _devices(self) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         cuda, accelerator = torch.cuda, torch.accelerator
-        for place, name, theirs in (
+        for module, name, answer in (
             (cuda, "is_available", True),
             (cuda, "device_count", self.num_devices),
             (cuda, "is_bf16_supported", True),
@@ -71,7 +70,7 @@ class PretendCuda:
             (accelerator, "device_count", self.num_devices),
             (accelerator, "current_accelerator", torch.device("cuda")),
         ):
-            setattr(place, name, _for_own(theirs, getattr(place, name)))
+            setattr(module, name, _for_user(answer, getattr(module, name)))
         nothing = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect", "init")
         memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         answers = {**dict.fromkeys(nothing), **dict.fromkeys(memory, 0)}
@@ -94,12 +93,12 @@ class PretendCuda:
         torch.Generator = _Generator
 
     def _tensor_types(self) -> None:
-        """`Tensor = torch.cuda.FloatTensor`, the way of old scripts."""
+        """Old scripts use `torch.cuda.FloatTensor` and similar names."""
         for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
             setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
     def _meshes(self) -> None:
-        """A mesh that a script builds, and the one that fully_shard builds by itself."""
+        """Meshes that a script or fully_shard constructs."""
         from torch.distributed.device_mesh import DeviceMesh
 
         init = DeviceMesh.__init__
@@ -161,7 +160,7 @@ class _Generator(metaclass=_GeneratorType):
 
 
 class _Stream:
-    """What is put into a stream is done at once."""
+    """A stream whose work is always done."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.cuda_stream = self.stream_id = self.device_index = 0
@@ -179,7 +178,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """Its time is that of the CPU."""
+    """An event with the time of the CPU."""
 
     seconds = 0.0
 
@@ -209,18 +208,18 @@ def _stays(self: Any, device: Any = None) -> Any:  # noqa: ARG001  (as it is cal
     return self
 
 
-def _for_own(theirs: Any, function: Any) -> Any:
-    """A function that answers the person's lines as it were a machine with GPUs."""
+def _for_user(answer_for_user: Any, function: Any) -> Any:
+    """A function that only answers the user's own code as a machine with GPUs would."""
 
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        return theirs if caller_is_own() else function(*args, **kwargs)
+        return answer_for_user if caller_is_own() else function(*args, **kwargs)
 
     return answer
 
 
 def _constant(value: Any) -> Any:
-    """A new function each time: dynamo's table of rules refuses one function under two names of torch."""
+    """A function that returns this value: a new one each time, because dynamo allows one torch name for a function."""
 
     def answer(*_args: Any, **_kwargs: Any) -> Any:
         return value

@@ -1,7 +1,6 @@
-"""Numbers of an evaluation that are a ratio of counts, or the exponential of a mean: no means over samples.
+"""Tracks numbers of an evaluation that are ratios of counts or exponentials of means: they are no means over samples.
 
-Known until the next forward that trains, by the tensor, or by the exact value where it became a Python number on the
-way.
+They are known until the next training forward, by tensor, or by exact value if they became a Python number.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _SAME = {
 
 
 class Ratios:
-    """Of the evaluation that is going on; tensors are held, so that ids stay theirs."""
+    """The numbers of the current evaluation. Tensors are held, so that no id is reused."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Any, ReduceResult]] = {}
 
     def forget(self) -> None:
-        """Let all tensors go: training goes on."""
+        """Let all tensors go, because training continues."""
         self.known = {}
 
     def called(self, recorder: Recorder, func: Any, args: Any, out: Any) -> None:
-        """A torch function that gives one number."""
+        """Track a torch function that returns one number."""
         is_number = isinstance(out, torch.Tensor) and out.numel() == 1 and not out.requires_grad
         if not is_number or func not in _ALL:
             return
@@ -45,7 +44,7 @@ class Ratios:
         if result is not None:
             self.known[id(out)] = out, result
         else:
-            self.known.pop(id(out), None)  # it was, until it was changed in place
+            self.known.pop(id(out), None)  # it was changed in place
 
     def _result(self, func: Any, args: Any, value: float) -> ReduceResult | None:
         if func in _EXPONENTIALS:

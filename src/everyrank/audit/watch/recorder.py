@@ -1,6 +1,6 @@
-"""What is written down inside a rank: one line of JSON for each thing that happened, and gradients as small samples.
+"""Writes the events of a process: one line of JSON each, and gradients as small samples in files of arrays.
 
-Nothing is judged here. The files are read when the processes are gone, by `everyrank.audit.rules`.
+`everyrank.audit.evidence` reads the files when the processes have ended.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ __all__ = ["HOOKS", "Recorder", "Settings", "all_leaves", "checksum", "harmless"
 
 _SOMETIMES = 50
 ENVIRONMENT = "EVERYRANK_AUDIT"
-BY_RPC = "RPC: what"  # how that begins which is said of a script over RPC
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"  # Accelerate's own variable, which its launcher sets, too
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the watching process is told; it travels as JSON in an environment variable.
+    """Settings of the hooks, passed as JSON in an environment variable.
 
     folder         where to write
-    updates        the script is stopped after so many optimizer steps
-    batches        of each epoch of a loader, before its last one
-    epochs         of a training loader
-    devices        pretended CUDA devices; 0: none are pretended
-    modes          whether every torch function and collective is looked at (--watch: no)
-    replay         updates that are kept, and run once more in one process
-    keep_files     whether what the script writes goes where it says
+    updates        number of updates to record; the script is stopped after twice as many
+    batches        batches of each epoch before its last one; 0: all
+    epochs         epochs of a training loader; 0: all
+    devices        pretended CUDA devices; 0: none
+    modes          record every torch function and collective (not with --watch)
+    replay         number of updates to replay in one process
+    keep_files     do not redirect the files that the script writes
     main           the script
-    shim           a folder of modules that come before all others
+    shim           a folder of modules to import first
     """
 
     folder: str
@@ -58,16 +57,16 @@ class Settings:
 
     @classmethod
     def read(cls, text: str) -> Settings:
-        """What `written` gave."""
+        """The settings from the JSON of `written`."""
         return cls(**json.loads(text))
 
     def written(self) -> str:
-        """As JSON, for the environment."""
+        """The settings as JSON, for the environment."""
         return json.dumps(dataclasses.asdict(self))
 
 
 class Recorder:
-    """Where the training stands, and the files of this process."""
+    """Counts updates and backwards, and writes the events of this process."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -76,31 +75,31 @@ class Recorder:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.update = 0  # optimizer steps done
         self.micro = 0  # backwards since the last of them
-        self.phase = "script"  # whose collectives these are: the script's, or those of a forward, a backward...
+        self.phase = "script"  # the code that calls collectives: the script, a forward, a backward...
         self.is_done = False
         self.num_sent = 0  # collectives since the first update began
         self.calls_by_rpc = False
         self._muted = threading.local()
-        self._failed: set[str] = set()  # hooks of ours that have raised
-        self._failed_in = -1  # the update in which one did last
+        self._failed: set[str] = set()  # hooks that have raised
+        self._failed_in = -1  # the last update in which one has
         self._count = 0
         self._pid = 0
         self._file: Any = None
 
     @property
     def is_muted(self) -> bool:
-        """Whether what happens now is our own doing, or not looked at."""
+        """Whether nothing is recorded now, because a hook is running or the update is skipped."""
         return getattr(self._muted, "depth", 0) > 0 or self.is_skipped
 
     @property
     def is_skipped(self) -> bool:
-        """Under --watch every 50th update is looked at, after the first."""
+        """Whether --watch skips this update: after the first ones it records every 50th."""
         is_late = self.update >= 2 * self.settings.updates
         return is_late and not self.settings.modes and self.update % _SOMETIMES != 0
 
     @contextlib.contextmanager
     def muted(self) -> Generator[None]:
-        """While this thread computes something of ours; the script's other threads are recorded meanwhile."""
+        """Record nothing of this thread within the block. Other threads of the script are recorded."""
         self._muted.depth = getattr(self._muted, "depth", 0) + 1
         try:
             yield
@@ -109,7 +108,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Generator[None]:
-        """Collectives in this block belong to `phase`."""
+        """Collectives within the block belong to `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -129,20 +128,20 @@ class Recorder:
         with contextlib.suppress(OSError):  # a full disk
             self._file.write(json.dumps(row, default=vars) + "\n")  # default: LossTerm, ReduceResult
 
-    def hook_failed(self, what: str, error: Exception) -> None:
-        """The script goes on; the report says what was not checked, and why."""
+    def hook_failed(self, task: str, error: Exception) -> None:
+        """Report that a hook has raised. The script continues."""
         with contextlib.suppress(Exception):
             if self.update != self._failed_in:
                 self._failed_in = self.update
                 self.write(HookFailed())
-            if what in self._failed:
+            if task in self._failed:
                 return
-            self._failed.add(what)
+            self._failed.add(task)
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-            self.write(Unchecked(message=f"{what}: everyrank could not look at it ({why}); the script went on"))
+            self.write(Unchecked(message=f"{task}: a hook of everyrank failed ({why}); the script went on"))
 
     def arrays(self, name: str, content: dict[str, np.ndarray]) -> None:
-        """Write arrays by name, whole or not at all."""
+        """Write arrays by name, completely or not at all."""
         partial = self.folder / f".{name}.{os.getpid()}.npz"
         with _real_open(partial, "wb") as file:
             renamed: Any = {key.replace("/", "|"): value for key, value in content.items()}
@@ -156,14 +155,13 @@ HOOKS: list[Any] = []
 """Every method that `harmless` protects."""
 
 
-def harmless(what: str, default: Callable[[], Any] = lambda: None) -> Callable[[Any], Any]:
-    """A method that looks on, and whose own errors never reach the script.
+def harmless(task: str, default: Callable[[], Any] = lambda: None) -> Callable[[Any], Any]:
+    """Decorate a method of a hook so that its errors never reach the script.
 
-    what     what is not checked when the method fails, for the report
-    default  makes what it returns then
+    task     what is not checked if the method fails, for the report
+    default  makes the value that it returns then
 
-    Its object has a `recorder`. Torch calls these methods in the middle of the script: an error of ours there would end
-    a training that runs.
+    Its object has a `recorder`. Torch calls these methods inside the script, so an error would end the training.
     """
 
     def decorate(method: Any) -> Any:
@@ -172,7 +170,7 @@ def harmless(what: str, default: Callable[[], Any] = lambda: None) -> Callable[[
             try:
                 return protected.__wrapped__(self, *args, **kwargs)
             except Exception as error:
-                self.recorder.hook_failed(what, error)
+                self.recorder.hook_failed(task, error)
                 return default()
 
         HOOKS.append(protected)
@@ -182,7 +180,7 @@ def harmless(what: str, default: Callable[[], Any] = lambda: None) -> Callable[[
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Every tensor in lists, tuples, dicts and dataclasses."""
+    """All tensors in nested lists, tuples, dicts and dataclasses."""
     import torch
 
     for leaf in all_leaves(value, depth):
@@ -191,7 +189,7 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def all_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
-    """What is in lists, tuples, dicts and dataclasses, and in these in turn."""
+    """All leaves of nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from all_leaves(inner, depth + 1)
@@ -205,19 +203,19 @@ def all_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def local(tensor: Any) -> Any:
-    """What this rank holds of it, with the zeros that a sparse gradient leaves out."""
+    """The local part of a tensor on this rank, dense."""
     tensor = tensor.detach()
-    held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return held.to_dense() if held.is_sparse else held
+    shard = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard.to_dense() if shard.is_sparse else shard
 
 
 def checksum(tensor: Any) -> int:
-    """Of the bytes that this rank holds."""
+    """The CRC-32 of the bytes of a tensor's local part."""
     import torch
 
-    held = local(tensor)
-    if not held.numel() or not held.untyped_storage().nbytes():  # fully_shard frees what it has gathered
+    shard = local(tensor)
+    if not shard.numel() or not shard.untyped_storage().nbytes():  # fully_shard frees gathered parameters
         return 0
-    # a column of a single row is contiguous, whatever its stride: bytes want a stride of 1
-    flat = held.cpu().contiguous().as_strided((held.numel(),), (1,))
+    # view(uint8) needs a stride of 1, and a column of a single row is contiguous with any stride
+    flat = shard.cpu().contiguous().as_strided((shard.numel(),), (1,))
     return zlib.crc32(flat.view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""Libraries that write files in C, C++ or Rust are given the overlay's paths; what torch saves is an event.
+"""Redirects libraries that write files in C, C++ or Rust to the overlay, and records what torch saves.
 
 See `overlay.py` for Python's own functions.
 """
@@ -34,14 +34,14 @@ _WRITERS = (
     ("torchvision.io", "write_jpeg", "filename"),
     ("torchvision.io", "write_video", "filename"),
 )
-"""(module, function, the parameter with the path, by its name or, where it is written in C, by its place)"""
+"""(module, function, the parameter with the path: its name, or its position in a function that is written in C)"""
 
 _OPENERS = (("sqlite3", "connect", 0), ("lmdb", "open", 0))
-"""The same of functions that open for reading and writing: the file begins as it was."""
+"""The same for functions that open a file for reading and writing, which starts with its old content."""
 
 
 def install_saving(recorder: Recorder, overlay: Overlay) -> None:
-    """From now on, also in libraries that are imported later."""
+    """Redirect libraries, also those that are imported later."""
     _redirect_torch(recorder, overlay)
     after_import("safetensors", functools.partial(_redirect_safetensors, recorder, overlay))
     after_import("h5py", functools.partial(_redirect_h5py, overlay))
@@ -56,7 +56,7 @@ def _redirect_torch(recorder: Recorder, overlay: Overlay) -> None:
 
     @functools.wraps(save)
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # a file that is open already
+        name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # an open file
         if isinstance(name, str | os.PathLike):
             keys = sorted(map(str, obj)) if isinstance(obj, dict) else []
             path = overlay.outside(os.path.abspath(os.fspath(name)))
@@ -92,7 +92,7 @@ def _redirect_safetensors(recorder: Recorder, overlay: Overlay, module: Any) -> 
 
 
 def _redirect_h5py(overlay: Overlay, module: Any) -> None:
-    """A file that is only read is not copied: it may hold the whole data set."""
+    """Redirect h5py. A file that is only read is not copied, because it may hold a whole dataset."""
     init = module.File.__init__
 
     @functools.wraps(init)
@@ -106,15 +106,15 @@ def _redirect_h5py(overlay: Overlay, module: Any) -> None:
 
 
 def _holder(module: Any, name: str) -> tuple[Any, str]:
-    """The object that has the function, and the last part of its name."""
-    *inner, last = name.split(".")
-    for part in inner:
-        module = getattr(module, part)
+    """The object that has the function, and the function's own name."""
+    *outer, last = name.split(".")
+    for attribute in outer:
+        module = getattr(module, attribute)
     return module, last
 
 
 def _redirect(name: str, path: str | int, redirected: Callable[..., Any], module: Any) -> None:
-    """The function of this name gets another path; nothing where this version has no such function."""
+    """Redirect the path of a function, if this version of the library has it."""
     try:
         holder, last = _holder(module, name)
         function = getattr(holder, last)
@@ -130,10 +130,10 @@ def _redirect(name: str, path: str | int, redirected: Callable[..., Any], module
 
 
 def _redirect_opener(overlay: Overlay, name: str, path: str | int, module: Any) -> None:
-    def redirected(given: Any) -> Any:
-        if not isinstance(given, str | bytes | os.PathLike) or str(given).startswith((":memory:", "file:")):
-            return given
-        return overlay.target(given, keeps_content=True)
+    def redirected(database: Any) -> Any:
+        if not isinstance(database, str | bytes | os.PathLike) or str(database).startswith((":memory:", "file:")):
+            return database
+        return overlay.target(database, keeps_content=True)
 
     _redirect(name, path, redirected, module)
     if name == "connect":  # sqlite3 keeps it in two places
@@ -141,10 +141,10 @@ def _redirect_opener(overlay: Overlay, name: str, path: str | int, module: Any) 
 
 
 def _with_path(function: Any, path: str | int, redirected: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The arguments of a call, with another path."""
+    """The arguments of a call with the redirected path."""
     if isinstance(path, str) and path in kwargs:
         return args, {**kwargs, path: redirected(kwargs[path])}
-    place = path if isinstance(path, int) else list(inspect.signature(function).parameters).index(path)
-    if place < len(args):
-        return (*args[:place], redirected(args[place]), *args[place + 1 :]), kwargs
+    index = path if isinstance(path, int) else list(inspect.signature(function).parameters).index(path)
+    if index < len(args):
+        return (*args[:index], redirected(args[index]), *args[index + 1 :]), kwargs
     return args, kwargs

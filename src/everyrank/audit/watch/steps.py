@@ -1,4 +1,4 @@
-"""Backwards, clipping, the gradient scaler, optimizer steps and zero_grad: the events of an update, in order."""
+"""Records the events of an update: backwards, clipping, the gradient scaler, optimizer steps, zero_grad, schedules."""
 
 # The hooks replace parts of torch that are private.
 # pyright: reportPrivateUsage=false
@@ -29,20 +29,24 @@ __all__ = ["install_sharding", "install_steps"]
 
 
 def install_steps(
-    recorder: Recorder, losses: Losses, gradients: Gradients, begin: Callable[[], None], stepped: Callable[[], None]
+    recorder: Recorder,
+    losses: Losses,
+    gradients: Gradients,
+    on_backward: Callable[[], None],
+    on_step: Callable[[], None],
 ) -> None:
-    """Look at each update. `begin` is called at each backward, `stepped` after each optimizer step was recorded."""
+    """Hook each update. `on_backward` is called at each backward, `on_step` after each optimizer step was recorded."""
     looks = _Looks(recorder, losses, gradients)
-    _watch_backward(looks, begin)
+    _watch_backward(looks, on_backward)
     _watch_clipping(looks)
     _watch_scaler(looks)
-    _watch_optimizers(recorder, gradients, stepped)
+    _watch_optimizers(recorder, gradients, on_step)
     _watch_zero_grad(looks)
     _watch_schedules(looks)
 
 
 class _Looks:
-    """What is looked at around the functions that are replaced here."""
+    """Records the calls of the functions that this file replaces."""
 
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
@@ -61,7 +65,7 @@ class _Looks:
 
     @harmless("clipping")
     def clipped(self, norm: Any, before: dict[str, Any]) -> None:
-        """Write down the norm that a function for clipping gives, and what stood in .grad before."""
+        """Record the norm that a function for clipping returns, and the gradients before it."""
         recorder, gradients = self.recorder, self.gradients
         with recorder.muted():
             whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -72,32 +76,32 @@ class _Looks:
 
     @harmless("the scale of a gradient scaler")
     def scaled(self, scaler: Any) -> None:
-        """The factor of the loss."""
+        """Read the scale of a gradient scaler."""
         with self.recorder.muted():
             self.gradients.loss_scale = float(scaler._scale)
 
-    @harmless("gradients that are thrown away")
+    @harmless("gradients that zero_grad discards")
     def zeroed(self, optimizer: Any) -> None:
-        """Gradients that no step has used."""
+        """Record gradients that zero_grad clears before a step has used them."""
         recorder, gradients = self.recorder, self.gradients
         if not gradients.pieces or recorder.is_muted:
             return
-        own = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-        lost = {micro for micro, name in gradients.pieces if name in own}
+        names = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        lost = {micro for micro, name in gradients.pieces if name in names}
         if lost and not gradients.is_in_closure:  # a line search evaluates the loss more often than it steps
             recorder.write(DiscardedGradients(line=where(), num_backwards=len(lost)))
-        gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in own}
+        gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in names}
 
-    @harmless("what a schedule that waits for a plateau is told")
-    def told(self, numbers: list[Any]) -> None:
-        """What a schedule that waits for a plateau is told."""
+    @harmless("the metric of ReduceLROnPlateau")
+    def plateau_step(self, numbers: list[Any]) -> None:
+        """Record the metric that ReduceLROnPlateau is given."""
         with self.recorder.muted():
             values = [float(number) for number in numbers]
         for value in values:
             self.recorder.write(PlateauStep(line=where(), value=value))
 
 
-def _watch_backward(looks: _Looks, begin: Callable[[], None]) -> None:
+def _watch_backward(looks: _Looks, on_backward: Callable[[], None]) -> None:
     recorder, losses, gradients = looks.recorder, looks.losses, looks.gradients
     autograd_backward = torch.autograd.backward
 
@@ -105,7 +109,7 @@ def _watch_backward(looks: _Looks, begin: Callable[[], None]) -> None:
     def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_muted:
             return autograd_backward(roots, *args, **kwargs)
-        begin()
+        on_backward()
         line = where()
         gradients.begin_backward()
         recorder.write(looks.gathered(roots, line) or Backward(line=line))
@@ -170,14 +174,14 @@ def _watch_scaler(looks: _Looks) -> None:
     scaler.scale, scaler.unscale_, scaler.update, scaler.step = scaling, unscaling, updating, stepping
 
 
-def _watch_optimizers(recorder: Recorder, gradients: Gradients, stepped: Callable[[], None]) -> None:
+def _watch_optimizers(recorder: Recorder, gradients: Gradients, on_step: Callable[[], None]) -> None:
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    stack: list[Any] = []  # an optimizer may step another: the outermost one has all parameters
+    stack: list[Any] = []  # an optimizer may step other optimizers; the outermost one has all parameters
 
     def record(optimizer: Any) -> None:
         gradients.step(optimizer)
-        stepped()
+        on_step()
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
         stack.append(optimizer)
@@ -188,14 +192,14 @@ def _watch_optimizers(recorder: Recorder, gradients: Gradients, stepped: Callabl
             recorder.update += 1
         if recorder.is_muted:
             return None
-        closure = kwargs.get("closure") or next((one for one in args if callable(one) and one is not optimizer), None)
+        closure = kwargs.get("closure") or next((arg for arg in args if callable(arg) and arg is not optimizer), None)
         if closure is None or isinstance(closure, Optimizer):
             record(optimizer)
             return None
         gradients.is_in_closure = True
         watched = _recording(closure, functools.partial(record, optimizer))
-        replaced = tuple(watched if one is closure else one for one in args)
-        return replaced, {name: watched if one is closure else one for name, one in kwargs.items()}
+        replaced = tuple(watched if arg is closure else arg for arg in args)
+        return replaced, {name: watched if arg is closure else arg for name, arg in kwargs.items()}
 
     def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         gradients.is_in_closure = False
@@ -207,7 +211,7 @@ def _watch_optimizers(recorder: Recorder, gradients: Gradients, stepped: Callabl
 
 
 def _recording(closure: Any, record: Callable[[], None]) -> Any:
-    """Forward and backward run inside the step: what stands there is recorded when they have run for the first time."""
+    """A closure that also records the gradients when it has run forward and backward for the first time."""
     done: list[bool] = []
 
     @functools.wraps(closure)
@@ -222,7 +226,7 @@ def _recording(closure: Any, record: Callable[[], None]) -> Any:
 
 
 def _watch_schedules(looks: _Looks) -> None:
-    """Each step of a schedule; not those that one schedule calls of another."""
+    """Record each step of a schedule, but not the steps of schedules that another schedule calls."""
     recorder = looks.recorder
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -241,7 +245,7 @@ def _watch_schedules(looks: _Looks) -> None:
                 name = type(self).__name__
                 recorder.write(ScheduleStep(line=where(), schedule=id(self), name=name, is_prepared=is_prepared))
             elif not depth and isinstance(self, ReduceLROnPlateau):
-                looks.told([*args[:1], *kwargs.values()][:1])
+                looks.plateau_step([*args[:1], *kwargs.values()][:1])
             depth.append(id(self))
             try:
                 return step(self, *args, **kwargs)
@@ -256,11 +260,11 @@ def _watch_schedules(looks: _Looks) -> None:
 
 
 def _all_below(kind: Any) -> list[Any]:
-    return [one for below in kind.__subclasses__() for one in (below, *_all_below(below))]
+    return [cls for below in kind.__subclasses__() for cls in (below, *_all_below(below))]
 
 
 def _mark_made(kind: Any) -> None:
-    """A schedule steps once by itself when it is made."""
+    """Mark schedules that are constructed, because a schedule steps once in its constructor."""
     initial = kind._initial_step
 
     @functools.wraps(initial)
@@ -287,9 +291,9 @@ def _watch_zero_grad(looks: _Looks) -> None:
 
 
 def install_sharding(gradients: Gradients) -> bool:
-    """Hook the whole parameters that fully_shard gathers, before it reduces their gradients; whether it can be done.
+    """Hook the parameters that fully_shard gathers, before it reduces their gradients; whether this torch allows it.
 
-    There is no public place where these can be seen: without it gradients of fully_shard are not checked.
+    There is no public hook for them. Without it the gradients of fully_shard are not checked.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -1,6 +1,7 @@
-"""On PYTHONPATH of an audited script: redirects files, and puts the hooks in right after the first `import torch`.
+"""Runs at the start of every Python process of an audited script, because its folder is on PYTHONPATH.
 
-In every Python process that it starts, too. Does nothing where the audit's variable is not set.
+It redirects files, and installs the hooks right after the first `import torch`. Without the environment variable of the
+audit it does nothing.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ def _chain() -> None:
 
 
 def _load(name: str):
-    """A module of the audit by its file: the package around it would import more than a small process needs."""
+    """Load a module of the audit by its file, because its package imports more than a small process needs."""
     full = f"everyrank.audit.watch.{name}"
     spec = importlib.util.spec_from_file_location(full, Path(_HERE).parent / f"{name}.py")
     assert spec is not None

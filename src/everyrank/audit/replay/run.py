@@ -1,0 +1,447 @@
+"""Runs recorded updates again on rank 0, in float64, to get the gradient of all samples of an update.
+
+It runs when the script has ended, on the script's own model. `torch.func.functional_call` puts in the parameters and
+buffers from before the update, so the model is not copied and no hook of DistributedDataParallel runs. Nothing is sent,
+because other ranks may have exited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from everyrank.audit.events import ReplayedUpdate, Unchecked
+from everyrank.audit.replay.recording import ReplayRecorder, generator_states
+from everyrank.audit.replay.state import RecordedBackward, ReplayError, ReplayState, TensorReference, backward_path
+from everyrank.audit.watch.gradients import sample
+from everyrank.audit.watch.losses import DROPOUTS
+from everyrank.audit.watch.recorder import tensors
+
+__all__ = ["run_replay", "term_weights"]
+
+_MOST_SECONDS = 60.0  # in all
+_WAIT_SECONDS = 15.0  # for the other ranks to end, too
+_SAME_WEIGHT = 1e-6  # relative
+
+
+def run_replay(recording: ReplayRecorder) -> None:
+    """Replay the recorded updates and write their gradients, if this process is rank 0."""
+    recorder, end = recording.recorder, time.monotonic() + _MOST_SECONDS
+    recording.is_over = True
+    if recording.states:
+        _wait_for_all(recording)
+    for update, state in sorted(recording.states.items()):
+        if update >= recorder.update:
+            break  # the script has ended before its step
+        try:
+            with recorder.muted(), _settings_restored(recording.root, state):
+                backwards = _read_backwards(recording, update)
+                replay = _Replay(recording, state, backwards, end)
+                recorder.arrays(f"replay{update}", replay.content())
+        except Exception as error:
+            recorder.write(Unchecked(message=f"replay of update {update}: {_why(error)}"))
+            return  # later updates would fail likewise
+        weights = {f"{rank}.{micro}": weight for (rank, micro), weight in zip(backwards, replay.weights, strict=True)}
+        recorder.write(
+            ReplayedUpdate(
+                number=update,
+                weights=weights,
+                is_weighted=replay.is_weighted,
+                coupling=replay.coupling,
+                without_dropout=replay.overrides.skips_dropout,
+                sizes=replay.sizes,
+            )
+        )
+
+
+def _wait_for_all(recording: ReplayRecorder) -> None:
+    """Wait until the other ranks have ended, so that their files are complete, or until it takes too long."""
+    end = time.monotonic() + _WAIT_SECONDS
+    paths = [recording.recorder.folder / f"done{rank}" for rank in range(recording.world_size)]
+    while not all(path.exists() for path in paths) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _why(error: Exception) -> str:
+    """Why an update cannot be replayed, in a line."""
+    if isinstance(error, CollectiveCalledError):
+        return "the model or the loss calls a collective"
+    if isinstance(error, ReplayError):
+        return str(error)
+    message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"the model fails in float64 ({message[:200]})"
+
+
+def term_weights(backwards: Sequence[RecordedBackward]) -> list[float] | None:
+    """The factor for the root of each backward that gives each of all N loss terms the weight 1/N.
+
+    None where there is none: no loss was recorded, or several that would need different factors.
+    """
+    if len({tuple((loss.name, loss.line) for loss in backward.losses) for backward in backwards}) != 1:
+        return None
+    weights: list[list[float]] = []  # by loss
+    for losses in zip(*(backward.losses for backward in backwards), strict=True):
+        scales = [loss.scale for loss in losses if loss.scale and loss.terms and loss.reduction in ("mean", "sum")]
+        if len(scales) < len(losses):
+            return None
+        count = sum(loss.terms for loss in losses)
+        factors = [loss.terms if loss.reduction == "mean" else 1.0 for loss in losses]
+        weights.append([factor / (count * scale) for factor, scale in zip(factors, scales, strict=True)])
+    if not weights or not np.allclose(weights, weights[0], rtol=_SAME_WEIGHT, atol=0):
+        return None
+    return weights[0]
+
+
+def _read_backwards(recording: ReplayRecorder, update: int) -> dict[tuple[int, int], RecordedBackward]:
+    """The backwards of an update on all ranks, by (rank, number)."""
+    folder = recording.recorder.folder
+    paths: dict[int, list[Any]] = {}
+    for rank in range(recording.world_size):
+        paths[rank] = sorted(folder.glob(backward_path(folder, rank, update, "*").name), key=_micro)
+        if not paths[rank]:
+            raise ReplayError(f"rank {rank} has not recorded it")
+    device = next(recording.root.parameters()).device
+
+    def on_device(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.cuda(device.index)
+
+    return {
+        (rank, _micro(path)): torch.load(path, map_location=on_device, weights_only=False)
+        for rank, rank_paths in paths.items()
+        for path in rank_paths
+    }
+
+
+def _micro(path: Path) -> int:
+    return int(path.stem.rpartition(".")[2])
+
+
+class _Replay:
+    """Computes the gradient of an update: from each backward, and from all samples as one batch."""
+
+    def __init__(
+        self,
+        recording: ReplayRecorder,
+        state: ReplayState,
+        backwards: dict[tuple[int, int], RecordedBackward],
+        end: float,
+    ) -> None:
+        self.root, self.state, self.end = recording.root, state, end
+        self.names = {
+            name: recording.gradients.names[id(p)] for name, p in self.root.named_parameters() if p.requires_grad
+        }
+        self.keys, self.backwards = list(backwards), list(backwards.values())
+        self.world_size = recording.world_size
+        weights = term_weights(self.backwards)
+        self.weights = weights or [1 / len(self.backwards)] * len(self.backwards)
+        # several losses may have any weights that the script gives them
+        self.is_weighted = weights is not None and len(self.backwards[0].losses) == 1
+        self.coupling = ""  # why the effect of batch norm could not be measured
+        self.sizes = [num_rows(backward) for backward in self.backwards]
+        self.overrides = LayerOverrides()
+
+    def content(self) -> dict[str, np.ndarray]:
+        """Samples of the gradients, by "kind name".
+
+        backward.R.M       gradient of backward M of rank R, from its root as it was
+        whole              their sum by weight: the gradient that the optimizer should get
+        merged             gradient of all samples as one batch, without dropout
+        merged_local_norm  the same, with batch norm over the samples of one backward at a time
+        without_dropout    as whole, without dropout
+        """
+        arrays: dict[str, np.ndarray] = {}
+        try:
+            each = self.each()
+        except CollectiveCalledError:
+            self.coupling = "sends"
+            try:
+                return self._named("merged", self.merged(None))
+            except Exception as error:
+                raise ReplayError(
+                    f"the model calls a collective in its forward; as one batch: {_why(error)}"
+                ) from error
+        for (rank, micro), gradient in zip(self.keys, each, strict=True):
+            arrays |= self._named(f"backward.{rank}.{micro}", gradient)
+        whole = self.weighted(each)
+        arrays |= self._named("whole", whole)
+        if self.overrides.num_norms and len(self.backwards) > 1:
+            try:
+                arrays |= self._coupling(whole)
+            except Exception as error:
+                self.coupling = _why(error)
+        return arrays
+
+    def _coupling(self, whole: dict[str, Any]) -> dict[str, np.ndarray]:
+        if self.overrides.has_drawn:
+            self.overrides.skips_dropout = True
+            whole = self.weighted(self.each())
+        return {
+            **self._named("merged", self.merged(None)),
+            **self._named("merged_local_norm", self.merged(self.sizes)),
+            **self._named("without_dropout", whole),
+        }
+
+    def each(self) -> list[dict[str, Any]]:
+        """The gradient of each backward in float64."""
+        return [
+            self.gradient(lambda root, backward=backward: self._root_of(root, backward), False)
+            for backward in self.backwards
+        ]
+
+    def weighted(self, each: list[dict[str, Any]]) -> dict[str, Any]:
+        names = {name: None for gradient in each for name in gradient}
+        pairs = list(zip(self.weights, each, strict=True))
+        return {name: sum(weight * gradient[name] for weight, gradient in pairs if name in gradient) for name in names}
+
+    def merged(self, segments: list[int] | None) -> dict[str, Any]:
+        """The gradient of all samples as one batch. With `segments`, batch norm uses so many samples at a time."""
+        sizes = self.sizes
+        inputs = merged_batch([backward.inputs for backward in self.backwards], sizes)
+
+        def root_of(root: Any) -> Any:
+            args, kwargs = to_float64(inputs)
+            outputs = list(tensors(self._forward(root, args, kwargs, self.backwards[0].generator)))
+            if self.overrides.has_drawn:
+                raise ReplayError("forward draws random numbers, which are different for one batch")
+            ends = np.cumsum(sizes).tolist()
+            roots = [
+                _follow(backward, [output_rows(out, end - size, end, ends[-1]) for out in outputs])
+                for backward, size, end in zip(self.backwards, sizes, ends, strict=True)
+            ]
+            return sum(weight * root for weight, root in zip(self.weights, roots, strict=True))
+
+        self.overrides.segments = segments
+        try:
+            return self.gradient(root_of, True)
+        finally:
+            self.overrides.segments = None
+
+    def gradient(self, root_of: Callable[[Any], Any], is_whole: bool) -> dict[str, Any]:
+        """The gradient of `root_of(model)`, by name.
+
+        Backward runs inside functional_call, so that activation checkpointing recomputes with the same tensors.
+        """
+        if time.monotonic() > self.end:
+            raise ReplayError(f"the replay took more than {_MOST_SECONDS:g} s")
+        copies = {name: to_float64(value) for name, value in self.state.tensors.items()}
+        trained = {name: copies[name].requires_grad_() for name in self.names}
+        holder = _Holder(self.root)
+        self.overrides.num_norms, self.overrides.has_drawn = 0, False
+
+        def work(root: Any) -> None:
+            torch.autograd.backward(root_of(root))
+
+        size = 1 if is_whole else self.world_size
+        with fake_process_group(size), self.overrides:
+            inside = {f"root.{name}": value for name, value in copies.items()}
+            torch.func.functional_call(holder, inside, (work,))
+        return {name: value.grad for name, value in trained.items() if value.grad is not None}
+
+    def _root_of(self, root: Any, backward: RecordedBackward) -> Any:
+        args, kwargs = to_float64(backward.inputs)
+        return _follow(backward, list(tensors(self._forward(root, args, kwargs, backward.generator))))
+
+    def _forward(self, root: Any, args: Any, kwargs: Any, generator: list[Any]) -> Any:
+        torch.set_rng_state(generator[0])
+        for cuda in generator[1:]:
+            torch.cuda.set_rng_state(cuda, next(root.parameters()).device)
+        out = root(*args, **kwargs)
+        self.overrides.has_drawn |= not all(map(torch.equal, generator_states(root), generator))
+        return out
+
+    def _named(self, kind: str, gradient: dict[str, Any]) -> dict[str, np.ndarray]:
+        return {f"{kind} {self.names[name]}": sample(value) for name, value in gradient.items()}
+
+
+class _Holder(torch.nn.Module):
+    """Lets functional_call run any function of a model with other parameters, not only its forward."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self.root = root
+
+    def forward(self, work: Callable[[Any], Any]) -> Any:
+        return work(self.root)
+
+
+def _follow(backward: RecordedBackward, outputs: Sequence[Any]) -> Any:
+    """The root of a backward, computed from the model's outputs by the recorded functions."""
+    known = dict(zip(backward.outputs, outputs, strict=True))
+
+    def value_of(value: Any) -> Any:
+        if not isinstance(value, TensorReference):
+            return to_float64(value)
+        if value.number not in known:
+            raise ReplayError("the loss depends on a tensor that was not recorded as computed from the model's output")
+        if known[value.number] is None:
+            raise ReplayError("the model returns no row for each sample (its loss is computed inside)")
+        return known[value.number]
+
+    for call in backward.calls:
+        args, kwargs = tree_map(value_of, (call.args, call.kwargs))
+        with torch.set_grad_enabled(call.is_grad):
+            known |= dict(zip(call.results, tensors(call.function(*args, **kwargs)), strict=True))
+    root = value_of(TensorReference(backward.root))
+    if not root.requires_grad:
+        raise ReplayError("the loss is computed by an autograd.Function of the script's own")
+    return root
+
+
+def to_float64(value: Any) -> Any:
+    """A copy of nested values, with floating-point tensors as float64."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(torch.float64, copy=True) if leaf.is_floating_point() else leaf.clone()
+
+    return tree_map(copied, value)
+
+
+# --- several forward passes as one
+
+
+def output_rows(out: Any, begin: int, end: int, total: int) -> Any:
+    """The samples from `begin` to `end` of an output; None where its first dim is not the samples."""
+    return out[begin:end] if out.dim() and out.shape[0] == total else None
+
+
+def num_rows(backward: RecordedBackward) -> int:
+    """The samples of a forward: the first dim of its first tensor that has dims."""
+    return next((len(tensor) for tensor in tensors(backward.inputs) if tensor.dim()), 1)
+
+
+def merged_batch(inputs: Sequence[Any], sizes: list[int]) -> Any:
+    """The inputs of several forwards as one batch: tensors that have a row for each sample are concatenated."""
+    flat = [tree_flatten(value) for value in inputs]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise ReplayError("its forwards have different inputs")
+    merged: list[Any] = []
+    for leaves in zip(*(values for values, _ in flat), strict=True):
+        if not isinstance(leaves[0], torch.Tensor):
+            is_same = all(leaf == leaves[0] for leaf in leaves)
+        elif all(leaf.dim() and len(leaf) == size for leaf, size in zip(leaves, sizes, strict=True)):
+            if len({leaf.shape[1:] for leaf in leaves}) > 1:
+                raise ReplayError("the inputs of its forwards have different shapes")
+            merged.append(torch.cat(list(leaves)))
+            continue
+        else:
+            is_same = all(leaf.shape == leaves[0].shape and torch.equal(leaf, leaves[0]) for leaf in leaves)
+        if not is_same:
+            raise ReplayError("inputs without a row for each sample are different in its forwards")
+        merged.append(leaves[0])
+    return tree_unflatten(merged, flat[0][1])
+
+
+# --- in place of other ranks, of dropout, and of batch norm
+
+_SENDING = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "broadcast"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "barrier"),
+    *("send", "recv", "isend", "irecv", "broadcast_object_list", "_all_gather_base"),
+    *("all_gather_single", "reduce_scatter_single", "gather_single"),  # torch 2.13, 2.13 and 2.14 have these
+)
+
+
+class CollectiveCalledError(Exception):
+    """The model or the loss calls a collective."""
+
+
+@contextlib.contextmanager
+def _settings_restored(root: Any, state: ReplayState) -> Generator[None]:
+    """Set modes, dtype and random state for the replay, and restore them afterwards."""
+    modules = list(root.modules())
+    before = [module.training for module in modules], torch.get_default_dtype(), torch.is_grad_enabled()
+    devices = [parameter.device for parameter in root.parameters() if parameter.device.type == "cuda"][:1]
+    try:
+        with torch.random.fork_rng(devices):
+            for module, is_training in zip(modules, state.are_training, strict=True):
+                module.training = is_training
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(True)
+            yield
+    finally:
+        for module, is_training in zip(modules, before[0], strict=True):
+            module.training = is_training
+        torch.set_default_dtype(before[1])
+        torch.set_grad_enabled(before[2])
+
+
+class LayerOverrides(TorchFunctionMode):
+    """Counts batch norms; can disable dropout, and can let batch norm use segments of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_norms, self.has_drawn, self.skips_dropout = 0, False, False
+        self.segments: list[int] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS and self.skips_dropout:
+            return args[0] if args else kwargs["input"]
+        if func is F.batch_norm and _normalises_over_batch(args, kwargs):
+            self.num_norms += 1
+            if self.segments is not None:
+                times, rest = divmod(len(args[0]), sum(self.segments))
+                if rest:
+                    raise ReplayError("batch norm over rows that are not samples")
+                segments = args[0].split([size * times for size in self.segments])
+                return torch.cat([func(segment, *args[1:], **kwargs) for segment in segments])
+        return func(*args, **kwargs)
+
+
+def _normalises_over_batch(args: Any, kwargs: Any) -> bool:
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
+class _NothingSent(TorchDispatchMode):
+    """Raises for collectives that `fake_process_group` does not replace."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise CollectiveCalledError
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_process_group(size: int) -> Generator[None]:
+    """Within the block, torch.distributed reports so many ranks, and a collective raises.
+
+    With one rank, all_reduce does nothing.
+    """
+
+    def sent(*_args: Any, **_kwargs: Any) -> Any:
+        raise CollectiveCalledError
+
+    def stays(_tensor: Any, _op: Any = None, _group: Any = None, async_op: bool = False, **_kwargs: Any) -> None:
+        if async_op:
+            raise CollectiveCalledError
+
+    answers = {name: stays if size == 1 and name == "all_reduce" else sent for name in _SENDING}
+    answers |= {"get_world_size": lambda *_, **__: size, "get_rank": lambda *_, **__: 0}
+    with _replaced(dist, answers), _replaced(dist.distributed_c10d, answers), _NothingSent():
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, answers: dict[str, Any]) -> Generator[None]:
+    """Replace functions of a module, by name, within the block."""
+    before = {name: getattr(module, name) for name in answers if hasattr(module, name)}
+    try:
+        for name in before:
+            setattr(module, name, answers[name])
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
