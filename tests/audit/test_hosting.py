@@ -97,7 +97,7 @@ assert isinstance(generator, torch.Generator)
     (tmp_path / "pkg" / "train.py").write_text(script(head))
     done = everyrank(tmp_path, "audit", *words)
     assert done.returncode == 0, done.stderr
-    assert "CUDA devices are the CPU" in done.stdout
+    assert "CUDA calls ran on the CPU" in done.stdout
 
 
 def test_a_crash_shows_its_traceback_and_what_was_found(everyrank: Any, tmp_path: Path) -> None:

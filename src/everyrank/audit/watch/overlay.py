@@ -258,12 +258,12 @@ def _redirect_open(overlay: Overlay) -> None:
         return _REAL_OPEN(overlay.found(file), mode, *args, **kwargs)
 
     def opened_low(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        found = overlay.found(path, dir_fd)
+        real_path = overlay.found(path, dir_fd)
         if flags & os.O_CREAT and flags & os.O_EXCL:
             _refuse_existing(overlay, path, dir_fd)
         if flags & _WRITE_FLAGS and not (getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY) & flags:
-            found = overlay.target(path, dir_fd, keeps_content=not flags & os.O_TRUNC)
-        return _REAL["open"](found, flags, mode, dir_fd=dir_fd if found is path else None)
+            real_path = overlay.target(path, dir_fd, keeps_content=not flags & os.O_TRUNC)
+        return _REAL["open"](real_path, flags, mode, dir_fd=dir_fd if real_path is path else None)
 
     class OpenedFile(io.FileIO, metaclass=_AnyFile):
         """FileIO, whose constructor also opens files."""
@@ -304,10 +304,10 @@ def _redirect_stat(overlay: Overlay) -> None:
         function = _REAL[name]
 
         def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
-            found = overlay.found(path, kwargs.get("dir_fd"))
-            if found is not path and "dir_fd" in kwargs:
+            real_path = overlay.found(path, kwargs.get("dir_fd"))
+            if real_path is not path and "dir_fd" in kwargs:
                 kwargs["dir_fd"] = None
-            return function(found, *args, **kwargs)
+            return function(real_path, *args, **kwargs)
 
         return asked
 
@@ -318,8 +318,8 @@ def _redirect_stat(overlay: Overlay) -> None:
         _redirect_path_function(overlay, name)
 
     def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
-        found = overlay.found(path, dir_fd)
-        target = _REAL["readlink"](found, dir_fd=dir_fd if found is path else None)
+        real_path = overlay.found(path, dir_fd)
+        target = _REAL["readlink"](real_path, dir_fd=dir_fd if real_path is path else None)
         return overlay.outside(target) if isinstance(target, str) else target
 
     def getcwd() -> str:
@@ -408,8 +408,8 @@ def _redirect_listing(overlay: Overlay) -> None:
         for folder in (whole, overlay.tree + whole):
             if not _exists(folder):
                 continue
-            with _REAL["scandir"](folder) as found:
-                for entry in found:
+            with _REAL["scandir"](folder) as real_entries:
+                for entry in real_entries:
                     if lying.get(entry.name) == entry.path:
                         name = entry.name if isinstance(given, int) else os.path.join(os.fsdecode(given), entry.name)
                         entries.append(_Entry(entry, os.fsencode(name) if isinstance(given, bytes) else name))
@@ -490,11 +490,11 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
             _complete(overlay, source)
         if _exists(source) and not overlay.is_hidden(source):
             overlay.hide(source)
-        place = overlay.target(dst, dst_dir_fd) if whole is not None else dst
-        if whole is not None and not _exists(place):
-            function(copied, place)
+        new_path = overlay.target(dst, dst_dir_fd) if whole is not None else dst
+        if whole is not None and not _exists(new_path):
+            function(copied, new_path)
         else:
-            _move(copied, os.fsdecode(place))
+            _move(copied, os.fsdecode(new_path))
 
     return renamed
 
@@ -543,13 +543,15 @@ def _redirect_links(overlay: Overlay) -> None:
             _REAL["link"](src, dst, **numbers, follow_symlinks=follow_symlinks)
             return
         _refuse_existing(overlay, dst, dst_dir_fd)
-        found = os.fsdecode(overlay.found(src, src_dir_fd))
-        place = os.fsdecode(overlay.target(dst, dst_dir_fd))
-        if not found.startswith(overlay.tree) or not place.startswith(overlay.tree):
-            _REAL["lstat"](found)  # raises where there is none
-            _copy(os.path.join(overlay.working_folder(), found), place)  # the user's own file gets no second name
+        real_path = os.fsdecode(overlay.found(src, src_dir_fd))
+        new_path = os.fsdecode(overlay.target(dst, dst_dir_fd))
+        if not real_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
+            _REAL["lstat"](real_path)  # raises where there is none
+            _copy(
+                os.path.join(overlay.working_folder(), real_path), new_path
+            )  # the user's own file gets no second name
         else:
-            _REAL["link"](found, place)
+            _REAL["link"](real_path, new_path)
 
     def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
         whole = overlay.logical(dst, dir_fd)
@@ -574,10 +576,10 @@ def _redirect_attributes(overlay: Overlay) -> None:
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
             if overlay.logical(path, kwargs.get("dir_fd")) is None:
                 return function(path, *args, **kwargs)
-            found = overlay.found(path, kwargs.pop("dir_fd", None))
-            if found is path and not _exists(os.path.join(overlay.working_folder(), os.fsdecode(path))):
+            real_path = overlay.found(path, kwargs.pop("dir_fd", None))
+            if real_path is path and not _exists(os.path.join(overlay.working_folder(), os.fsdecode(path))):
                 return function(path, *args, **kwargs)  # raises as the script expects
-            return function(found, *args, **kwargs) if found is not path else None
+            return function(real_path, *args, **kwargs) if real_path is not path else None
 
         return changed
 
