@@ -43,7 +43,7 @@ class Recorded:
             events = [json.loads(line) for line in path.read_text().splitlines()]
             for number, event in enumerate(events):
                 event["time"] = event["update"] * step_seconds + number * 1e-7
-                if event["kind"] == "Batch":
+                if event["kind"] == "LoaderBatch":
                     event["seconds"] = wait_seconds
             path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
@@ -86,7 +86,7 @@ def _wait(ranks: list[Forked], records: Path) -> bool:
     while any(rank.poll() is None for rank in ranks):
         assert time.monotonic() < deadline
         hanging = [path.name for path in (records / "files").rglob("hangs*")]
-        sent = {path.read_text().count('"kind": "Collective"') for path in records.glob("pid*.jsonl")}
+        sent = {path.read_text().count('"kind": "CollectiveCall"') for path in records.glob("pid*.jsonl")}
         if len(hanging) == len(ranks) or ("hangs" in hanging and len(sent) > 1):
             _ask_for_stacks(records)
             return True

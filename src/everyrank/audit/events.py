@@ -17,10 +17,9 @@ __all__ = [
     "Altered",
     "Backward",
     "BackwardEnd",
-    "Batch",
     "BufferModule",
     "Clip",
-    "Collective",
+    "CollectiveCall",
     "DiscardedGradients",
     "EvalForward",
     "EvalLoss",
@@ -31,6 +30,7 @@ __all__ = [
     "ForwardEnd",
     "GroupOpened",
     "HookFailed",
+    "LoaderBatch",
     "LoaderEpoch",
     "LossTerm",
     "NoSync",
@@ -470,7 +470,7 @@ class LoaderEpoch(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch(Event):
+class LoaderBatch(Event):
     """Written when a DataLoader has given a batch.
 
     number         of the batch in its epoch, from 1
@@ -505,7 +505,7 @@ class Fetch(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective(Event):
+class CollectiveCall(Event):
     """Written for each collective, or message, that torch hands to its backend.
 
     op             such as "allreduce_" or "send"

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from everyrank.audit.events import (
     Backward,
     BackwardEnd,
-    Batch,
-    Collective,
+    CollectiveCall,
     Event,
     Forward,
     HookFailed,
+    LoaderBatch,
     LoaderEpoch,
     Opaque,
     OptimizerStep,
@@ -113,7 +113,7 @@ class Evidence:
             kinds: dict[EpochKey, str] = {}
             last: EpochKey | None = None
             for event in self.events[rank]:
-                if isinstance(event, Batch):
+                if isinstance(event, LoaderBatch):
                     last = (event.loader, event.epoch)
                     kinds.setdefault(last, "")
                 elif isinstance(event, Backward) and last is not None:
@@ -176,7 +176,7 @@ class Evidence:
                 lines.append(event.line)
             elif isinstance(event, BackwardEnd):
                 lines += event.scaling_lines
-            elif isinstance(event, Collective) and has_begun and event.phase == "script":
+            elif isinstance(event, CollectiveCall) and has_begun and event.phase == "script":
                 lines += event.lines[:1]
         return tuple(dict.fromkeys(lines))
 
@@ -193,7 +193,7 @@ class Evidence:
     @functools.cached_property
     def after_jumps(self) -> set[int]:
         """Updates with the last batch of a shortened epoch: the script may depend on its position in the epoch."""
-        return {event.update for event in self.all_of(Batch) if event.is_after_jump}
+        return {event.update for event in self.all_of(LoaderBatch) if event.is_after_jump}
 
     @functools.cached_property
     def incomplete_updates(self) -> set[int]:
@@ -208,12 +208,12 @@ class Evidence:
     @functools.cached_property
     def groups(self) -> set[str]:
         """The names of the process groups that are used."""
-        return {event.group for event in self.all_of(Collective)}
+        return {event.group for event in self.all_of(CollectiveCall)}
 
     @functools.cached_property
     def sends_activations(self) -> bool:
         """Whether the user's own model calls a collective in its forward."""
-        return any(_is_in_user_model(event) for event in self.all_of(Collective))
+        return any(_is_in_user_model(event) for event in self.all_of(CollectiveCall))
 
     @functools.cached_property
     def is_split(self) -> bool:
@@ -223,7 +223,7 @@ class Evidence:
         steps = self.all_of(OptimizerStep)
         if any(step.is_split for step in steps):
             return True
-        if any(event.op.startswith(("send", "recv")) and event.update for event in self.all_of(Collective)):
+        if any(event.op.startswith(("send", "recv")) and event.update for event in self.all_of(CollectiveCall)):
             return True
         if (not self.sees_functions or self.sends_activations) and self._differs_from_the_start:
             return True
@@ -240,7 +240,7 @@ class Evidence:
         """Whether all ranks begin each update with equal parameters because the script averages them."""
         reduced = {
             (event.update, event.num_bytes)
-            for event in self.of(self.ranks[0], Collective)
+            for event in self.of(self.ranks[0], CollectiveCall)
             if event.op == "allreduce_" and event.phase == "script"
         }
         sizes = [size for _, size in reduced]
@@ -272,7 +272,7 @@ def are_cut_off(loaders: Iterable[LoaderEpoch]) -> bool:
     return any(len(loader.indices) < loader.num_indices for loader in loaders)
 
 
-def _is_in_user_model(event: Collective) -> bool:
+def _is_in_user_model(event: CollectiveCall) -> bool:
     """Whether the user's own model calls this collective in its forward: activations of layers split by hand.
 
     DistributedDataParallel, fully_shard and SyncBatchNorm send through functions of their own.

@@ -16,9 +16,9 @@ from typing import Any
 from everyrank.audit.events import (
     Altered,
     Backward,
-    Batch,
-    Collective,
+    CollectiveCall,
     GroupOpened,
+    LoaderBatch,
     OptimizerStep,
     SourceFiles,
     Stopped,
@@ -215,7 +215,7 @@ def _other_number(run: ScriptRun, evidence: Evidence, script: Path | None, num_r
     """
     if num_ranks == 1:
         return 2 if _imports_ranks(evidence) else None
-    is_used = any(evidence.all_of(GroupOpened)) or any(evidence.all_of(Collective)) or any(evidence.all_of(Wrap))
+    is_used = any(evidence.all_of(GroupOpened)) or any(evidence.all_of(CollectiveCall)) or any(evidence.all_of(Wrap))
     is_certain = script is None or are_distributed([str(script)]) or is_used or run.status != "finished"
     return None if is_certain else 1
 
@@ -321,7 +321,7 @@ def _judged(
         findings.not_checked(f"later updates: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
         findings.not_checked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
-    if any(event.is_after_jump for event in evidence.all_of(Batch)):
+    if any(event.is_after_jump for event in evidence.all_of(LoaderBatch)):
         findings.not_checked(
             f"the middle of epochs: only {_BATCHES} to {_BATCHES + 3} batches and the last one were run"
         )

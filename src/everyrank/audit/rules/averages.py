@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from everyrank.audit.events import Collective, EvalLoss, ReduceResult
+from everyrank.audit.events import CollectiveCall, EvalLoss, ReduceResult
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.evaluation import loss_passes
@@ -64,7 +64,7 @@ def _results(evidence: Evidence) -> Iterator[tuple[tuple[str, ReduceResult], ...
     by_rank: list[dict[str, list[tuple[str, ReduceResult]]]] = []
     for rank in evidence.ranks:
         by_line: dict[str, list[tuple[str, ReduceResult]]] = defaultdict(list)
-        for event in evidence.of(rank, Collective):
+        for event in evidence.of(rank, CollectiveCall):
             if event.result is not None and event.reduction in (_SUM, _AVERAGE) and event.lines:
                 by_line[event.line].append((event.line, event.result))
         by_rank.append(by_line)

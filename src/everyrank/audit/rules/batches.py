@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everyrank.audit.events import Batch, Forward, LoaderEpoch
+from everyrank.audit.events import Forward, LoaderBatch, LoaderEpoch
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
@@ -43,7 +43,7 @@ def _used(evidence: Evidence, rank: int) -> dict[int, tuple[list[str], bool]]:
     batches: dict[int, tuple[list[str], bool]] = {}
     first, last = next((key for key, kind in evidence.epochs[rank].items() if kind == "train"), None), 0
     for event in evidence.events[rank]:
-        if isinstance(event, Batch):
+        if isinstance(event, LoaderBatch):
             last = event.number if (event.loader, event.epoch) == first else 0
             if last and not event.is_after_jump:
                 batches[last] = event.row_checksums, False

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from everyrank.audit.events import Clip, Collective
+from everyrank.audit.events import Clip, CollectiveCall
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
@@ -50,7 +50,7 @@ def _check_norm_of_parts(evidence: Evidence, findings: Findings) -> None:
     The squares of replicated parameters count on one rank, those of split parameters on every rank.
     """
     mistakes: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-    sums = [[event for event in evidence.of(rank, Collective) if event.squares] for rank in evidence.ranks]
+    sums = [[event for event in evidence.of(rank, CollectiveCall) if event.squares] for rank in evidence.ranks]
     for events in zip(*sums, strict=False):
         text = _about_squares([event.value for event in events], [event.squares for event in events])
         lines = events[0].lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everyrank.audit.events import Collective
+from everyrank.audit.events import CollectiveCall
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 
@@ -21,7 +21,7 @@ def check_collectives(evidence: Evidence, findings: Findings) -> None:
         calls = {
             rank: [
                 event
-                for event in evidence.of(rank, Collective)
+                for event in evidence.of(rank, CollectiveCall)
                 if event.group == group and not event.op.startswith(_POINT_TO_POINT)
             ]
             for rank in evidence.ranks
@@ -37,18 +37,18 @@ def check_collectives(evidence: Evidence, findings: Findings) -> None:
         _explain_hang(evidence, findings)
 
 
-def _call(rank: int, event: Collective) -> str:
+def _call(rank: int, event: CollectiveCall) -> str:
     shape = f" {event.shapes[0]}" if event.shapes else ""
     phase = "" if event.phase == "script" else f" ({event.phase.partition(' at ')[0]})"
     return f"rank {rank} calls {event.op}{shape}{phase} at {short_place(event.line)}"
 
 
-def _are_same(first: Collective, second: Collective) -> bool:
+def _are_same(first: CollectiveCall, second: CollectiveCall) -> bool:
     are_equal = first.shapes == second.shapes and first.reduction == second.reduction
     return first.op == second.op and (are_equal or first.op in _UNEVEN)
 
 
-def _compare(evidence: Evidence, calls: dict[int, list[Collective]], findings: Findings) -> None:
+def _compare(evidence: Evidence, calls: dict[int, list[CollectiveCall]], findings: Findings) -> None:
     first, *others = calls
     for number in range(min(map(len, calls.values()))):
         for rank in others:
@@ -80,7 +80,7 @@ def _compare(evidence: Evidence, calls: dict[int, list[Collective]], findings: F
         )
 
 
-def _compare_layouts(events: Sequence[Collective], findings: Findings) -> None:
+def _compare_layouts(events: Sequence[CollectiveCall], findings: Findings) -> None:
     """Find a collective whose tensors have the same shape, and different strides, on the ranks."""
     strides = list(dict.fromkeys(text for event in events for text in event.strides))
     if len(strides) > 1 and len({shape for event in events for shape in event.shapes}) == 1:

@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from everyrank.audit.events import Batch, Collective, LoaderEpoch
+from everyrank.audit.events import CollectiveCall, LoaderBatch, LoaderEpoch
 from everyrank.audit.evidence import Evidence, are_cut_off
 from everyrank.audit.finding import Findings
 
@@ -230,7 +230,7 @@ def _read_differently(evidence: Evidence, *epochs: LoaderEpoch) -> bool:
     """Whether the batches of two epochs hold different samples for the same indices, without random numbers."""
     rows: list[dict[int, set[str]]] = []
     for epoch in epochs:
-        batches = [batch for batch in evidence.of(evidence.ranks[0], Batch) if batch.epoch == epoch.epoch]
+        batches = [batch for batch in evidence.of(evidence.ranks[0], LoaderBatch) if batch.epoch == epoch.epoch]
         rows.append({batch.number: set(batch.row_checksums) for batch in batches if batch.loader == epoch.loader})
     first, second = rows
     common = [number for number in first if number in second and first[number] and second[number]]
@@ -244,7 +244,7 @@ def _check_rows(evidence: Evidence, findings: Findings) -> None:
     forwards = evidence.training_forwards
     first = forwards[evidence.ranks[0]]
     common = [key for key in first if all(key in forwards[rank] for rank in evidence.ranks)]
-    together = {event.update for event in evidence.all_of(Collective)}
+    together = {event.update for event in evidence.all_of(CollectiveCall)}
     common = [key for key in common if key[0] in together] or common  # without what each rank does by itself before
     if evidence.world_size > 1 and not findings.has("data.same"):
         rows = {rank: [set(forwards[rank][key].row_checksums) for key in common] for rank in evidence.ranks[:2]}
@@ -329,7 +329,7 @@ def _check_repeats(evidence: Evidence, rank: int, findings: Findings) -> None:
     workers = max((loader.workers for loader in streams), default=0)
     if workers < 2:
         return
-    epochs = {event.update: (event.loader, event.epoch) for event in evidence.of(rank, Batch)}
+    epochs = {event.update: (event.loader, event.epoch) for event in evidence.of(rank, LoaderBatch)}
     forwards = sorted(evidence.training_forwards[rank].items())
     steps = [(epochs.get(key[0]), event.row_checksums) for key, event in forwards]
     pairs = [(before[1], after[1]) for before, after in itertools.pairwise(steps) if before[0] == after[0]]

@@ -6,13 +6,13 @@ import re
 
 from everyrank.audit.events import (
     Backward,
-    Batch,
-    Collective,
+    CollectiveCall,
     EvalForward,
     EvalLoss,
     EvalSlice,
     Forward,
     ForwardEnd,
+    LoaderBatch,
     LoaderEpoch,
 )
 from everyrank.audit.evidence import EpochKey, Evidence, are_cut_off
@@ -105,19 +105,19 @@ def _only_some_evaluate(evidence: Evidence, findings: Findings) -> bool:
     return True
 
 
-def _sent_after(evidence: Evidence, key: EpochKey) -> list[Collective]:
+def _sent_after(evidence: Evidence, key: EpochKey) -> list[CollectiveCall]:
     """Collectives that rank 0's script calls between the first batch of an evaluation and the next training step."""
     rank = evidence.ranks[0]
-    sent: list[Collective] = []
+    sent: list[CollectiveCall] = []
     has_begun = False
     for event in evidence.events[rank]:
-        if isinstance(event, Batch) and (event.loader, event.epoch) == key:
+        if isinstance(event, LoaderBatch) and (event.loader, event.epoch) == key:
             has_begun = True
         elif has_begun and isinstance(event, Forward) and event.is_grad:
             break
         elif (
             has_begun
-            and isinstance(event, Collective)
+            and isinstance(event, CollectiveCall)
             and event.phase == "script"
             and not event.op.startswith(_SENDS_NO_RESULTS)
             and not _OTHER_SENDERS.intersection(event.library_calls)
@@ -183,7 +183,7 @@ def _evaluated_in(evidence: Evidence, key: EpochKey) -> list[EvalForward]:
     forwards: list[EvalForward] = []
     last = None
     for event in evidence.events[evidence.ranks[0]]:
-        if isinstance(event, Batch):
+        if isinstance(event, LoaderBatch):
             last = (event.loader, event.epoch)
         elif isinstance(event, EvalForward) and last == key:
             forwards.append(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everyrank.audit.events import (
     BufferModule,
-    Collective,
+    CollectiveCall,
     EvalForward,
     Forward,
     Opaque,
@@ -53,7 +53,7 @@ def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
                 "call the wrapper, not the wrapped model (model.module)",
             )
     wraps = any(evidence.all_of(Wrap)) or any(step.is_sharded for step in evidence.all_of(OptimizerStep))
-    is_silent = evidence.sees_functions and not evidence.all_of(Collective) and not evidence.calls_by_rpc
+    is_silent = evidence.sees_functions and not evidence.all_of(CollectiveCall) and not evidence.calls_by_rpc
     # replicas that are equal at the end are reduced by code that is not recorded (Horovod, MPI), or have equal data
     last = list(evidence.steps.values())[-1:]
     differ = any(len({tuple(step.checksums.values()) for step in steps.values()}) > 1 for steps in last)
@@ -105,7 +105,7 @@ def _seeds(evidence: Evidence) -> tuple[str, str]:
 
 def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
     """Lines that broadcast before the first update: gloo sends a view in memory order."""
-    events = [event for event in evidence.of(evidence.ranks[0], Collective) if event.op == "broadcast_"]
+    events = [event for event in evidence.of(evidence.ranks[0], CollectiveCall) if event.op == "broadcast_"]
     return tuple(dict.fromkeys(line for event in events if not event.update for line in event.lines[:1]))
 
 

@@ -7,10 +7,10 @@ import statistics
 from collections import Counter
 
 from everyrank.audit.events import (
-    Batch,
-    Collective,
+    CollectiveCall,
     Forward,
     GroupOpened,
+    LoaderBatch,
     LoaderEpoch,
     OptimizerStep,
     ProcessStart,
@@ -98,7 +98,7 @@ def _check_buckets(evidence: Evidence, findings: Findings) -> None:
     wraps = [event for event in evidence.of(rank, Wrap) if event.bucket_mb is not None]
     sent = [
         event
-        for event in evidence.of(rank, Collective)
+        for event in evidence.of(rank, CollectiveCall)
         if event.op.startswith("allreduce") and event.phase.startswith("backward") and event.update > 0
     ]
     if len(wraps) != 1 or not sent:
@@ -120,8 +120,8 @@ def _check_buckets(evidence: Evidence, findings: Findings) -> None:
 def _check_loader(evidence: Evidence, findings: Findings) -> None:
     """Find steps that mostly wait for a loader without workers. The hooks lengthen only the rest of a step."""
     rank = evidence.ranks[0]
-    batches: dict[int, list[Batch]] = {}
-    for event in evidence.of(rank, Batch):
+    batches: dict[int, list[LoaderBatch]] = {}
+    for event in evidence.of(rank, LoaderBatch):
         batches.setdefault(event.update, []).append(event)
     shares, waits = list[float](), list[float]()
     for before, after in itertools.pairwise(evidence.of(rank, OptimizerStep)):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from everyrank.audit.events import BackwardEnd, Collective, LossTerm, OptimizerStep, Wrap
+from everyrank.audit.events import BackwardEnd, CollectiveCall, LossTerm, OptimizerStep, Wrap
 from everyrank.audit.evidence import Evidence, Samples
 from everyrank.audit.finding import Findings
 
@@ -22,7 +22,7 @@ _EQUAL, _UPDATES = 1e-3, 3  # relative; updates that have to agree
 
 def check_split_layers(evidence: Evidence, findings: Findings) -> None:
     """Check replicated parameters next to DTensors, experts, and the scale of a loss that all ranks share."""
-    is_pipeline = any(event.op.startswith(("send", "recv")) for event in evidence.all_of(Collective))
+    is_pipeline = any(event.op.startswith(("send", "recv")) for event in evidence.all_of(CollectiveCall))
     if evidence.world_size < 2 or is_pipeline or not evidence.steps:
         return
     _check_replicated(evidence, findings)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everyrank.audit.events import Altered, Collective, GroupOpened, ReduceResult
+from everyrank.audit.events import Altered, CollectiveCall, GroupOpened, ReduceResult
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import chain, library_calls, where
@@ -57,7 +57,7 @@ class Collectives(TorchDispatchMode):
         number = number if number is not None and number.numel() == 1 and size <= _NUMBER else None
         value, squares = self._gradient_norm(number)
         recorder.write(
-            Collective(
+            CollectiveCall(
                 op=name,
                 group=_group(args),
                 shapes=shapes,

@@ -23,7 +23,7 @@ import torch
 import torch.utils.data.dataloader as torch_loader
 from torch.utils.data import DistributedSampler, Subset, _utils, get_worker_info
 
-from everyrank.audit.events import Batch, Fetch, LoaderEpoch
+from everyrank.audit.events import Fetch, LoaderBatch, LoaderEpoch
 from everyrank.audit.watch.modules import rows
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
@@ -156,7 +156,7 @@ class Loaders:
         with self.recorder.muted():
             samples = rows(batch) if modes else []
         self.recorder.write(
-            Batch(
+            LoaderBatch(
                 loader=state["loader"],
                 epoch=state["epoch"],
                 number=state["given"],
