@@ -1,6 +1,7 @@
 # Everything a fresh machine needs is made here: a virtual environment with pinned versions, then the work itself.
 #
-#   make demo     train the digits workload under every layout on two processes, check them, write report.html
+#   make demo     bench the digits workload and check the text workload, under ten layouts on two processes, and write
+#                 report.html
 #   make test     the test-suite, in minutes
 #   make test-integrations   real starts of what others make: Slurm, MPI, Ray (installed where that is allowed), Horovod
 #                            (built the first time, in minutes), hosts; and benches, the wheel, a notebook
@@ -34,7 +35,10 @@ PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-i
 .PHONY: demo test test-integrations test-at-length test-parts test-versions check lint types docs clean
 
 demo: $(VENV)/installed
-	$(BIN)/everyrank bench digits --processes 2 --html report.html --json report.json
+	$(BIN)/everyrank bench digits --processes 2 --layout single ddp zero1 fsdp local_sgd parameter_server --json digits.json
+	$(BIN)/everyrank verify text --set experts=4 batch=8 --quick --processes 2 --layout tensor context expert pipeline --json text.json
+	@$(BIN)/everyrank report digits.json text.json --html report.html > /dev/null
+	@echo "wrote report.html. Next: . $(BIN)/activate; everyrank audit YOUR_SCRIPT.py, or follow docs/start.md"
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --ignore tests/integration -m "not integration" --numprocesses $(WORKERS) --dist loadfile
@@ -93,4 +97,4 @@ $(VENV)/installed-docs: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .versions build dist report.html report.json runs
+	rm -rf $(VENV) .versions build dist report.html digits.json text.json runs

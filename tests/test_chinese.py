@@ -86,7 +86,10 @@ def leads_to(root: Path, page: Path, *, is_translated: bool) -> Counter[str]:
         if re.match("[a-z]+:", target):
             found[target] += 1
             continue
-        file = (page.parent / path).resolve() if path else page
+        if not path:  # a heading of the page itself, which has a name in each language
+            found["a heading of this page"] += 1
+            continue
+        file = (page.parent / path).resolve()
         chinese = root / "docs" / "zh" / os.path.relpath(file, root / "docs")
         is_page = file.suffix == ".md" and not is_translated and chinese.exists()
         name = os.path.relpath(chinese if is_page else file, root)

@@ -43,9 +43,9 @@ def test_pages_follow_from_what_is_there(
     [
         (
             "README.md",
-            "| single | 1 | equal | ",
-            "| single | 1 | equal | 9",
-            '"the speeds of make demo" is not what benchmarks/records/digits-cpu',
+            "| digits | `ddp` | equal | ",
+            "| digits | `ddp` | equal | 9",
+            '"the checks of make demo" is not what benchmarks/records/text-demo-cpu',
         ),
         (
             "docs/benchmarks.md",
@@ -53,8 +53,8 @@ def test_pages_follow_from_what_is_there(
             "| ddp | 9.",
             '"where a step of make demo goes" is not what benchmarks/records/dig',
         ),
-        ("README.zh.md", "| 21,", "| 31,", '"the speeds of make demo" is not what benchmarks/records/digits-cpu'),
-        ("README.md", "<!-- generated: the speeds", "<!-- generate: the speeds", "give"),
+        ("README.zh.md", "| 20 ", "| 30 ", '"the checks of make demo" is not what benchmarks/records/text-demo-cpu'),
+        ("README.md", "<!-- generated: the checks", "<!-- generate: the checks", "give"),
         (
             "CONTRIBUTING.md",
             "  record.py ",
