@@ -65,15 +65,7 @@ def test_none_is_left_out() -> None:
     assert {*RECIPES, *MORE, *BY_COMMAND, *OPERATIONS, *RPC} == set(ALL)  # OPERATIONS train nothing
 
 
-# Tensor groups whose parts of the last batch differ in size: the audit reports collective.order, a false alarm.
-FALSE_ALARM = pytest.mark.xfail(reason="the audit takes the collectives of several tensor groups for those of one")
-
-
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.integration, *([FALSE_ALARM] if name == "fsdp_tensor" else [])]
-
-
-@pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=_marks(name)) for name in MORE)])
+@pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])
 def test_nothing_is_said_of_a_recipe(forkserver: ForkServer, tmp_path: Path, name: str) -> None:
     processes, unseen = {**RECIPES, **MORE}[name]
     beside(tmp_path, name)

@@ -101,8 +101,8 @@ def _group(args: Any) -> str:
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             name = dist.ProcessGroup.unbox(value).group_name
-        elif isinstance(value, str) and name == "?":
-            name = value
+        elif isinstance(value, str):
+            name = value  # functional collectives pass the name last, behind that of the reduction
     return name
 
 
