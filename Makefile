@@ -68,6 +68,7 @@ check: lint types test
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python docs/build_site.py
+	$(BIN)/python docs/habits.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
