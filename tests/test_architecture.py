@@ -223,7 +223,7 @@ def test_strategies_are_a_file_and_a_line() -> None:
 
     files = {path.stem for path in (PACKAGE / "strategies").glob("*.py") if not path.stem.startswith("_")}
     rows = {row.module.rpartition(".")[2] for row in STRATEGIES.values()}
-    assert files - {"step"} == rows | {"own"}  # the step of them all, and the file of custom parallel code
+    assert files - {"step"} == rows | {"custom"}  # the step of them all, and the file of custom parallel code
     recipes = {path.stem for path in (PACKAGE / "recipes").glob("*.py")}
     others = {"ddp": "ddp_torchrun", "horovod": "horovod_ddp"}  # a horovod.py would import itself
     assert {others.get(name, name) for name in STRATEGIES} <= recipes

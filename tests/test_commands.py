@@ -16,7 +16,7 @@ import pytest
 
 from everyrank import Launch, Layout, Workload, find_workload, read_records, run
 from everyrank.cli import main
-from everyrank.parity.samples import complaints
+from everyrank.parity.samples import sample_errors
 from processes import refused
 
 MY_WORKLOAD = """
@@ -240,13 +240,13 @@ def test_a_recipe_on_the_screen(words: str, tmp_path: Path) -> None:
     assert (gone.returncode, gone.stderr) == (0, b"")
 
 
-def test_complaints() -> None:
+def test_sample_errors() -> None:
     """What the check of the samples says of a padded sampler, a stream read twice, a sample left out."""
-    assert complaints([2, 0, 1], 3, "epoch 0") == []
-    assert complaints([0, 1, 2, 0], 3, "epoch 0") == [
+    assert sample_errors([2, 0, 1], 3, "epoch 0") == []
+    assert sample_errors([0, 1, 2, 0], 3, "epoch 0") == [
         "epoch 0: 1 of 3 samples were read more than once, the first is 0"
     ]
-    assert complaints([0, 0], 3, "evaluation") == [
+    assert sample_errors([0, 0], 3, "evaluation") == [
         "evaluation: 2 of 3 samples were never read, the first is 1",
         "evaluation: 1 of 3 samples were read more than once, the first is 0",
     ]

@@ -63,8 +63,8 @@ def test_by_name_or_as_options(sent: list[Any], tmp_path: Path) -> None:
     run(DIGITS, *trained, options=TrainOptions(epochs=2, out=tmp_path, trackers=("wandb",), show=False))
     run(DIGITS, *trained, options=TrainOptions(epochs=9, out=tmp_path, trackers=("wandb",), show=False), epochs=2)
     assert sent[0] == sent[1] == sent[2] == TrainOptions(epochs=2, out=tmp_path, trackers=("wandb",), show=False)
-    verify(DIGITS, [Layout("ddp")], Launch(), steps=3, by_name=False)
-    assert sent[3] == VerifyOptions(steps=3, by_name=False)
+    verify(DIGITS, [Layout("ddp")], Launch(), steps=3, explicit=False)
+    assert sent[3] == VerifyOptions(steps=3, explicit=False)
     with pytest.raises(TypeError, match="epochz"):
         run(DIGITS, *trained, epochz=2)
 

@@ -76,8 +76,8 @@ WRONG = {
     "mine.py:tensor=3": "tensor 3 = 3, but there are 2 processes; give --processes 3, or a multiple of it",
     "mine.py:declared:dp=1,tp=1": "dp 1 x tp 1 = 1, but there are 2 processes; give --processes 1",
     "mine.py:data=x": "layout 'mine.py:data=x': data=x: give a whole number",
-    "mine.py:data=2,compile": "own parallel code does that itself; leave out compile",
-    "mine.py:data=2,precision=bf16": "own parallel code chooses its mixed precision itself; leave out precision=bf16",
+    "mine.py:data=2,compile": "leave out compile",
+    "mine.py:data=2,precision=bf16": "leave out precision=bf16",
     "mine.py:wrongly": "mine.py:wrongly: its contract is dict; give an everyrank.ParallelContract",
 }
 

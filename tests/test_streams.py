@@ -233,7 +233,7 @@ def test_the_audit_sees_what_people_do(ranks: Any, fault: str, words: str | None
 
 
 def divided_by_worker(world: World, is_hidden: bool) -> list[str]:
-    with contextlib.nullcontext() if is_hidden else mock.patch("everyrank.data.stream._hide_worker"):
+    with contextlib.nullcontext() if is_hidden else mock.patch("everyrank.data.stream._hide_worker_info"):
         try:
             return samples_checked(world, "by worker", workers=2)
         except WorkloadError as error:

@@ -93,7 +93,7 @@ def run(
 
 
 def _check_choices(options: TrainOptions) -> None:
-    """Raise `UsageError` for what no word on the command line could have been."""
+    """Raise `UsageError` for values that the command line could not pass."""
     if isinstance(options.save_every, str) and options.save_every != AUTO:
         raise UsageError(f"--save-every {options.save_every}: give a number of updates, 0, or {AUTO}")
     if not options.mtbf > 0:
@@ -135,34 +135,34 @@ def _check_one_process(layout: Layout, launch: Launch) -> None:
 
 
 def check_fewer_ranks(layout: Layout, launch: Launch, out: Path | None) -> None:
-    """Whether a training whose ranks may become fewer can go on: every number has to make a mesh of the layout.
+    """Check that a training can continue with fewer ranks: each number has to make a mesh of the layout.
 
-    Raises `LayoutError` for one that does not, and `UsageError` without a folder to go on from.
+    Raises `LayoutError` for a number that does not, and `UsageError` without a folder to resume from.
     """
     fewer = launch.fewer_processes
     if fewer is None:
         return
     has_nodes = launch.min_nodes is not None
-    said = f"--nodes {launch.min_nodes}:{launch.nodes}" if has_nodes else f"--min-processes {fewer.start}"
+    flag = f"--nodes {launch.min_nodes}:{launch.nodes}" if has_nodes else f"--min-processes {fewer.start}"
     if out is None:
         raise UsageError(
-            f"{said}: give --out DIR, a folder that all hosts share: those that go on without one that was lost look "
+            f"{flag}: give --out DIR, a folder that all hosts share: those that go on without one that was lost look "
             "for its checkpoints there"
         )
     for count in fewer:
         try:
             layout.mesh(count)
         except LayoutError as error:
-            raise LayoutError(f"{said}, with {count} ranks left: {error}") from None
+            raise LayoutError(f"{flag}, with {count} ranks left: {error}") from None
 
 
-def _checkpoint(place: Path | None) -> Path | None:
+def _checkpoint(path: Path | None) -> Path | None:
     """The folder of the checkpoint that a run, or the checkpoint itself, stands for; its files have their sizes."""
-    if place is None:
+    if path is None:
         return None
-    found = find_checkpoint(place.absolute())
-    require_whole(found)
-    return found.path
+    checkpoint = find_checkpoint(path.absolute())
+    require_whole(checkpoint)
+    return checkpoint.path
 
 
 def verify(
@@ -185,16 +185,16 @@ def verify(
     if isinstance(changes.get("reference"), Layout):
         changes["reference"] = str(changes["reference"])
     launch, options = _launch_of(launch, layouts), _completed(options or VerifyOptions(), changes)
-    for layout in layouts if options.by_name else ():
+    for layout in layouts if options.explicit else ():
         layout.mesh(launch.processes)
         if options.reference is not None:
             check_reference(layout, parse_layout(options.reference), launch.processes)
     results = run_ranks(launch, "everyrank.parity.rank:verify_rank", _sent(workload), list(layouts), launch, options)
-    return _some_were_possible(results.get(0) or [])
+    return _require_any_supported(results.get(0) or [])
 
 
-def _some_were_possible(records: list[Record]) -> list[Record]:
-    """The Records. Raises `UnsupportedLayoutError` where the workload can have none of these layouts."""
+def _require_any_supported(records: list[Record]) -> list[Record]:
+    """Return the Records. Raises `UnsupportedLayoutError` if the workload supports none of these layouts."""
     if records and all(record.parity.status == "refused" for record in records):
         raise UnsupportedLayoutError(records[0].parity.reason or "")
     return records
@@ -216,7 +216,7 @@ def bench(
     """
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
     launch, options = _launch_of(launch, layouts), _completed(options or BenchOptions(), changes)
-    for layout in layouts if options.by_name else ():
+    for layout in layouts if options.explicit else ():
         layout.mesh(launch.processes)
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     options = dataclasses.replace(options, load_before=load)
@@ -228,7 +228,7 @@ def bench(
         if kept is not None:
             kept[:] = partial.get(0, [])
         raise
-    return _some_were_possible(results.get(0) or [])
+    return _require_any_supported(results.get(0) or [])
 
 
 def _workload_of(given: Workload | Source | str) -> Workload | Source:
@@ -257,7 +257,7 @@ def _layouts_of(given: Sequence[Layout | str] | str) -> list[Layout]:
 
 
 def _launch_of(given: Launch | str | None, layouts: Sequence[Layout]) -> Launch:
-    """The launch; where none is given, or its launcher only, with as many processes as the command line would take."""
+    """Return the launch, with the number of processes of the command line if none is given."""
     if isinstance(given, Launch):
         return given
     if given is not None and not isinstance(given, str):
@@ -273,11 +273,11 @@ def _launch_of(given: Launch | str | None, layouts: Sequence[Layout]) -> Launch:
 
 
 def _completed(options: _Options, changes: dict[str, Any]) -> _Options:
-    """The options with what was given by name, and what this process knows of the call. Raises `UsageError`."""
-    asked = dataclasses.replace(options, **changes, command=_command(), started=time.time())
-    check_fields(asked)
-    check_minimums(asked)
-    return asked
+    """Complete the options with keyword arguments, the command and the start time. Raises `UsageError`."""
+    completed = dataclasses.replace(options, **changes, command=_command(), started=time.time())
+    check_fields(completed)
+    check_minimums(completed)
+    return completed
 
 
 def _absolute(path: Path | None) -> Path | None:
@@ -285,11 +285,10 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _sent(workload: Workload | Source, resumed: Path | None = None) -> Workload | Source:
-    """What travels to the ranks: the source where there is one; else the object itself, by value.
+    """Return what is sent to the ranks: the source of the workload, or without one the object by value.
 
-    A source that is given itself takes from the `resumed` checkpoint what it leaves open. A workload that
-    `dataclasses.replace` has changed has no source. Its functions may be those of a file that ranks cannot import under
-    a name.
+    A source takes open settings from the `resumed` checkpoint. A workload changed by `dataclasses.replace` has no
+    source. Its functions may be from a file that ranks cannot import by name.
     """
     sent = workload.source or workload if isinstance(workload, Workload) else workload
     if isinstance(sent, Source):
@@ -304,7 +303,7 @@ def _sent(workload: Workload | Source, resumed: Path | None = None) -> Workload 
 
 
 def _with_saved_settings(source: Source, checkpoint: Path) -> Source:
-    """The source with the settings, batch and length of a checkpoint, where the call does not give others."""
+    """Fill in settings, batch and length from a checkpoint if the call does not give them."""
     metadata = find_checkpoint(checkpoint).metadata
     saved = {name: value for name, value in metadata.settings.items() if name not in LENGTHS}
     lengths = {name: metadata.settings[name] for name in LENGTHS if name in metadata.settings}
@@ -316,7 +315,7 @@ def _with_saved_settings(source: Source, checkpoint: Path) -> Source:
 
 
 def _command() -> list[str]:
-    """What was typed, without where this machine keeps the program."""
+    """Return the typed command without the path of the program."""
     name = Path(sys.argv[0]).name if sys.argv else ""
     return ["everyrank" if name in ("everyrank", "__main__.py") else name, *sys.argv[1:]]
 
@@ -351,11 +350,11 @@ def bench_scaling(
             continue
         if options.show and len(sizes) > 1:
             row_known("1 rank:" if size == 1 else f"{size} ranks, {kind} scaling:")
-        here = dataclasses.replace(launch, processes=size)
+        launch_of_size = dataclasses.replace(launch, processes=size)
         scaled = dataclasses.replace(options, batch_factor=size if kind == "weak" else 1)
         partial: list[Record] = []
         try:
-            made = bench(workload, shown, here, options=scaled, kept=partial)
+            made = bench(workload, shown, launch_of_size, options=scaled, kept=partial)
         except BaseException as error:
             if not records or not isinstance(error, EveryrankError):
                 if kept is not None:
@@ -369,7 +368,7 @@ def bench_scaling(
 
 
 def _checked_sizes(processes: Sequence[int]) -> list[int]:
-    """The numbers of ranks, each once. Raises `UsageError` where they do not grow from 1."""
+    """Return the numbers of ranks without duplicates. Raises `UsageError` if they do not increase from 1."""
     sizes = list(dict.fromkeys(processes))
     if sizes[0] != 1 or sorted(sizes) != sizes:
         given = " ".join(map(str, processes))
@@ -384,15 +383,15 @@ def _not_verified(like: Record, layout: Layout, size: int, reason: str) -> Recor
 
 
 def _with_efficiency(record: Record, base: Record, kind: str) -> Record:
-    """The Record with its efficiency; the interval is the widest that both intervals allow."""
-    own, one = record.throughput_samples_per_second, base.throughput_samples_per_second
-    if record is base or own is None or one is None:
+    """Return the Record with its efficiency, and the widest interval that both intervals allow."""
+    speed, base_speed = record.throughput_samples_per_second, base.throughput_samples_per_second
+    if record is base or speed is None or base_speed is None:
         return record
     size = record.world_size
     efficiency = Interval(
-        own.median / one.median / size,
-        own.low / one.high / size,
-        own.high / one.low / size,
-        min(own.trials, one.trials),
+        speed.median / base_speed.median / size,
+        speed.low / base_speed.high / size,
+        speed.high / base_speed.low / size,
+        min(speed.trials, base_speed.trials),
     )
     return dataclasses.replace(record, scaling=Scaling(kind, efficiency))

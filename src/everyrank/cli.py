@@ -39,7 +39,7 @@ _SPEAK_SECONDS = 1.0  # for the rank that says what is wrong for all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command and return the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
     _replace_closed()
     parsed = argparse.Namespace()
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replace_closed() -> None:
-    """Who started us may have closed a stream (`>&-`): what is opened next would be taken for it."""
+    """Open /dev/null for closed standard streams (`>&-`), so that no opened file takes their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -6,7 +6,7 @@
     │   └── WorkloadError          2  the workload is wrong, or its own code raised before the first update
     │       └── UnsupportedLayoutError  2  this layout does not support this workload
     ├── CannotRunError             3  requested, but not available on this machine
-    │   └── NoRoomError            3  an update takes more memory than there is
+    │   └── OutOfMemoryError       3  an update takes more memory than there is
     ├── RankFailedError            4  a rank raised an error, died or never connected
     ├── NotFiniteError             4  the loss became NaN or infinite
     ├── DivergedError              4  replicas are no longer equal (`--guard stop`)
@@ -31,8 +31,8 @@ __all__ = [
     "DivergedError",
     "EveryrankError",
     "LayoutError",
-    "NoRoomError",
     "NotFiniteError",
+    "OutOfMemoryError",
     "RankFailedError",
     "StoppedError",
     "UnsupportedLayoutError",
@@ -89,7 +89,7 @@ class CannotRunError(EveryrankError):
     exit_status = 3
 
 
-class NoRoomError(CannotRunError):
+class OutOfMemoryError(CannotRunError):
     """Out of memory in an update; the model itself fits. A smaller micro-batch may fit."""
 
 
@@ -120,7 +120,7 @@ _KINDS: dict[str, type[EveryrankError]] = {
         WorkloadError,
         UnsupportedLayoutError,
         CannotRunError,
-        NoRoomError,
+        OutOfMemoryError,
         RankFailedError,
         NotFiniteError,
         DivergedError,

@@ -49,17 +49,17 @@ class Argument:
 
 
 def arguments_of(options: type[Any]) -> dict[str, tuple[Any, Argument]]:
-    """(type, Argument) of each field that has an `Argument`, by its name; each with its flag."""
-    found: dict[str, tuple[Any, Argument]] = {}
+    """Return (type, Argument with its flag) by field name, for fields that have an `Argument`."""
+    result: dict[str, tuple[Any, Argument]] = {}
     for name, hint in get_type_hints(options, include_extras=True).items():
         if hasattr(hint, "__metadata__"):
             kind, about = get_args(hint)
-            found[name] = kind, dataclasses.replace(about, flag=about.flag or f"--{name.replace('_', '-')}")
-    return found
+            result[name] = kind, dataclasses.replace(about, flag=about.flag or f"--{name.replace('_', '-')}")
+    return result
 
 
 def check_minimums(options: object) -> None:
-    """Raises `UsageError` for a number that is smaller than its option takes."""
+    """Raise `UsageError` for a number below the option's minimum."""
     for name, (_, about) in arguments_of(type(options)).items():
         value = getattr(options, name)
         if isinstance(value, int | float) and about.minimum is not None and value < about.minimum:
@@ -180,7 +180,7 @@ class PredictOptions(_Call):
 class VerifyOptions(_Call):
     """For `everyrank verify` and `verify`.
 
-    by_name   somebody asked for these layouts, they are not simply all there are: one that the workload cannot have is
+    explicit   somebody asked for these layouts, they are not simply all there are: one that the workload cannot have is
               refused; else it is not verified, with the reason
     """
 
@@ -191,7 +191,7 @@ class VerifyOptions(_Call):
     reference: Annotated[
         str | None, Argument("compare with this layout, where one device cannot hold the model", "L")
     ] = None
-    by_name: bool = True
+    explicit: bool = True
 
 
 @_with_helps
@@ -199,7 +199,7 @@ class VerifyOptions(_Call):
 class BenchOptions(_Call):
     """For `everyrank bench` and `bench`. `steps` is the length of the timed and of the untimed run.
 
-    by_name        as for `VerifyOptions`
+    explicit        as for `VerifyOptions`
     batch_factor   multiplies the global batch: in weak scaling it grows with the number of ranks
     verify_steps   updates to compare
     load_before    the load average of this machine at the call, which fills it in; None where the system has none
@@ -207,7 +207,7 @@ class BenchOptions(_Call):
 
     trials: Annotated[int, Argument("timed runs of each layout (default %(default)s)", "T", minimum=1)] = 5
     steps: Annotated[int | None, Argument("updates of each run (default: at most 60)", "K", minimum=1)] = None
-    by_name: bool = True
+    explicit: bool = True
     batch_factor: int = 1
     verify_steps: int = 20
     load_before: float | None = None

@@ -63,7 +63,7 @@ def assert_same_training(
     here: a line for each, with what differs first, by how much, and the likely cause. `EveryrankError` for a wrong
     call, and for code of the workload's that raises.
     """
-    __tracebackhide__ = True  # pytest shows the person's line
+    __tracebackhide__ = True  # pytest then shows the user's line
     named = [layouts] if isinstance(layouts, Layout | str) else layouts
     parsed = [parse_layout(layout) if isinstance(layout, str) else layout for layout in named]
     launch = Launch(processes=processes, device=device, backend=backend, timeout_seconds=timeout_seconds)
@@ -73,9 +73,9 @@ def assert_same_training(
             records = api.verify(workload, parsed, launch, options=options)
     except UnsupportedLayoutError as error:
         raise AssertionError(f"{', '.join(map(str, parsed))}: refused: {error}") from None
-    found = [_finding(record.layout, record.parity) for record in records if record.parity.status != "equal"]
-    if found:
-        raise AssertionError("\n".join(found))
+    findings = [_finding(record.layout, record.parity) for record in records if record.parity.status != "equal"]
+    if findings:
+        raise AssertionError("\n".join(findings))
 
 
 def assert_same_gradients(
@@ -137,10 +137,12 @@ def assert_same_gradients(
     layout = Layout(_place(parallelize), degrees=dict(mesh))
     with _sent_by_value(parallelize, loss, model, *(model.modules() if isinstance(model, nn.Module) else ())):
         arguments = (workload, layout, parallelize, contract, launch)
-        found: Parity = run_ranks(launch, "everyrank.parity.rank:verify_gradients_rank", *arguments)[0]
-    if found.status != "equal":
-        raise AssertionError(_finding(str(layout), found))
-    left_out = [name for name in found.not_compared if not any(fnmatchcase(name, one) for one in allow_uncompared)]
+        parity: Parity = run_ranks(launch, "everyrank.parity.rank:verify_gradients_rank", *arguments)[0]
+    if parity.status != "equal":
+        raise AssertionError(_finding(str(layout), parity))
+    left_out = [
+        name for name in parity.not_compared if not any(fnmatchcase(name, pattern) for pattern in allow_uncompared)
+    ]
     if left_out:
         raise AssertionError(
             f"{layout}: not compared: {', '.join(left_out)}: no DTensor says which part of them a rank has. Give the "
@@ -150,7 +152,7 @@ def assert_same_gradients(
 
 
 def _finding(layout: str, parity: Parity) -> str:
-    """One line: the layout, what differs first, by how much, and the likely cause."""
+    """Format one line: layout, first divergence, difference, and likely cause."""
     text = f"{layout}: {parity.outcome}"
     if parity.max_relative_difference is not None:
         text += f": off by {parity.max_relative_difference:.1e} (tolerance {parity.tolerance:.0e})"
@@ -158,14 +160,14 @@ def _finding(layout: str, parity: Parity) -> str:
 
 
 def _place(function: Any) -> str:
-    """How a function is called as a layout: `test_model.py:parallelize`."""
+    """Return the layout name of a function: `test_model.py:parallelize`."""
     code = getattr(function, "__code__", None)
     file = Path(code.co_filename).name if code is not None else ""
     return f"{file if file.endswith('.py') else 'given.py'}:{getattr(function, '__name__', type(function).__name__)}"
 
 
 def _size(inputs: tuple[Any, Any]) -> int:
-    """How many samples a batch has. Raises `UsageError` for what is no (input, target) of tensors."""
+    """Return the batch size. Raises `UsageError` if it is no (input, target) of tensors."""
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in _leaves(inputs)}
     if not isinstance(inputs, tuple) or len(inputs) != 2 or len(sizes) != 1 or 0 in sizes:
         raise UsageError(
@@ -176,17 +178,17 @@ def _size(inputs: tuple[Any, Any]) -> int:
 
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        return [leaf for one in value.values() for leaf in _leaves(one)]
+        return [leaf for item in value.values() for leaf in _leaves(item)]
     if isinstance(value, tuple | list):
-        return [leaf for one in value for leaf in _leaves(one)]
+        return [leaf for item in value for leaf in _leaves(item)]
     return [value] if hasattr(value, "dim") else []
 
 
 def _row(value: Any, index: int) -> Any:
     if isinstance(value, Mapping):
-        return {key: _row(one, index) for key, one in value.items()}
+        return {key: _row(item, index) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(_row(one, index) for one in value)
+        return tuple(_row(item, index) for item in value)
     return value[index] if hasattr(value, "dim") else value
 
 
@@ -202,9 +204,9 @@ def _callables(workload: Workload | Source) -> list[Any]:
 
 @contextlib.contextmanager
 def _sent_by_value(*values: Any) -> Generator[None]:
-    """Send what a person's own modules define by value, where a rank could not import them under their name.
+    """Send objects from the user's modules by value if a rank cannot import these modules.
 
-    That is how pytest loads test files with `--import-mode=importlib`.
+    This happens when pytest loads test files with `--import-mode=importlib`.
     """
     modules = {getattr(value, "__module__", None) or type(value).__module__ for value in values}
     hidden = [module for name in modules if (module := sys.modules.get(name)) is not None and _is_hidden(module)]
@@ -218,18 +220,18 @@ def _sent_by_value(*values: Any) -> Generator[None]:
 
 
 def _is_hidden(module: ModuleType) -> bool:
-    """Whether a rank, which has this process's `sys.path` and not its `sys.modules`, finds no such module."""
+    """Whether a rank, with the same `sys.path` but not `sys.modules`, cannot find this module."""
     file = getattr(module, "__file__", None)
     if file is None or not is_own(file) or module.__name__ == "__main__":
         return False
     folders: list[str] | None = None
-    found = None
+    is_hidden = None
     for end in range(1, module.__name__.count(".") + 2):
         try:
-            found = PathFinder.find_spec(".".join(module.__name__.split(".")[:end]), folders)
+            is_hidden = PathFinder.find_spec(".".join(module.__name__.split(".")[:end]), folders)
         except (ImportError, KeyError, ValueError):
             return True
-        if found is None:
+        if is_hidden is None:
             return True
-        folders = list(found.submodule_search_locations or [])
-    return found is None or found.origin != file
+        folders = list(is_hidden.submodule_search_locations or [])
+    return is_hidden is None or is_hidden.origin != file

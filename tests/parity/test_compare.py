@@ -16,7 +16,7 @@ from everyrank.parallel.check_equal import _differences
 from everyrank.parallel.zero1 import keep_owned_parameters
 from everyrank.parity.compare import compare, largest
 from everyrank.parity.reference import Reference, make_reference, shorten_segments
-from everyrank.parity.trace import _PIECE, Trace, distance
+from everyrank.parity.trace import _CHUNK_ELEMENTS, Trace, distance
 
 GOOD = Trace([2.0, 1.0], [4.0, 4.0], {}, [{"weight": torch.ones(2)}], replicas_equal=True, moved=[{"weight": 0.5}])
 UPDATES = [[Update(0, 0, 0), Update(1, 0, 1)]]
@@ -52,7 +52,7 @@ def test_what_decided_is_told() -> None:
     """The table shows the tensor's own difference and tolerance, not those of a loss that was equal."""
     finding = compare(reference(with_weight(1.0, 1.0)), with_weight(1.0, 1.0 + 1e-6), "float64")
     assert not finding.is_equal
-    assert finding.what == "update 1, tensor weight"
+    assert finding.location == "update 1, tensor weight"
     assert finding.difference == pytest.approx(1e-6)
     assert finding.tolerance == pytest.approx(0.5e-7)  # a ten-millionth of how far it moved
     assert finding.loss_difference == 0.0
@@ -131,8 +131,8 @@ def test_dataparallel_refuses_recompute() -> None:
 
 def test_distances_are_taken_in_pieces() -> None:
     """The largest difference wherever it lies, what is left out, and what is no number."""
-    one = torch.randn(_PIECE + 5, dtype=torch.float64).view(1, -1)
-    for place in (0, _PIECE - 1, _PIECE, _PIECE + 4):
+    one = torch.randn(_CHUNK_ELEMENTS + 5, dtype=torch.float64).view(1, -1)
+    for place in (0, _CHUNK_ELEMENTS - 1, _CHUNK_ELEMENTS, _CHUNK_ELEMENTS + 4):
         other = one.clone()
         other[0, place] += 0.5
         assert distance(one, other) == pytest.approx(0.5, rel=1e-12)
@@ -147,7 +147,7 @@ def test_distances_are_taken_in_pieces() -> None:
 
 def test_the_rehearsal_compares_in_pieces() -> None:
     """Relative to the largest number; in the median, as for experts, the few are no matter."""
-    expected = torch.linspace(-4.0, 2.0, 2 * _PIECE + 3)
+    expected = torch.linspace(-4.0, 2.0, 2 * _CHUNK_ELEMENTS + 3)
     found = expected.clone()
     found[-1] += 1.0
     assert _differences([found], [expected]) == [0.25]

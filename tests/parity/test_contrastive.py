@@ -35,7 +35,9 @@ def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any
         for text in layouts:
             ensure_references(subject, parse_layout(text), world, f"{key}/{text}/single")  # before anything is patched
     with MUTATIONS[broken]():
-        return [check_layout(subject, parse_layout(text), world, f"{key}/{text}", by_name=False)[0] for text in layouts]
+        return [
+            check_layout(subject, parse_layout(text), world, f"{key}/{text}", explicit=False)[0] for text in layouts
+        ]
 
 
 def parities(ranks: Any, count: int, layouts: list[str], broken: str = "", **changes: Any) -> list[Parity]:

@@ -157,7 +157,7 @@ def sample_forgotten(world: World) -> Any:
     original = ExactDropout.begin
 
     def begin(exact: ExactDropout, batch: Batch, *rest: Any) -> None:
-        original(exact, dataclasses.replace(batch, start=0, places=()), *rest)
+        original(exact, dataclasses.replace(batch, start=0, sample_indices=()), *rest)
 
     return mock.patch.object(ExactDropout, "begin", begin)
 

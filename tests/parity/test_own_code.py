@@ -12,7 +12,7 @@ from torch import nn
 import zoo
 from everyrank import parse_layout
 from everyrank.errors import EveryrankError
-from everyrank.parallel.own import clean_name
+from everyrank.parallel.custom import clean_name
 from everyrank.parity import check_layout
 from everyrank.record import Parity
 from everyrank.world import World
@@ -417,10 +417,10 @@ def test_wrappers_leave_names(name: str, clean: str) -> None:
 
 def test_names_of_wrappers_that_are_the_models_own() -> None:
     """A model that has a `module` itself is compared, too."""
-    from everyrank.parallel.own import lying
+    from everyrank.parallel.custom import gatherable_tensors
 
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    assert set(lying(nn.ModuleDict({"_orig_mod": model}), shapes)) == {"module.weight", "module.bias"}
+    assert set(gatherable_tensors(nn.ModuleDict({"_orig_mod": model}), shapes)) == {"module.weight", "module.bias"}
     model["module"].weight = nn.Parameter(torch.zeros(1, 2))
-    assert set(lying(model, shapes)) == {"module.bias"}
+    assert set(gatherable_tensors(model, shapes)) == {"module.bias"}

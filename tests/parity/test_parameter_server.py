@@ -287,7 +287,7 @@ def trained(world: World, text: str) -> tuple[list[float], bool]:
     data, _ = open_data(workload, world)
     prepared = prepare(workload, parse_layout(text), world)
     shares = torch.stack(list(run_updates(prepared, data, all_updates(40, 4))))
-    prepared.settle()
+    prepared.gather_for_eval()
     totals = sum_over_ranks(shares, world)
     return (totals[:, 0] / totals[:, 1]).tolist(), all_equal(list(prepared.replicated_tensors), world)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zoo
 from everyrank import Launch, parse_layout, verify
-from everyrank.errors import LayoutError, NoRoomError
+from everyrank.errors import LayoutError, OutOfMemoryError
 from everyrank.loop import open_data
 from everyrank.parallel import file_backed
 from everyrank.parity import check_layout, parity_case
@@ -106,25 +106,25 @@ def test_own_parallel_code(ranks: Any, tmp_path: Path) -> None:
     assert "2 times that of one device" in (wrong.cause or ""), wrong
 
 
-def same_nulls(world: World) -> list[Any]:
+def same_masks(world: World) -> list[Any]:
     """What `single` measures of its tensors, and what a layout of parts does."""
     workload = zoo.workload("tied", "sgd")  # it has gradients that are zero but for rounding
     found: list[Any] = []
     for reference in (None, parse_layout("fsdp"), parse_layout("fsdp:meta=true")):
         case = parity_case(workload, *open_data(workload, world), steps=4, reference=reference)
-        ensure_references(case, parse_layout("ddp:precision=float64"), world, f"nulls/{reference}")
+        ensure_references(case, parse_layout("ddp:precision=float64"), world, f"zero_gradient_masks/{reference}")
         for one in case.references.values():
-            nulls = {name: mask.sum().item() for name, mask in one.nulls.items()}
-            found.append((nulls, one.trace.gradients, [sorted(moved) for moved in one.trace.moved]))
+            zero_gradient_masks = {name: mask.sum().item() for name, mask in one.zero_gradient_masks.items()}
+            found.append((zero_gradient_masks, one.trace.gradients, [sorted(moved) for moved in one.trace.moved]))
     return found
 
 
 def test_a_layout_measures_what_single_does(ranks: Any) -> None:
     """Gradients that lie in parts are put together: which are zero but for rounding is known."""
-    single, *others = ranks(2, same_nulls)[0]
+    single, *others = ranks(2, same_masks)[0]
     assert single[0]
-    for nulls, gradients, moved in others:
-        assert nulls == single[0]
+    for zero_gradient_masks, gradients, moved in others:
+        assert zero_gradient_masks == single[0]
         assert moved == single[2]
         assert gradients.keys() == single[1].keys()
         for name, gradient in gradients.items():
@@ -163,7 +163,7 @@ def refusal(world: World, layout: str, reference: str) -> str:
     case = parity_case(workload, *open_data(workload, world), steps=4, reference=parse_layout(reference))
     with pytest.raises(LayoutError) as error:
         check_layout(case, parse_layout(layout), world, f"refused/{reference}")
-    left_out = check_layout(case, parse_layout(layout), world, f"left out/{reference}", by_name=False)[0]
+    left_out = check_layout(case, parse_layout(layout), world, f"left out/{reference}", explicit=False)[0]
     assert left_out.status == "not_verified"
     return str(error.value)
 
@@ -196,5 +196,5 @@ def test_the_reference_accumulates_where_its_batch_does_not_fit(ranks: Any) -> N
     assert all_kinds == kinds  # the six parts of ddp:accumulate=3 are others
     [(refused, _)] = ranks(2, check_with_little_room, "norm", ["ddp"])[0]
     assert refused.status == "not_verified"  # over parts of the batch its statistics are others
-    assert NoRoomError.exit_status == 3
+    assert OutOfMemoryError.exit_status == 3
     assert "no memory here for an update (asked for 4096 bytes): its parameters alone take 0 MiB" in refused.reason

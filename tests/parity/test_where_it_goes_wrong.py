@@ -21,9 +21,9 @@ from torch.utils.data import TensorDataset
 
 from everyrank import Layout, ParallelContract, Workload
 from everyrank.errors import EveryrankError
-from everyrank.layout import give_own_code
+from everyrank.layout import register_custom_parallelize
 from everyrank.loop import open_data
-from everyrank.parity import check_layout, gradients_of, parity_case
+from everyrank.parity import check_layout, gradient_case, parity_case
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -220,10 +220,10 @@ def workload(model: Any, **changes: Any) -> Workload:
 
 def check(world: World, key: str, made: Workload, function: Any, mesh: Mapping[str, int], contract: Any) -> Any:
     layout = Layout(f"{key}.py:{getattr(function, '__name__', 'mine')}", degrees=dict(mesh))
-    give_own_code(layout.strategy, function, contract)
+    register_custom_parallelize(layout.strategy, function, contract)
     case = parity_case(made, *open_data(made, world), 1, is_quick=True)
     try:
-        return check_layout(case if made.clip_norm else gradients_of(case), layout, world, key)[0]
+        return check_layout(case if made.clip_norm else gradient_case(case), layout, world, key)[0]
     except EveryrankError as error:
         return error
 

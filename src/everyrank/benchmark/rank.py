@@ -65,7 +65,7 @@ def bench_rank(
     options: BenchOptions,
 ) -> list[Record] | None:
     """Verify and time each layout. Returns one Record for each on rank 0, None on the other ranks."""
-    for layout in layouts if options.by_name else ():  # other layouts are skipped with a reason
+    for layout in layouts if options.explicit else ():  # other layouts are skipped with a reason
         layout.mesh(info.size)
     is_first = info.rank == 0
     with (
@@ -85,7 +85,7 @@ def bench_rank(
             for index, layout in enumerate(layouts):
                 advance(f"check {layout}")
                 sampler.now_running("check")
-                parity, _ = check_layout(case, layout, world, f"bench/{index}", options.by_name)
+                parity, _ = check_layout(case, layout, world, f"bench/{index}", options.explicit)
                 results.candidates.append(
                     Candidate(layout, parity, single_process_world(world) if layout.axis is None else world)
                 )

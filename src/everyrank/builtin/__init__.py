@@ -1,4 +1,4 @@
-"""The built-in models and workloads, each a file as a person would write one.
+"""The built-in models and workloads, each in one file, as a user would write it.
 
 The names of the workloads are in `workload.find.BUILT_IN`. Shapes: B samples, C channels, H and W pixels, T tokens,
 D width, V vocabulary.

@@ -1,6 +1,6 @@
-"""causal-lm: a language model of Hugging Face's `transformers`, built from a config, reads the bytes that `text` reads.
+"""causal-lm: trains a language model of Hugging Face's `transformers`, built from a config, on the data of `text`.
 
-`from_transformers` does the same for any config of a causal language model: nothing is downloaded.
+`from_transformers` does the same for any config of a causal language model. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _import() -> Any:
 
 
 def _build(config: Any) -> Any:
-    """The model of `transformers`, in float32."""
+    """Build the model of `transformers` in float32."""
     auto: Any = _import().AutoModelForCausalLM
     try:
         # experts one after the other: its other ways of computing them take low precision alone, or pad
@@ -121,38 +121,40 @@ def _build(config: Any) -> Any:
 
 
 def _find_blocks(outline: CausalLM) -> str:
-    """The list of modules of the classes that the model wants whole on one device: its own block list."""
+    """Return the path of the decoder layers: the module list of the classes in the model's `_no_split_modules`."""
     whole: Any = outline.model._no_split_modules or ()
-    found = [
+    paths = [
         name
         for name, module in outline.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
         and all(type(child).__name__ in whole for child in module.children())
     ]
-    if len(found) != 1:
-        has = f"has {len(found)} lists of blocks: {', '.join(found)}" if found else "names no list of blocks"
+    if len(paths) != 1:
+        has = f"has {len(paths)} lists of blocks: {', '.join(paths)}" if paths else "names no list of blocks"
         raise WorkloadError(f"{type(outline.model).__name__} {has}; give from_transformers(config, blocks=...) one")
-    return found[0]
+    return paths[0]
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it is one that `transformers` calls with (tokens, chosen experts, weights), stacked by expert."""
+    """Whether `transformers` calls this module with (tokens, chosen experts, weights), with stacked parameters."""
     count = getattr(module, "num_experts", None)
-    own = list(module.parameters())
-    is_stacked = any(tensor.dim() == 3 for tensor in own) and {tensor.shape[0] for tensor in own} == {count}
+    parameters = list(module.parameters())
+    is_stacked = any(tensor.dim() == 3 for tensor in parameters) and {tensor.shape[0] for tensor in parameters} == {
+        count
+    }
     return is_stacked and "top_k_index" in inspect.signature(module.forward).parameters
 
 
 def _find_experts(outline: CausalLM) -> str | None:
-    """Where its experts are: one pattern; None where there are none."""
+    """Return the pattern of the experts' modules, or None."""
     names = [name for name, module in outline.named_modules() if _is_experts(module)]
-    found = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
-    return found[0] if len(found) == 1 else None
+    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return patterns[0] if len(patterns) == 1 else None
 
 
 def _translate(outline: CausalLM) -> dict[str, str] | None:
-    """The model's own tensor-parallel plan in our words, for the parts that it has; None where there is none."""
+    """Translate the model's tensor-parallel plan into `Workload.tensor_plan`; None without one."""
     model: Any = outline.model
     experts = tuple(name + "." for name, module in model.named_modules() if _is_experts(module))
     names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
@@ -198,7 +200,7 @@ def _with_torch_norms(model: CausalLM) -> CausalLM:
 
 
 def _config(family: str, num_blocks: int, width: int, heads: int, tied: bool, dropout: float) -> Any:
-    """A small config of each family; `dropout` is of all that a family can drop."""
+    """Return a small config of a model family; `dropout` applies to all its dropout settings."""
     transformers = _import()
     if family == "gpt2":
         return transformers.GPT2Config(
@@ -263,12 +265,12 @@ def workload(
             raise WorkloadError(f"--set {name}={value}: give at least 1")
     if width % (2 * heads):
         raise WorkloadError(f"--set width={width} heads={heads}: give a width that is a multiple of {2 * heads}")
-    found = from_transformers(_config(family, num_blocks, width, heads, tied, dropout))
+    model_parts = from_transformers(_config(family, num_blocks, width, heads, tied, dropout))
     return dataclasses.replace(
         text(lr=lr, batch=batch, steps=steps, seed=seed, data=data),
         name="causal-lm",
-        model=found.model,
-        blocks=found.blocks,
-        tensor_plan=found.tensor_plan,
-        experts=found.experts,
+        model=model_parts.model,
+        blocks=model_parts.blocks,
+        tensor_plan=model_parts.tensor_plan,
+        experts=model_parts.experts,
     )

@@ -51,13 +51,13 @@ def _workload(
         f"the files of cifar-{classes}-python.tar.gz or cifar-{classes}-binary.tar.gz, unpacked, "
         "from https://www.cs.toronto.edu/~kriz/cifar.html"
     )
-    place = place_of(data, name, expected)
+    path = place_of(data, name, expected)
     change = _augmented if augment else _plain
     return classify(
         name,
         lambda: ResNet(depth, classes, small_images=True, width=width),
-        functools.cache(lambda: Images(*read_cifar(place, classes, held_out=False), change, random=augment)),
-        functools.cache(lambda: Images(*read_cifar(place, classes, held_out=True), _plain)),
+        functools.cache(lambda: Images(*read_cifar(path, classes, held_out=False), change, random=augment)),
+        functools.cache(lambda: Images(*read_cifar(path, classes, held_out=True), _plain)),
         lr=lr,
         batch=batch,
         epochs=epochs,

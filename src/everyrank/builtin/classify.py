@@ -1,4 +1,4 @@
-"""What the workloads that classify images have in common: loss, top-1, top-5, and the optimizer of their papers."""
+"""Shared parts of the image classification workloads: loss, top-1, top-5, and the optimizer of their papers."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ __all__ = [
 
 
 def classification_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Cross entropy (B, classes), (B,) -> summed over the images, and how many there are."""
+    """Return (cross entropy summed over the images, number of images): (B, classes), (B,)."""
     return F.cross_entropy(output, target, reduction="sum"), len(target)
 
 
 def count_correct(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """How many images are classified right: (B, classes), (B,) -> (number, of how many)."""
+    """Return (correctly classified images, images): (B, classes), (B,)."""
     return (output.argmax(1) == target).sum(), len(target)
 
 
 def top5(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """For how many images the right class is among the five likeliest: (B, classes), (B,) -> (number, of how many)."""
+    """Return (images whose class is among the five likeliest, images): (B, classes), (B,)."""
     likeliest = output.topk(min(5, output.shape[1]), dim=1).indices
     return (likeliest == target.unsqueeze(1)).any(1).sum(), len(target)
 
 
 def best_class(output: Tensor) -> Tensor:
-    """(B, classes) -> (B,): the likeliest class of each image."""
+    """Return the likeliest class of each image: (B, classes) -> (B,)."""
     return output.argmax(1)
 
 
 def check_depth(depth: int) -> None:
-    """Raise `WorkloadError` for a depth that no `ResNet` has."""
+    """Raise `WorkloadError` for a depth that `ResNet` does not have."""
     if depth not in RESNET_DEPTHS:
         raise WorkloadError(f"--set depth={depth}: give one of {', '.join(map(str, RESNET_DEPTHS))}")
 
 
 def check_dropout(dropout: float) -> None:
-    """Raise `WorkloadError` for what is no probability to drop with."""
+    """Raise `WorkloadError` for a dropout that is no probability."""
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise WorkloadError(f"--set dropout={dropout}: give a number from 0 to below 1")
 
 
 def place_of(data: str | None, name: str, expected: str) -> Path:
-    """Where the data is. Raises `WorkloadError` with what is expected there, and where it comes from."""
+    """Return the folder of the data. Raises `WorkloadError` that describes the expected files and their source."""
     if data is None:
         raise WorkloadError(f"{name} needs --data DIR: {expected}")
-    place = Path(data)
-    if not place.exists():
+    path = Path(data)
+    if not path.exists():
         raise WorkloadError(f"--data {data}: nothing is there; {name} needs {expected}")
-    return place
+    return path
 
 
 def classify(
@@ -87,10 +87,10 @@ def classify(
     milestones: Sequence[float] | None = None,
     order: str = "global",
 ) -> Workload:
-    """A workload that trains `model` with SGD and momentum; `warmup` and `milestones` are in epochs."""
+    """Return a workload that trains `model` with SGD and momentum; `warmup` and `milestones` are in epochs."""
     if isinstance(milestones, int | float):
         milestones = (milestones,)
-    parts = tuple(place / epochs for place in milestones) if milestones is not None else MILESTONES
+    parts = tuple(milestone / epochs for milestone in milestones) if milestones is not None else MILESTONES
     updates_an_epoch = updates_per_epoch(len(train_data()), batch)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -179,8 +179,8 @@ class Experts(nn.Module):
         counts = F.one_hot(chosen.flatten(), len(self.gate)).sum(0).tolist()
         parts = tokens[order // chosen.shape[1]].split(counts)
         outputs = [
-            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
-            for part, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)
+            F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
+            for rows, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)
         ]
         by_token = torch.cat(outputs)[order.argsort()].view(*chosen.shape, tokens.shape[-1])
         return (by_token * weights[:, :, None]).sum(1).to(tokens.dtype)

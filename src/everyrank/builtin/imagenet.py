@@ -63,7 +63,7 @@ def workload(
     `warmup` and `milestones` are in epochs; `broken` is error or skip; `classes` and `order` are for tar files.
     """
     check_depth(depth)
-    place = place_of(data, "imagenet", IMAGENET_EXPECTED)
+    path = place_of(data, "imagenet", IMAGENET_EXPECTED)
 
     def augmented(image: Image) -> Tensor:
         return normalise(flip(to_pixels(random_resized_crop(image, size))), _MEAN, _DEVIATION)
@@ -71,25 +71,25 @@ def workload(
     def plain(image: Image) -> Tensor:
         return normalise(to_pixels(resize_and_centre_crop(image, size)), _MEAN, _DEVIATION)
 
-    kinds = {name: bool(_tar_files(place / name)) for name in ("train", "val")}
+    kinds = {name: bool(_tar_files(path / name)) for name in ("train", "val")}
     if kinds["train"] != kinds["val"]:
-        raise WorkloadError(f"{place}: train and val have to be both folders of classes, or both *.tar")
+        raise WorkloadError(f"{path}: train and val have to be both folders of classes, or both *.tar")
     if kinds["train"] and broken == "skip":
         raise WorkloadError("--set broken=skip: images in tar files cannot be left out; take them out of the archive")
 
     @functools.cache
     def train_data() -> ImageFolder | TarShards:
-        if shards := _tar_files(place / "train"):
+        if shards := _tar_files(path / "train"):
             return TarShards(shards, functools.partial(_from_tar, change=augmented, classes=num_classes), random=True)
-        return ImageFolder(place / "train", augmented, random=True, broken=broken)
+        return ImageFolder(path / "train", augmented, random=True, broken=broken)
 
     @functools.cache
     def eval_data() -> ImageFolder | TarShards:
-        if shards := _tar_files(place / "val"):
+        if shards := _tar_files(path / "val"):
             return TarShards(shards, functools.partial(_from_tar, change=plain, classes=num_classes))
         trained = train_data()
         return ImageFolder(
-            place / "val", plain, classes=trained.classes if isinstance(trained, ImageFolder) else None, broken=broken
+            path / "val", plain, classes=trained.classes if isinstance(trained, ImageFolder) else None, broken=broken
         )
 
     @functools.cache

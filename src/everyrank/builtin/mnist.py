@@ -61,12 +61,12 @@ def workload(
     seed: int = 0,
 ) -> Workload:
     """The workload, with what `--data` and `--set` may change; `warmup` and `milestones` are in epochs."""
-    place = place_of(data, "mnist", MNIST_EXPECTED)
+    path = place_of(data, "mnist", MNIST_EXPECTED)
     return classify(
         "mnist",
         TwoConvolutions,
-        functools.cache(lambda: Images(*read_mnist(place, held_out=False), _ready)),
-        functools.cache(lambda: Images(*read_mnist(place, held_out=True), _ready)),
+        functools.cache(lambda: Images(*read_mnist(path, held_out=False), _ready)),
+        functools.cache(lambda: Images(*read_mnist(path, held_out=True), _ready)),
         lr=lr,
         batch=batch,
         epochs=epochs,

@@ -1,4 +1,4 @@
-"""Learning rates of the built-in workloads, made of torch's own schedulers. All step once per update."""
+"""Learning-rate schedules of the built-in workloads, from torch's own schedulers. All step once per update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_lr_schedule(
     """
     if kind not in SCHEDULES:
         raise WorkloadError(f"--set schedule={kind}: give one of {', '.join(SCHEDULES)}")
-    if not all(0 < part < 1 for part in milestones):
+    if not all(0 < milestone < 1 for milestone in milestones):
         raise WorkloadError(f"milestones at {milestones} of the training: each has to be inside it")
     if not 0 <= warmup < updates:
         raise WorkloadError(f"a warm-up of {warmup} updates in a training of {updates}: give a shorter one")
@@ -40,7 +40,9 @@ def make_lr_schedule(
         left = updates - warmup
         if kind in ("step", "multistep"):
             parts = milestones if kind == "multistep" else (1 / 3, 2 / 3)
-            places = sorted(max(1, round(part * updates) - warmup) for part in parts)  # two at one place count twice
+            places = sorted(
+                max(1, round(milestone * updates) - warmup) for milestone in parts
+            )  # two at one place count twice
             after: LRScheduler = MultiStepLR(optimizer, places, gamma=0.1)
         elif kind == "linear":
             after = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=left)

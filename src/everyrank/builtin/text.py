@@ -38,8 +38,8 @@ class Bytes(Dataset[tuple[dict[str, Tensor], Tensor]]):
         content = "\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
         self.checksum = "sha256:" + hashlib.sha256(content).hexdigest()
         border = len(content) * 9 // 10
-        part = content[border:] if held_out else content[:border]
-        self.bytes = torch.from_numpy(np.frombuffer(part, dtype=np.uint8).astype(np.int64))
+        own_content = content[border:] if held_out else content[:border]
+        self.bytes = torch.from_numpy(np.frombuffer(own_content, dtype=np.uint8).astype(np.int64))
         self.positions = torch.arange(length)
         self.length = length
 
@@ -55,17 +55,17 @@ class Bytes(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 def next_token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Cross entropy (B, T, V), (B, T) -> summed over the bytes, and how many there are."""
+    """Return (cross entropy summed over the bytes, number of bytes): (B, T, V), (B, T)."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
 def count_correct_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """How many next bytes are guessed right: (B, T, V), (B, T) -> (number, of how many)."""
+    """Return (correctly predicted bytes, bytes): (B, T, V), (B, T)."""
     return (output.argmax(-1) == target).sum(), target.numel()
 
 
 def perplexity(means: Mapping[str, float]) -> float:
-    """The exponential of the mean loss of a byte."""
+    """Return the exponential of the mean loss per byte."""
     return math.exp(min(means["eval_loss"], 700.0))
 
 

@@ -106,7 +106,7 @@ class Saver:
         try:
             metadata = dataclasses.replace(self.metadata, step=step, metrics=metrics)
             trainable = self.prepared.trainable
-            self.prepared.settle()
+            self.prepared.gather_for_eval()
             tensors, values = tensors_of(trainable, self.world), values_of(trainable)
             if self.thread is None:
                 self._write(tensors, values, metadata)

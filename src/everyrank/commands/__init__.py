@@ -1,6 +1,6 @@
-"""One command a file: `add_arguments` declares what it takes, `run` does it and returns the exit status.
+"""The commands, one per file: `add_arguments` declares the arguments, `run` returns the exit status.
 
-Thin: a command reads its arguments, calls `api`, and shows what comes back. Imports no torch.
+A command only reads its arguments, calls `api`, and shows the result. Imports no torch.
 """
 
 from __future__ import annotations

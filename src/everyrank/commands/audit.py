@@ -23,7 +23,7 @@ HELP = "your own script, unmodified: the distributed mistakes it makes, with fil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What stands before the script is ours, what stands after it is the script's."""
+    """Add the arguments: those before the script are for everyrank, those after it for the script."""
     parser.set_defaults(starts_ranks=True)
     parser.add_argument("--processes", type=int, metavar="N", help="ranks, as torchrun starts them (default 2)")
     parser.add_argument("--updates", type=int, default=12, metavar="K", help="updates that are looked at (default 12)")
@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _end_with_the_terminal() -> None:
-    """A closed terminal ends the script, as SIGTERM does; under nohup it goes on."""
+    """End the script when its terminal closes, as SIGTERM does; under nohup it continues."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
 
 
 def _command(args: argparse.Namespace) -> tuple[list[str], int | None]:
-    """What Python is given, and how many processes; a separator (--) before the script or its arguments is left out."""
+    """Return the arguments of Python and the number of processes, without a separator (--) around the script."""
     from everyrank.audit.command_line import ScriptCommand, script_command
 
     if args.module is not None:
@@ -70,7 +70,7 @@ def _command(args: argparse.Namespace) -> tuple[list[str], int | None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audit a script, print what was found; 1 where a number of it is wrong."""
+    """Audit a script and print the findings; exit status 1 if one of them is an error."""
     from everyrank.audit import AuditOptions, ScriptFailedError, audit_script
     from everyrank.launch.environments import is_rank_0_of_all
     from everyrank.progress import progress
@@ -86,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and words and path.absolute() == Path(words[0]).absolute():
             raise UsageError(f"{path}: that is the script; give another place")
     done = -1
-    with progress(options.updates, show=is_rank_0_of_all(os.environ)) as begin:
+    with progress(options.updates, show=is_rank_0_of_all(os.environ)) as advance:
 
         def moved(updates: int) -> None:
             nonlocal done
             while done < min(updates, options.updates - 1):
                 done += 1
-                begin(f"update {done + 1} of {options.updates}" if updates else "starting the script")
+                advance(f"update {done + 1} of {options.updates}" if updates else "starting the script")
 
         moved(0)
         try:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(audit: Audit, args: argparse.Namespace) -> None:
-    """Write the files that were asked for, then print: a closed pipe loses no result."""
+    """Write the requested files, then print, so that a closed pipe loses no result."""
     from everyrank.report import audit_page, print_audit
 
     if args.json is not None:

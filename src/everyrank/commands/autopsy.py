@@ -20,16 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the ranks of a run where they stand, and say in one paragraph who waits for whom; 0.
+    """Ask the ranks of a run for their state and print which rank waits for which; exit status 0.
 
-    Raises `UsageError` where no rank has left its state.
+    Raises `UsageError` if no rank has left its state.
     """
-    place: Path = args.run_dir
-    if not place.is_dir():
-        raise UsageError(f"{place}: no folder is there; give that of a training (--out)")
-    for folder in (place / "ranks" / FOLDER, place / FOLDER, place):
-        found = hang_autopsy(folder)
-        if found is not None:
-            say(found)
+    path: Path = args.run_dir
+    if not path.is_dir():
+        raise UsageError(f"{path}: no folder is there; give that of a training (--out)")
+    for folder in (path / "ranks" / FOLDER, path / FOLDER, path):
+        autopsy = hang_autopsy(folder)
+        if autopsy is not None:
+            say(autopsy)
             return 0
-    raise UsageError(f"{place}: no rank has left its state there (ranks/{FOLDER}); give the --out of a training")
+    raise UsageError(f"{path}: no rank has left its state there (ranks/{FOLDER}); give the --out of a training")

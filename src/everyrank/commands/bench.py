@@ -34,7 +34,7 @@ HELP = "check layouts, then time those that are equal"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """WORKLOAD, how its ranks start, the layouts, `BenchOptions`, and what to write."""
+    """Add WORKLOAD, the launch flags, the layouts, `BenchOptions`, and the output files."""
     add_common(parser, several_sizes=True)
     add_layouts(parser)
     add_options(parser, BenchOptions)
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check each layout, time the equal ones, show the Records; 0 where all are equal, else what `status_of` says.
+    """Check each layout, time the equal ones and show the Records; returns 0 if all are equal, else `status_of`.
 
-    With several numbers of `--processes` it is done on each. What is known by then is shown also after Ctrl-C.
+    With several values of `--processes` this runs for each. After Ctrl-C the results so far are shown.
     """
     from everyrank import api
 
@@ -57,18 +57,18 @@ def run(args: argparse.Namespace) -> int:
         check_writable(path)
     check_html(args)
     source = source_of(args)
-    options = options_of(args, BenchOptions, by_name=bool(args.layout))
-    kept: list[Record] = []
+    options = options_of(args, BenchOptions, explicit=bool(args.layout))
+    finished: list[Record] = []
     try:
         if len(processes) > 1:
-            records = api.bench_scaling(source, layouts, launch, processes, options=options, kept=kept)
+            records = api.bench_scaling(source, layouts, launch, processes, options=options, kept=finished)
         else:
-            records = api.bench(source, layouts, launch, options=options, kept=kept)
+            records = api.bench(source, layouts, launch, options=options, kept=finished)
     except UsageError:
         raise
     except BaseException:  # Ctrl-C, SIGTERM, a rank that died: what is known is shown, and then what it ended by
-        if any(record.parity.status != "not_verified" for record in kept):
-            show({"": kept}, args)
+        if any(record.parity.status != "not_verified" for record in finished):
+            show({"": finished}, args)
         raise
     if not records:
         return 0
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_next(records: Sequence[Record], args: argparse.Namespace) -> None:
-    """What to type after a bench: a training under the fastest of the layouts that are equal to one device."""
+    """Print the command to train with the fastest of the equal layouts."""
     timed = [(record.throughput_samples_per_second, record) for record in records if record.parity.status == "equal"]
     rates = {record.layout: (rate.median, record.world_size) for rate, record in timed if rate is not None}
     if rates:

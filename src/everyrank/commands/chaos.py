@@ -19,7 +19,7 @@ _TIMEOUT_SECONDS = 30.0  # a rank that hangs is waited for as long
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """WORKLOAD, how its ranks start, the layouts, and `ChaosOptions`."""
+    """Add WORKLOAD, the launch flags, the layouts, and `ChaosOptions`."""
     add_common(parser)
     parser.set_defaults(timeout=_TIMEOUT_SECONDS)
     parser.add_argument("--layout", nargs="+", action="extend", required=True, metavar="L", help="one or more")
@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Strike each layout with each fault, show the table; 0 where all held, else 1.
+    """Inject each fault under each layout and show the table; 0 if all runs recovered, else 1.
 
-    What is known by then is shown, and written, also after Ctrl-C.
+    After Ctrl-C the results so far are shown and written.
     """
     from everyrank.chaos import run_campaign
     from everyrank.report.chaos import chaos_line, has_held, print_chaos

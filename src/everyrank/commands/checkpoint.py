@@ -20,7 +20,7 @@ HELP = "look into checkpoints, or take a model out of one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommands inspect and export, each with its own arguments."""
+    """Add the subcommands inspect and export."""
     kinds = parser.add_subparsers(required=True, metavar="inspect|export", dest="kind", parser_class=type(parser))
     inspect = kinds.add_parser("inspect", help="what there is, and whether it is whole")
     inspect.add_argument("place", type=Path, metavar="DIR", help="a run, or a checkpoint")
@@ -31,52 +31,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the checkpoints of a run (1 where one is damaged), or write the model of one as a file of its own."""
+    """Show the checkpoints of a run (exit status 1 if one is damaged), or export the model of one."""
     if args.kind == "export":
         from everyrank.checkpoint import export
 
-        found = find_checkpoint(args.place)
+        checkpoint = find_checkpoint(args.place)
         check_writable(args.out)
-        state = export(found, args.out)
-        what = f"{args.out}: {len(state)} tensors after update {found.metadata.step}, from {found.path}"
-        print(f"wrote {printable(what)}")
+        state = export(checkpoint, args.out)
+        summary = f"{args.out}: {len(state)} tensors after update {checkpoint.metadata.step}, from {checkpoint.path}"
+        print(f"wrote {printable(summary)}")
         return 0
     run = args.place.parent if args.place.name == "checkpoints" else args.place
-    there = all_of(run)
-    if not any(one for _, one in there):
-        found = find_checkpoint(args.place)  # one checkpoint; or it says what there is instead
-        there = [(found.path, found)]
-    return _inspect(there, args.json)
+    checkpoints = all_of(run)
+    if not any(checkpoint_or_none for _, checkpoint_or_none in checkpoints):
+        checkpoint = find_checkpoint(args.place)  # one checkpoint; or it says what there is instead
+        checkpoints = [(checkpoint.path, checkpoint)]
+    return _inspect(checkpoints, args.json)
 
 
-def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | None) -> int:
-    """A row for each; 1 when one is damaged."""
+def _inspect(checkpoints: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | None) -> int:
+    """Print a row per checkpoint; 1 if one is damaged."""
     from everyrank.report import print_table
     from everyrank.report.table import Table
 
     rows: list[list[str]] = []
-    best = (there[0][0].parent / "best").resolve()
-    for path, one in there:
+    best = (checkpoints[0][0].parent / "best").resolve()
+    for path, checkpoint in checkpoints:
         name = path.name + (" (best)" if path.resolve() == best else "")
-        if one is None:
+        if checkpoint is None:
             rows.append([name, "", "", "", "", "", "DAMAGED: about.json cannot be read"])
             continue
-        metadata, found = one.metadata, damage(one)
+        metadata, errors = checkpoint.metadata, damage(checkpoint)
         rows.append(
             [
                 name,
                 str(metadata.step),
                 _epochs(metadata),
                 f"{metadata.layout} on {metadata.world_size}",
-                f"{one.num_bytes / 2**20:.2f}",
+                f"{checkpoint.num_bytes / 2**20:.2f}",
                 ", ".join(f"{name} {value:.4f}" for name, value in metadata.metrics.items()),
-                f"DAMAGED: {found}" if found is not None else "whole" if metadata.schema > 1 else _OLDER,
+                f"DAMAGED: {errors}" if errors is not None else "whole" if metadata.schema > 1 else _OLDER,
             ]
         )
-    whole = [one for _, one in there if one is not None]
+    whole = [checkpoint for _, checkpoint in checkpoints if checkpoint is not None]
     if json_file is not None:
         check_writable(json_file)
-        metadata_all = [{"path": str(one.path), **fields_of(one.metadata)} for one in whole]
+        metadata_all = [{"path": str(checkpoint.path), **fields_of(checkpoint.metadata)} for checkpoint in whole]
         write_text(json_file, json.dumps(metadata_all, indent=1))
     last = whole[-1].metadata
     title = f"{last.workload} · seed {last.seed} · global batch {last.global_batch} · {last.samples:,} samples"
@@ -87,7 +87,7 @@ def _inspect(there: Sequence[tuple[Path, Checkpoint | None]], json_file: Path | 
 
 
 def _epochs(metadata: CheckpointMetadata) -> str:
-    """How many epochs are done; of streams of unknown length the whole ones, and updates of the next."""
+    """Describe the completed epochs; for streams of unknown length also the updates of the current epoch."""
     if metadata.updates_per_epoch:
         return f"{metadata.step / metadata.updates_per_epoch:.2f}"
     epoch, index = metadata.place.get("epoch", 0), metadata.place.get("index", 0)

@@ -21,7 +21,7 @@ HELP = "what the links between ranks give: every collective, timed and checked"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and how the ranks start."""
+    """Add the operations to measure, and the launch flags."""
     parser.add_argument("--op", nargs="+", action="extend", default=[], metavar="O", help="default: every operation")
     parser.add_argument(
         "--sizes", nargs="+", action="extend", default=[], metavar="S", help="64KiB, or 4:64MiB (default), x4 each"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table; 1 where an element was wrong."""
+    """Measure the collectives and print the table; 1 if a result was wrong."""
     from everyrank.report.comm import comm_json, has_failed, print_comm
 
     options = CommOptions(
@@ -70,10 +70,12 @@ def run(args: argparse.Namespace) -> int:
     _check_groups(options, launch)
     check_html(args)
     check_writable(args.json)
-    found: dict[int, dict[str, Any]] = run_ranks(launch, "everyrank.collectives.rank:comm_rank", launch, options, True)
-    if not found.get(0):
+    results: dict[int, dict[str, Any]] = run_ranks(
+        launch, "everyrank.collectives.rank:comm_rank", launch, options, True
+    )
+    if not results.get(0):
         return 0  # a rank of a launcher outside: rank 0 has the word
-    measured = comm_json(found[0], args.words)
+    measured = comm_json(results[0], args.words)
     _write(measured, args)
     try:
         print_comm(measured)
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(measured: dict[str, Any], args: argparse.Namespace) -> None:
-    """The files that were asked for, before anything is printed: a closed pipe loses no result."""
+    """Write the requested files before anything is printed, so that a closed pipe loses no result."""
     if args.json is not None:
         write_text(args.json, json.dumps(measured, indent=1) + "\n")
     if args.html is not None:

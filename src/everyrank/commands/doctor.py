@@ -19,7 +19,7 @@ HELP = "what this machine can run, why not the rest, and what to do"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--launch, how the ranks of a trial start would start, and --json."""
+    """Add --json, --launch and the launch flags."""
     parser.add_argument(
         "--launch",
         action="store_true",
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine this machine, or with --launch one start, and print what was found; 1 where something is wrong."""
+    """Check this machine, or with --launch a start of ranks, and print the results; 1 for a problem."""
     from everyrank.doctor import DoctorReport, check_launch, paste, run_checks
     from everyrank.progress import progress
     from everyrank.report import print_findings
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
         raise UsageError("doctor looks at a launcher with --launch: add it")
     launch = launch_of(args) if args.launch else None
-    with progress(3 if launch else 5, show=True) as begin:
-        report = DoctorReport(check_launch(launch, begin)) if launch else run_checks(args.timeout, begin)
+    with progress(3 if launch else 5, show=True) as advance:
+        report = DoctorReport(check_launch(launch, advance)) if launch else run_checks(args.timeout, advance)
     if args.json is not None:
         write_text(args.json, json.dumps(report.as_json(), indent=1) + "\n")
     try:

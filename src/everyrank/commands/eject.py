@@ -16,7 +16,7 @@ HELP = "write a workload and a layout as a standalone project: plain PyTorch, yo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """WORKLOAD, DIR, the layout, what starts the ranks, and what the workload is told."""
+    """Add WORKLOAD, DIR, the layout, the launcher, and the settings of the workload."""
     parser.add_argument("place", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
     parser.add_argument("folder", type=Path, metavar="DIR", help="an empty folder, or one that is not there yet")
     parser.add_argument("--layout", default="ddp", metavar="L", help="ddp (default), zero1, fsdp, tensor, pipeline")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the project and say what it is made of; 0."""
+    """Write the project and print its files; exit status 0."""
     check_place(args.place)
     if args.processes < 1:
         raise UsageError(f"--processes {args.processes}: give at least 1")

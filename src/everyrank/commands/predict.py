@@ -17,14 +17,14 @@ HELP = "write what a trained model says of each sample"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """WORKLOAD, how its ranks start, --layout, and `PredictOptions`."""
+    """Add WORKLOAD, the launch flags, --layout, and `PredictOptions`."""
     add_common(parser, records=False)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
     add_options(parser, PredictOptions)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the predictions of what was trained, and say how many; 0."""
+    """Write the predictions of a trained model and print their number; exit status 0."""
     from everyrank import api
 
     check_predictions_suffix(args.out)

@@ -15,13 +15,13 @@ HELP = "show Records that --json wrote"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RECORDS.json, one or more, --html and --markdown."""
+    """Add RECORDS.json (one or more), --html and --markdown."""
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS.json")
     add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the Records of the files, several beside each other, and write the pages asked for; 0."""
+    """Show the Records of the files next to each other and write the requested pages; exit status 0."""
     check_writable(args.markdown)
     check_html(args)
     # a file's own name is enough to tell it from the others, unless two have the same

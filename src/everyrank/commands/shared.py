@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and what they do with what comes back."""
+"""Arguments that several commands share, and the output of their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, records: bool = True) -> None:
-    """WORKLOAD, and how its ranks start."""
+    """Add WORKLOAD and the launch flags."""
     parser.add_argument("workload", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
     add_launching(parser, several_sizes)
     parser.add_argument(
@@ -58,24 +58,24 @@ def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, rec
 
 
 def add_layouts(parser: argparse.ArgumentParser) -> None:
-    """--layout, once or several times, with one or several values."""
+    """Add --layout, which can be repeated and takes one or several values."""
     parser.add_argument(
         "--layout",
         nargs="+",
         action="extend",
         metavar="L",
-        help=f"one or more, or own code: FILE.py[:function][:axis=N]; default: {' '.join(STRATEGIES)}",
+        help=f"one or more, or a function: FILE.py[:function][:axis=N]; default: {' '.join(STRATEGIES)}",
     )
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """--html and --markdown."""
+    """Add --html and --markdown."""
     parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page")
     parser.add_argument("--markdown", type=Path, metavar="F", help="write a Markdown table")
 
 
 def source_of(args: argparse.Namespace) -> Source:
-    """The workload that was asked for, with its settings; `--data` is one of them. Raises `UsageError`."""
+    """Return the requested workload with its settings, `--data` among them. Raises `UsageError`."""
     check_place(args.workload)
     settings = parse_settings(args.set)
     if args.data is not None:
@@ -89,14 +89,14 @@ def source_of(args: argparse.Namespace) -> Source:
 
 
 def layouts_of(args: argparse.Namespace) -> list[Layout]:
-    """The layouts that were asked for; all where none was."""
+    """Return the requested layouts, or all."""
     return [parse_layout(text) for text in args.layout or STRATEGIES]
 
 
 def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequence[str] = ()) -> None:
-    """Write the files that were asked for, then print the tables: a closed pipe loses no result.
+    """Write the requested files, then print the tables, so that a closed pipe loses no result.
 
-    `sets` are Records by where they are from; several are laid beside each other.
+    `sets` are Records by origin; several are shown next to each other.
     """
     from everyrank.report import beside_notes, beside_table, groups, markdown, notes, print_table, tables, title
 
@@ -105,9 +105,9 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
     if beside is not None:
         shown.append((" beside ".join(sets), beside, beside_notes(sets)))
     for rows in [rows for records in sets.values() for rows in groups(records)]:
-        found = tables(rows)
-        for place, (heading, table) in enumerate(found):
-            is_last = place == len(found) - 1
+        tables_of_rows = tables(rows)
+        for index, (heading, table) in enumerate(tables_of_rows):
+            is_last = index == len(tables_of_rows) - 1
             shown.append((heading or title(rows[0]), table, [*lines, *notes(rows)] if is_last else []))
     written = [path for path in (args.json, args.markdown, args.html) if path is not None]
     if args.json is not None:
@@ -129,7 +129,7 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
 
 
 def say(text: str) -> None:
-    """Print a line of what is done already; that it cannot be printed changes nothing of that."""
+    """Print a line about finished work; an error of printing is ignored."""
     try:
         print(text, flush=True)
     except OSError:
@@ -137,7 +137,7 @@ def say(text: str) -> None:
 
 
 def workload_words(args: argparse.Namespace) -> str:
-    """The workload as it was typed, with the flags that say which data, settings and batch it has: for a shell."""
+    """Return the workload as typed, with the flags for data, settings and batch, quoted for a shell."""
     words = [args.workload]
     words += ["--data", str(args.data)] if args.data is not None else []
     words += ["--set", *args.set] if args.set else []
@@ -147,18 +147,18 @@ def workload_words(args: argparse.Namespace) -> str:
 
 
 def say_next(*commands: str) -> None:
-    """Print what to type next, each a command that can be pasted; only rank 0 of an external launcher prints."""
+    """Print the next commands, ready to be pasted; under an external launcher only on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         say(printable(f"next: {'; or '.join(commands)}"))
 
 
 def close_output() -> None:
-    """Send what is still to come nowhere: whoever read our output has gone."""
+    """Redirect further output to nowhere, because the reader of the pipe has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def status_of(records: list[Record], args: argparse.Namespace) -> int:
-    """1 when a layout differs; of those asked for by name, 2 when one was refused, 3 when one cannot run; else 0."""
+    """Return 1 if a layout differs; for requested layouts 2 if one is unsupported, 3 if one cannot run; else 0."""
     for record in records:
         if record.parity.status == "different":
             like = record.parity.reference or "single"
@@ -177,7 +177,7 @@ def status_of(records: list[Record], args: argparse.Namespace) -> int:
 
 
 def check_html(args: argparse.Namespace) -> None:
-    """Find out before the work whether --html can be made. Raises `CannotRunError`, or `UsageError` for its place."""
+    """Check in advance that --html can be written. Raises `CannotRunError`, or `UsageError` for its path."""
     check_writable(args.html)
     if args.html is not None:
         from everyrank.report.page import require_libraries
@@ -186,7 +186,7 @@ def check_html(args: argparse.Namespace) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Find out before the work, not after it. Raises `UsageError`."""
+    """Check in advance that a file can be written. Raises `UsageError`."""
     if path is None or os.environ.get("RANK", "0") != "0":  # rank 0 alone writes
         return
     try:

@@ -1,4 +1,4 @@
-"""What to type instead of a command, flag or recipe that does not exist: near misses, and the words of other tools."""
+"""Suggestions for a command, flag or recipe that does not exist: near misses, and the names in other tools."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _MOST_RECIPES = 12  # that are named: a line of the screen
 
 
 def suggest_command(name: str, commands: Collection[str]) -> str:
-    """The message for a command that does not exist."""
+    """Return the message for a command that does not exist."""
     close = [_COMMANDS[name]] if name in _COMMANDS else difflib.get_close_matches(name, commands, n=1)
     close = close or [known for known in commands if name.startswith(known)]
     hint = f"did you mean {close[0]}?" if close else f"give one of {', '.join(commands)}."
@@ -98,7 +98,7 @@ def suggest_command(name: str, commands: Collection[str]) -> str:
 
 
 def suggest_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """The message for arguments that a command does not have; `parser` is that command's."""
+    """Return the message for arguments that a command does not have; `parser` is that command's."""
     flag, _, value = unknown[0].partition("=")
     for number, word in enumerate(unknown):
         name, _, given = word.partition("=")
@@ -116,12 +116,12 @@ def suggest_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags of a command, in the order in which its help shows them."""
+    """Return the flags of a command in the order of its help."""
     return [flag for action in parser._actions for flag in action.option_strings]  # pyright: ignore[reportPrivateUsage]
 
 
 def suggest_recipe(name: str, recipes: Collection[str]) -> str:
-    """The message for a script that `everyrank new` does not have."""
+    """Return the message for a script that `everyrank new` does not have."""
     if name in _RECIPES:
         ours, why = _RECIPES[name]
         return f"recipe {name!r}: {why}: everyrank new {ours}"

@@ -37,7 +37,7 @@ _NEWEST = object()  # --resume without a place: the newest checkpoint in --out; 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """WORKLOAD, how its ranks start, --layout, and `TrainOptions`."""
+    """Add WORKLOAD, the launch flags, --layout, and `TrainOptions`."""
     add_common(parser)
     parser.add_argument("--layout", default="single", metavar="L", help="default: single")
     add_options(
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _save_every(text: str) -> int | str:
-    """A number of updates, or "auto"."""
+    """Parse a number of updates, or "auto"."""
     try:
         return text if text == AUTO else int(text)
     except ValueError:
@@ -59,17 +59,17 @@ def _save_every(text: str) -> int | str:
 
 
 def _place(text: str) -> Path:
-    """A folder; "" is what is left of a variable that is not set, and would be the current one."""
+    """Parse a folder. Refuses "", which comes from an unset shell variable and would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError('"" is no folder; give --resume DIR, or --resume alone with --out DIR')
     return Path(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or evaluate alone; write the Record and what else was asked for; 0.
+    """Train or evaluate, write the Record and the requested files; exit status 0.
 
-    Raises what `run` of the Python interface raises; before that a job of Slurm that is out of time, or has lost a rank
-    after a checkpoint of its own, is queued again.
+    Raises what `everyrank.run` raises. Before that, a Slurm job that is out of time, or lost a rank after its first
+    checkpoint, is requeued.
     """
     from everyrank import api
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_next(args: argparse.Namespace, layout: Layout, processes: int, out: Path) -> None:
-    """What to type after a training: a check of its layout, and the weights in a file of their own."""
+    """Print the commands that check the layout and export the weights."""
     checked, count = (args.layout, processes) if layout.axis is not None else ("ddp", 2)
     commands = [f"everyrank verify {workload_words(args)} --layout {shlex.quote(checked)} --processes {count}"]
     if checkpoints_of(out):
@@ -119,7 +119,7 @@ def _say_next(args: argparse.Namespace, layout: Layout, processes: int, out: Pat
 
 
 def _requeue(error: EveryrankError) -> None:
-    """Put this job of Slurm into the queue again, where it is one."""
+    """Requeue this Slurm job, if it is one."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None:
         print(f"{error}; job {job} waits in the queue again", flush=True)  # Slurm ends what is left of it
@@ -127,13 +127,13 @@ def _requeue(error: EveryrankError) -> None:
 
 
 def _newest_step(out: Path | None) -> int:
-    """Updates that the newest checkpoint holds; 0 without one."""
-    there = checkpoints_of(out) if out is not None else []
-    return there[-1].metadata.step if there else 0
+    """Return the number of updates in the newest checkpoint; 0 without one."""
+    checkpoints = checkpoints_of(out) if out is not None else []
+    return checkpoints[-1].metadata.step if checkpoints else 0
 
 
 def _write(records: list[Record], args: argparse.Namespace, out: Path | None) -> None:
-    """Write the Record into the folder of the run and to `--json`, and say what was written."""
+    """Write the Record into the folder of the run and to `--json`, and print the paths."""
     if out is not None:
         (out / "record.json").unlink(missing_ok=True)  # it may be a link to a file outside
         write_records(records, out / "record.json")
@@ -152,9 +152,9 @@ def _write(records: list[Record], args: argparse.Namespace, out: Path | None) ->
 
 
 def _resumed(args: argparse.Namespace) -> Path | None:
-    """The checkpoint to go on from; None where the training begins.
+    """Return the checkpoint to resume from, or None for a new training.
 
-    Raises `UsageError` where weights are asked for twice, or none are there to evaluate.
+    Raises `UsageError` for two sources of weights, or none to evaluate.
     """
     if args.resume is not None and args.pretrained is not None:
         raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
@@ -183,13 +183,13 @@ def _checkpoint_asked_for(args: argparse.Namespace) -> Path | None:
 
 
 def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Path:
-    """The folder of the run. Raises `UsageError` for one that holds another run."""
+    """Return the folder of the run. Raises `UsageError` if it holds a different run."""
     if resume is not None and resume.parent.name == "checkpoints":
         run = resume.parent.parent
         if args.out is None or args.out.resolve() == run.resolve():
             return run
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    kinds = "-".join(Path(one.partition(":")[0]).stem for one in (args.workload, strategy))
+    kinds = "-".join(Path(path.partition(":")[0]).stem for path in (args.workload, strategy))
     name = f"{kinds}-{stamp}-{os.getpid()}"
     out = args.out or Path("runs") / name
     # a run that died before its first checkpoint begins again; one that came to its end is not overwritten
@@ -200,12 +200,16 @@ def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Pat
 
 
 def _has_trained(out: Path) -> bool:
-    """Whether a folder holds a checkpoint, or a line of a log."""
+    """Whether a folder holds a checkpoint or a log line."""
     log = out / "log.jsonl"
     return bool(checkpoints_of(out)) or (log.exists() and log.stat().st_size > 0)
 
 
 def _saved(out: Path) -> str:
-    """What is said of the checkpoints of a run when it has ended."""
-    there = checkpoints_of(out)
-    return f"; {len(there)} checkpoint{'s' * (len(there) > 1)}, the newest {there[-1].path.name}" if there else ""
+    """Describe the checkpoints of a finished run."""
+    checkpoints = checkpoints_of(out)
+    return (
+        f"; {len(checkpoints)} checkpoint{'s' * (len(checkpoints) > 1)}, the newest {checkpoints[-1].path.name}"
+        if checkpoints
+        else ""
+    )

@@ -27,20 +27,20 @@ HELP = "check that layouts equal one device"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """WORKLOAD, how its ranks start, the layouts, and `VerifyOptions`."""
+    """Add WORKLOAD, the launch flags, the layouts, and `VerifyOptions`."""
     add_common(parser)
     add_layouts(parser)
     add_options(parser, VerifyOptions)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare each layout with one device and show the Records; 0 where all are equal, else what `status_of` says."""
+    """Compare each layout with one device and show the Records; 0 if all are equal, else `status_of`."""
     from everyrank import api
 
     layouts, launch = layouts_of(args), launch_of(args)
     check_writable(args.json)
     source = source_of(args)
-    options = options_of(args, VerifyOptions, by_name=bool(args.layout))
+    options = options_of(args, VerifyOptions, explicit=bool(args.layout))
     records = api.verify(source, layouts, launch, options=options)
     if not records:
         return 0

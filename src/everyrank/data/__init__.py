@@ -1,15 +1,15 @@
-"""Which rank reads which samples, in which order, exactly once.
+"""Data loading: each sample is read exactly once, in an order that does not depend on the ranks.
 
-slicing.py   arithmetic: cut a batch into micro-batches, then over ranks
-order.py     the order of the samples: a function of seed, epoch and step alone
-seeds.py     randomness as a function of (seed, epoch, sample)
-stream.py    datasets that can only be gone through
+slicing.py   splits a batch into micro-batches, then over ranks
+order.py     the sample order: a function of seed, epoch and step only
+seeds.py     seeds as a function of (seed, epoch, sample)
+stream.py    iterable datasets
 fetch.py     data loader workers, pinned memory
-uneven.py    streams of which each is read by one rank, as long as they last
-uneven_updates.py   the updates over those, of which all ranks make as many
+uneven.py    streams of different length, each read by one rank
+uneven_updates.py   updates over uneven streams: the same number on all ranks
 updates.py   the updates of a training, of known or unknown number
-parts.py     which samples a rank reads for each micro-batch
-loader.py    read them
+parts.py     the samples of a rank in each micro-batch
+loader.py    iterates over the batches of a rank
 """
 
 from everyrank.data.fetch import Batch
@@ -18,7 +18,7 @@ from everyrank.data.order import (
     Epoch,
     Update,
     all_updates,
-    lone_sample,
+    batch_of_one,
     samples_per_epoch,
     updates_per_epoch,
 )
@@ -38,6 +38,7 @@ __all__ = [
     "Update",
     "Updates",
     "all_updates",
+    "batch_of_one",
     "batches_for_evaluation",
     "batches_for_updates",
     "count_samples",
@@ -47,7 +48,6 @@ __all__ = [
     "find_streams",
     "is_stream",
     "is_uncounted",
-    "lone_sample",
     "make_updates",
     "micro_batches",
     "planned_updates",

@@ -1,6 +1,6 @@
-"""What one rank reads, fetched: data loader workers, pinned memory, the move to its device.
+"""Fetch the samples of one rank: data loader workers, pinned memory, the copy to its device.
 
-What is read, and in which order, is decided elsewhere.
+parts.py and uneven.py decide which samples are read, and in which order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.launch.supervisor import end_with_parent
 from everyrank.world import World
 
-__all__ = ["Batch", "map_tensors", "move", "pair_of", "read_all"]
+__all__ = ["Batch", "fetch_all", "map_tensors", "move", "pair_of"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Batch:
     """One rank's part of a micro-batch.
 
     input, target   as the workload's collate made them, on the rank's device
-    size            real samples; 0: `input` holds one padding sample, of weight zero, because zero-length tensors
-                    break user code
-    start, total    where this part stands in the global batch, and the size of that
-    parts           micro-batches that the global batch is cut into before it is cut over ranks
-    places          of each sample in the update, whatever the ranks and micro-batches: by it dropout knows a sample;
-                    (): from `start` on
+    size            real samples; if 0, `input` holds one dummy sample of weight zero, because empty tensors break
+                    user code
+    start, total    index of the first sample in the global batch, and the size of the global batch
+    parts           number of micro-batches in the global batch
+    sample_indices  index of each sample in the update, independent of ranks and micro-batches; dropout masks depend on
+                    it; () for consecutive ones from `start`
     """
 
     input: Any
@@ -42,45 +42,45 @@ class Batch:
     start: int
     total: int
     parts: int = 1
-    places: Sequence[int] = ()
+    sample_indices: Sequence[int] = ()
 
 
-def read_all(read: Any, collate: Callable[[Any], Any], keys: Iterator[Any], world: World) -> Iterator[Any]:
-    """What is found under each of these keys, in order, collated."""
+def fetch_all(read: Any, collate: Callable[[Any], Any], keys: Iterator[Any], world: World) -> Iterator[Any]:
+    """Yield the collated samples of each key, in order."""
     is_pinned = world.device.type == "cuda"
     if world.loader_workers == 0 and not is_pinned:
-        return (collate(read.__getitems__(some)) for some in keys)  # what a DataLoader would do
-    # The loader's workers start here, not at the first batch, which may stand in a timed region.
-    return _told_by_workers(
+        return (collate(read.__getitems__(batch)) for batch in keys)  # the same as a DataLoader, without its overhead
+    # The loader's workers start here, not at the first batch, whose time may be measured.
+    return _fetch_from_workers(
         DataLoader(
             read,
-            batch_sampler=_Once(keys),  # type: ignore[arg-type]
+            batch_sampler=_KeySampler(keys),  # type: ignore[arg-type]
             collate_fn=collate,
             num_workers=world.loader_workers,
             pin_memory=is_pinned,
             timeout=world.timeout_seconds if world.loader_workers else 0,
-            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+            worker_init_fn=functools.partial(_init_worker, os.getpid()),
         ),
         world.timeout_seconds,
     )
 
 
-def _begin_worker(rank_process: int, _: int) -> None:
-    """First in each worker of a loader.
+def _init_worker(rank_process: int, _: int) -> None:
+    """Set up a loader worker: end with its rank process, ignore stop signals.
 
-    torch ends a worker whose parent is another than it was when the worker began: one that began in the moment in
-    which its rank was killed would wait for ever. A fork server is the parent of what it forks, and ends it itself.
+    torch ends a worker whose parent has changed since the worker began. A worker that begins while its rank is killed
+    would wait forever without this. A fork server is the parent of its workers and ends them itself.
     """
     if multiprocessing.get_start_method() != "forkserver":
         end_with_parent(rank_process)
-    # a request to stop may reach the whole process group; the rank still needs its workers to finish the update
+    # a stop signal may reach the whole process group, but the rank still needs its workers to finish the update
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _told_by_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iterator[Any]:
-    """What the workers fetch; an error of ours arrives with a traceback in its text, of which the end is kept."""
-    fetched = iter(loader)  # here the workers start
+def _fetch_from_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iterator[Any]:
+    """Yield the batches of the workers. Shortens our own errors, whose text arrives with the worker's traceback."""
+    fetched = iter(loader)  # starts the workers
 
     def batches() -> Iterator[Any]:
         try:
@@ -99,14 +99,14 @@ def _told_by_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iterato
 
 
 def pair_of(content: Any) -> tuple[Any, Any]:
-    """(input, target) of what a collate has made. Raises `WorkloadError` for anything else."""
+    """Return a collated batch as (input, target). Raises `WorkloadError` for anything else."""
     if not isinstance(content, tuple | list) or len(content) != 2:
         raise WorkloadError("train_data: a sample must be (input, target)")
     return content[0], content[1]
 
 
-class _Once:
-    """Keys, each given out once, as a batch sampler."""
+class _KeySampler:
+    """A batch sampler over an iterator of keys."""
 
     def __init__(self, keys: Iterator[Any]) -> None:
         self.keys = keys
@@ -116,13 +116,13 @@ class _Once:
 
 
 def move(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """To the device without waiting; floating-point inputs in the precision of the model."""
+    """Copy to the device without waiting; cast floating-point tensors to `dtype`."""
     wanted = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(device, wanted, non_blocking=True)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor in it changed; tuples, lists and dicts are gone through."""
+    """Apply `change` to every tensor in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

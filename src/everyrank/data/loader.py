@@ -1,6 +1,6 @@
-"""Read the samples of one rank, each with its own randomness, as batches on its device.
+"""Iterate over the batches of one rank on its device, with random numbers seeded per sample.
 
-Everything that decides *which* samples are read is in parts.py and what stands above it.
+parts.py decides *which* samples are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from everyrank.data.fetch import Batch, map_tensors, move, pair_of, read_all
+from everyrank.data.fetch import Batch, fetch_all, map_tensors, move, pair_of
 from everyrank.data.order import Update
 from everyrank.data.parts import Keys, Part, parts_for_evaluation, parts_for_updates
 from everyrank.data.seeds import seed_sample
@@ -37,10 +37,10 @@ def batches_for_updates(
     dtype: torch.dtype,
     reverse: bool = False,
 ) -> Iterator[list[Batch]]:
-    """For each update, this rank's part of each micro-batch; [] for a rank that reads nothing.
+    """For each update, yield this rank's part of each micro-batch; [] for a rank that reads nothing.
 
-    `reverse` turns the samples round within each micro-batch: the same mathematics in another order of addition,
-    which is how parity measures the noise floor.
+    `reverse` reverses the samples within each micro-batch. Only the order of addition changes, which is how parity
+    measures rounding errors.
     """
     if not reads.count:
         return ([] for _ in updates)
@@ -53,7 +53,7 @@ def batches_for_updates(
 def batches_for_evaluation(
     workload: Workload, dataset: Any, reads: Slice, world: World, dtype: torch.dtype
 ) -> Iterator[Batch]:
-    """The rank's part of each batch of the evaluation data, in order; equally many on every rank that reads."""
+    """Yield the rank's part of each evaluation batch, in order: the same number on every rank that reads."""
     if not reads.count:
         return iter(())
     dataset = dataset.whole() if isinstance(dataset, UnevenStreams) else dataset
@@ -64,62 +64,62 @@ def batches_for_evaluation(
 def _fetch(
     workload: Workload, dataset: Any, updates: Iterator[list[Part]], world: World, dtype: torch.dtype
 ) -> Iterator[list[Batch]]:
-    """Fetch the parts of each update, in order, on this rank's device."""
-    # The loader's workers ask for parts ahead of the loop, so what each part is waits here until it arrives.
-    asked: collections.deque[list[Part]] = collections.deque()
+    """Fetch the parts of each update, in order, onto this rank's device."""
+    # The loader's workers ask for parts ahead of the loop, so their sizes are queued here until the data arrives.
+    pending: collections.deque[list[Part]] = collections.deque()
 
     def keys() -> Iterator[Keys]:
         for parts in updates:
-            asked.append(parts)
-            for part in parts:
-                yield part.keys
+            pending.append(parts)
+            for micro_batch in parts:
+                yield micro_batch.keys
 
     takes_rows = _is_tensors(dataset) and workload.collate is None
     read: Any = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
     if isinstance(dataset, Streamed):
         read = StreamReader(dataset, workload.seed)
-    collate: Callable[[Any], Any] = _as_it_is if takes_rows else workload.collate or default_collate
-    fetched = read_all(read, collate, keys(), world)
-    return _batches(fetched, asked, functools.partial(move, device=world.device, dtype=dtype))
+    collate: Callable[[Any], Any] = _identity if takes_rows else workload.collate or default_collate
+    fetched = fetch_all(read, collate, keys(), world)
+    return _batches(fetched, pending, functools.partial(move, device=world.device, dtype=dtype))
 
 
 def _batches(
-    fetched: Iterator[Any], asked: collections.deque[list[Part]], change: Callable[[torch.Tensor], torch.Tensor]
+    fetched: Iterator[Any], pending: collections.deque[list[Part]], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[list[Batch]]:
-    """Put together what belongs to one update."""
+    """Group the fetched micro-batches by update."""
     while True:
         batches: list[Batch] = []
         for content in fetched:
-            part = asked[0][len(batches)]
+            micro_batch = pending[0][len(batches)]
             value, target = pair_of(content)
             batches.append(
                 Batch(
                     map_tensors(value, change),
                     map_tensors(target, change),
-                    part.size,
-                    part.start,
-                    part.total,
-                    len(asked[0]),
-                    part.places,
+                    micro_batch.size,
+                    micro_batch.start,
+                    micro_batch.total,
+                    len(pending[0]),
+                    micro_batch.sample_indices,
                 )
             )
-            if len(batches) == len(asked[0]):
+            if len(batches) == len(pending[0]):
                 break
         if not batches:
             return
-        asked.popleft()
+        pending.popleft()
         yield batches
 
 
 def _is_tensors(dataset: Any) -> bool:
-    """Whether a sample is nothing but a row of some tensors (a subclass may have something to add to that)."""
+    """Whether a sample is just a row of some tensors; a subclass of TensorDataset may do more."""
     if not isinstance(dataset, TensorDataset) or hasattr(type(dataset), "__getitems__"):
         return False
     return type(dataset).__getitem__ is TensorDataset.__getitem__
 
 
 class _Rows(Dataset[Any]):
-    """A TensorDataset read by `Keys`: all rows of a batch in one go, the same batch as row by row and collated."""
+    """A TensorDataset read by `Keys`: one indexing operation per batch instead of rows that are collated."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.tensors = dataset.tensors
@@ -128,7 +128,7 @@ class _Rows(Dataset[Any]):
         return tuple(tensor[keys.samples] for tensor in self.tensors)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 

@@ -1,4 +1,4 @@
-"""The order of the samples: a function of seed, epoch and step alone, whatever the ranks and workers."""
+"""The sample order: a function of seed, epoch and step only, independent of ranks and workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = [
     "KnownUpdates",
     "Update",
     "all_updates",
+    "batch_of_one",
     "drawn_order",
     "epoch_order",
-    "lone_sample",
     "sample_numbers",
     "samples_per_epoch",
     "shard_order",
@@ -38,25 +38,25 @@ class Update:
 
 @dataclass(frozen=True)
 class Epoch:
-    """How an epoch is cut into updates.
+    """The sizes of an epoch and its updates.
 
-    parts   (samples, samples of an update) of what is read side by side: one part, or one for each uneven stream
+    parts   (samples of the epoch, samples of an update): one pair, or one for each uneven stream
     """
 
     parts: tuple[tuple[int, int], ...]
 
     @property
     def samples(self) -> int:
-        """Of the whole epoch."""
+        """The number of samples in the epoch."""
         return sum(length for length, _ in self.parts)
 
     @property
     def updates(self) -> int:
-        """Until the longest part has ended."""
+        """The number of updates until the longest part ends."""
         return max(updates_per_epoch(length, batch) for length, batch in self.parts)
 
     def samples_before(self, step: int) -> int:
-        """How many samples the updates before `step` have read; the last batches of an epoch may be smaller."""
+        """The number of samples read before update `step`; the last batches of an epoch may be smaller."""
         epochs, index = divmod(step, self.updates)
         return epochs * self.samples + sum(min(index * batch, length) for length, batch in self.parts)
 
@@ -79,7 +79,7 @@ def drawn_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
 
 
 def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
-    """All samples, file after file: the files in an order of this epoch, the samples of each in theirs; (length,)."""
+    """Shuffle the files of an epoch, and the samples within each file: all samples in order, (length,)."""
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
     starts = [0]
@@ -90,20 +90,17 @@ def shard_order(sizes: Sequence[int], seed: int, epoch: int) -> Tensor:
 
 
 def samples_per_epoch(workload: Workload, length: int) -> int:
-    """How many of `length` samples an epoch of training reads: what to give the functions below.
-
-    All, but with `drop_last` those of a last batch that is smaller than the others.
-    """
+    """Return the number of samples that an epoch reads: all, or with `drop_last` those of full batches only."""
     return length - length % workload.global_batch if workload.drop_last else length
 
 
 def updates_per_epoch(length: int, global_batch: int) -> int:
-    """The last batch of an epoch may be smaller; none is dropped."""
+    """Return the number of updates in an epoch; the last batch may be smaller."""
     return -(-length // global_batch)
 
 
 def all_updates(steps: int, per_epoch: int) -> KnownUpdates:
-    """So many updates from the start of a training; each is made when it is asked for."""
+    """Return the first `steps` updates of a training as a lazy sequence."""
     return KnownUpdates(range(steps), per_epoch)
 
 
@@ -173,16 +170,16 @@ def update_samples(order: Tensor | range, global_batch: int, index: int) -> list
     return sample_numbers(order[index * global_batch : (index + 1) * global_batch])
 
 
-def sample_numbers(part: Tensor | range) -> list[int]:
-    """A part of an order as plain numbers; the whole of it would take five times the memory of a tensor."""
-    return part.tolist() if isinstance(part, Tensor) else list(part)
+def sample_numbers(positions: Tensor | range) -> list[int]:
+    """Convert a slice of an order to a list. Only slices: a list needs five times the memory of a tensor."""
+    return positions.tolist() if isinstance(positions, Tensor) else list(positions)
 
 
-def lone_sample(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
-    """Which of these updates has a micro-batch of one sample, and what helps; "" where none has."""
+def batch_of_one(workload: Workload, length: int, updates: Sequence[Update], micro_batches: int) -> str:
+    """Return a message about the first update with a micro-batch of one sample and how to avoid it, or ""."""
     batch = workload.global_batch
     last = updates_per_epoch(length, batch) - 1
-    # those of a training follow each other: its first one, and the first that may be ragged
+    # the updates of a training are consecutive: it is enough to check the first one and the first uneven one
     chosen: Sequence[Update] = updates
     if isinstance(updates, KnownUpdates) and updates:
         ragged = last - updates[0].index

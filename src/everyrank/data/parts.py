@@ -1,4 +1,4 @@
-"""Which samples a rank reads for each micro-batch: the order of the samples, cut into updates, then over ranks."""
+"""The samples that a rank reads for each micro-batch: the order is split into updates, then over ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Keys", "Part", "order_of", "parts_for_evaluation", "parts_for_update
 
 
 class Keys(NamedTuple):
-    """What the loader fetches in one go: samples of one epoch."""
+    """The samples of one epoch that the loader fetches together."""
 
     epoch: int
     samples: list[int]
 
 
 class Part(NamedTuple):
-    """What to fetch for one `Batch`, and what that will be."""
+    """The keys to fetch for one `Batch`, and its size and position."""
 
     keys: Keys
     size: int
@@ -35,16 +35,16 @@ class Part(NamedTuple):
     is_reversed: bool = False
 
     @property
-    def places(self) -> range:
-        """Of the samples in the update, in the order in which they are read; of a padding sample the first one."""
-        places = range(self.start, self.start + max(self.size, 1))
-        return places[::-1] if self.is_reversed else places
+    def sample_indices(self) -> range:
+        """Index of each sample in the update, in reading order; for a dummy sample the index `start`."""
+        sample_indices = range(self.start, self.start + max(self.size, 1))
+        return sample_indices[::-1] if self.is_reversed else sample_indices
 
 
 def parts_for_updates(
     workload: Workload, dataset: Any, updates: Iterable[Update], reads: Slice, accumulate: int, reverse: bool
 ) -> Iterator[list[Part]]:
-    """For each update, the rank's part of each micro-batch. Raises `WorkloadError` for an order that cannot be."""
+    """For each update, yield the rank's part of each micro-batch. Raises `WorkloadError` for unusable `shard_sizes`."""
     if workload.order == "shard":
         yield from _by_shard(workload, dataset, updates, reads, accumulate, reverse)
         return
@@ -59,7 +59,7 @@ def parts_for_updates(
 
 
 def parts_for_evaluation(workload: Workload, dataset: Any, reads: Slice) -> Iterator[list[Part]]:
-    """The rank's part of each batch of the evaluation data, in order; equally many on every rank."""
+    """Yield the rank's part of each evaluation batch, in order: the same number on every rank."""
     length, batch = len(dataset), workload.eval_batch or workload.global_batch
     for start in range(0, length, batch):
         samples = range(start, min(start + batch, length))
@@ -67,44 +67,44 @@ def parts_for_evaluation(workload: Workload, dataset: Any, reads: Slice) -> Iter
 
 
 def order_of(workload: Workload, dataset: Any, epoch: int) -> Tensor | range:
-    """The samples of an epoch under order="global". A stream comes in the order it has."""
+    """Return the sample order of an epoch under order="global". A stream keeps its own order."""
     if workload.weights is not None:
         return drawn_order(weights_of(workload.weights, len(dataset)), workload.seed, epoch)
     return range(len(dataset)) if isinstance(dataset, Streamed) else epoch_order(len(dataset), workload.seed, epoch)
 
 
-_MOST_WEIGHTS = 1 << 24  # that torch.multinomial takes
+_MAX_WEIGHTS = 1 << 24  # the limit of torch.multinomial
 
 
 @functools.lru_cache(maxsize=4)
 def weights_of(weights: Callable[[], Sequence[float]], length: int) -> Tensor:
-    """The weight of each training sample, float64, (length,); asked for once. Raises `WorkloadError`."""
-    found = torch.as_tensor(weights(), dtype=torch.float64).cpu()
-    if found.shape != (length,):
-        raise WorkloadError(f"weights: shape {tuple(found.shape)} for {length} training samples; give one for each")
-    if not bool(((found >= 0) & found.isfinite()).all()) or not float(found.sum()) > 0:
+    """Return the weight of each training sample, float64, (length,), cached. Raises `WorkloadError`."""
+    values = torch.as_tensor(weights(), dtype=torch.float64).cpu()
+    if values.shape != (length,):
+        raise WorkloadError(f"weights: shape {tuple(values.shape)} for {length} training samples; give one for each")
+    if not bool(((values >= 0) & values.isfinite()).all()) or not float(values.sum()) > 0:
         raise WorkloadError("weights: give finite numbers of at least 0, not all of them 0")
-    if length > _MOST_WEIGHTS:
-        raise WorkloadError(f"weights: {length:,} samples; torch draws from at most {_MOST_WEIGHTS:,}")
-    return found
+    if length > _MAX_WEIGHTS:
+        raise WorkloadError(f"weights: {length:,} samples; torch draws from at most {_MAX_WEIGHTS:,}")
+    return values
 
 
 def _part(samples: Sequence[int], positions: range, reads: Slice, epoch: int, reverse: bool) -> Part:
-    own = cut(len(positions), reads)
-    chosen = list(samples[positions.start + own.start : positions.start + own.stop])
+    local = cut(len(positions), reads)
+    chosen = list(samples[positions.start + local.start : positions.start + local.stop])
     if reverse:
         chosen.reverse()
     padding = chosen or [samples[positions[0]]]
-    return Part(Keys(epoch, padding), len(chosen), positions.start + own.start, len(samples), reverse)
+    return Part(Keys(epoch, padding), len(chosen), positions.start + local.start, len(samples), reverse)
 
 
 def _by_shard(
     workload: Workload, dataset: Any, updates: Iterable[Update], reads: Slice, accumulate: int, reverse: bool
 ) -> Iterator[list[Part]]:
-    """Each rank reads one contiguous part of the shards, laid end to end in an order of this epoch.
+    """Yield parts under order="shard": each rank reads one contiguous range of the shuffled, concatenated shards.
 
-    Parts differ by at most one sample, whatever the number and the lengths of the shards; and each update takes from
-    every part what keeps the global batch, so that all ranks come to the end of an epoch in the same update.
+    The ranges differ by at most one sample, whatever the number and lengths of the shards. Each update takes samples
+    from every range so that the global batch stays the same, and all ranks finish an epoch in the same update.
     """
     sizes: Sequence[int] | None = getattr(dataset, "shard_sizes", None)
     if sizes is None or sum(sizes) != len(dataset):
@@ -113,7 +113,7 @@ def _by_shard(
         )
     order: Tensor | range = range(0)
     epoch = -1
-    own = cut(len(dataset), reads)
+    local = cut(len(dataset), reads)
     for update in updates:
         if update.epoch != epoch:
             order, epoch = shard_order(sizes, workload.seed, update.epoch), update.epoch
@@ -121,11 +121,11 @@ def _by_shard(
             min(number * workload.global_batch, len(dataset)) for number in (update.index, update.index + 1)
         )
         first, last = len(cut(before, reads)), len(cut(after, reads))
-        samples = sample_numbers(order[own.start + first : own.start + last])
+        samples = sample_numbers(order[local.start + first : local.start + last])
         micro = [cut(len(samples), Slice(index, accumulate)) for index in range(min(after - before, accumulate))]
-        place = min(own.start, len(order) - 1)
-        padding = sample_numbers(order[place : place + 1])
-        # where this part would stand in the global batch, had it been cut over ranks
+        padding_index = min(local.start, len(order) - 1)
+        padding = sample_numbers(order[padding_index : padding_index + 1])
+        # the index that this part would have in the global batch if the batch were split over ranks
         start = cut(after, reads).start - cut(before, reads).start
         yield [
             Part(

@@ -1,4 +1,4 @@
-"""Seeds out of several numbers, and the random generators that data draws from."""
+"""Derive seeds from several numbers, and seed the random generators of a sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mix(*numbers: int) -> int:
 
 
 def seed_sample(seed: int, epoch: int, sample: int) -> None:
-    """Make what is drawn next (torch on CPU, Python, numpy) a function of these three."""
+    """Seed torch (CPU), Python and numpy by these three numbers."""
     mixed = mix(seed, epoch, sample)
     torch.default_generator.manual_seed(mixed)
     random.seed(mixed)

@@ -1,4 +1,4 @@
-"""Arithmetic: cut a global batch into micro-batches first, then each of those over ranks. No torch."""
+"""Split a global batch into micro-batches, then each micro-batch over ranks. No torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ __all__ = ["Slice", "cut", "micro_batches"]
 
 @dataclass(frozen=True)
 class Slice:
-    """Part `index` of `count` parts; a count of 0 is who reads nothing."""
+    """Part `index` of `count` parts; `count` is 0 for a rank that reads nothing."""
 
     index: int
     count: int
 
 
-def cut(total: int, part: Slice) -> range:
-    """The positions of one part of `total`; parts are contiguous and differ in size by at most one.
+def cut(total: int, reads: Slice) -> range:
+    """Return the positions of one part of `total`; parts are contiguous and differ in size by at most one.
 
     >>> [cut(7, Slice(index, 3)) for index in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]
     """
-    size, left = divmod(total, part.count)
-    start = part.index * size + min(part.index, left)
-    return range(start, start + size + (part.index < left))
+    size, left = divmod(total, reads.count)
+    start = reads.index * size + min(reads.index, left)
+    return range(start, start + size + (reads.index < left))
 
 
 def micro_batches(total: int, accumulate: int) -> list[range]:
-    """The positions of each micro-batch of a global batch; fewer than `accumulate` when samples are fewer."""
+    """Return the positions of each micro-batch of a global batch; at most one micro-batch per sample."""
     return [cut(total, Slice(index, accumulate)) for index in range(min(total, accumulate))]

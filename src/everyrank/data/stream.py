@@ -1,8 +1,7 @@
-"""Iterable datasets: every reader goes through the whole stream and keeps what is its own.
+"""Iterable datasets: every reader iterates over the whole stream and keeps its own samples.
 
-Sample i of an epoch belongs to update i // global_batch, whatever the ranks and the loader workers; no reader has to
-know how many others there are. What that costs is reading, not decoding: a stream with a method `decode(item)` has it
-called for a reader's own items alone.
+Sample i of an epoch belongs to update i // global_batch, whatever the ranks and loader workers. The cost is reading,
+not decoding: if a stream has a method `decode(item)`, each reader calls it only for its own items.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ __all__ = ["ForwardReader", "StreamReader", "Streamed", "count_samples", "is_str
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can only be gone through."""
+    """Whether a dataset can only be iterated."""
     if isinstance(dataset, IterableDataset):  # torch gives it a __getitem__ that only raises
         return True
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
 class Streamed:
-    """An iterable dataset, and how many samples an epoch of it has.
+    """An iterable dataset with the number of samples in an epoch.
 
-    is_whole   whether the stream ends there (an endless one is cut where the training ends)
+    is_whole   whether the stream ends after `length` samples; an endless one is truncated at the end of the training
     """
 
     def __init__(self, dataset: Any, length: int, is_whole: bool) -> None:
@@ -38,7 +37,7 @@ class Streamed:
 
     @property
     def checksum(self) -> str | None:
-        """The stream's own, where it has one."""
+        """The checksum of the stream, if it has one."""
         return getattr(self.dataset, "checksum", None)
 
     def __len__(self) -> int:
@@ -46,10 +45,10 @@ class Streamed:
 
 
 def count_samples(dataset: Any, limit: int | None, patience_seconds: float) -> tuple[int, bool]:
-    """(samples of an epoch, whether the stream ends there): by its `__len__`, else by going through it once.
+    """Return (samples of an epoch, whether the stream ends there), by `__len__` or by iterating once.
 
-    Counting stops at `limit`; a stream that says it is `endless` is not counted. Raises `WorkloadError` for one that
-    does not end, or that can be gone through but once.
+    Counting stops at `limit`. A stream with `endless = True` is not counted. Raises `WorkloadError` for a stream that
+    does not end, or that can be iterated only once.
     """
     if hasattr(dataset, "__len__"):
         return len(dataset), True
@@ -77,61 +76,61 @@ def count_samples(dataset: Any, limit: int | None, patience_seconds: float) -> t
 
 
 def _items(dataset: Any, epoch: int) -> Iterator[Any]:
-    """The items of an epoch; the dataset hears which one it is."""
+    """Iterate over the items of an epoch, after `set_epoch` if the dataset has it."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
     return iter(dataset)
 
 
-def _hide_worker() -> None:
-    """Let a stream not see that a loader worker reads it: many divide themselves then, and each reader needs all.
+def _hide_worker_info() -> None:
+    """Hide the loader worker from a stream: many streams divide themselves by worker, but each reader needs all.
 
-    torch has no public way; without it such a stream ends too early, which is said and ends the training.
+    torch has no public API for it. Without it such a stream ends too early, and the training fails with an error.
     """
     if getattr(worker, "_worker_info", None) is not None:
         worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
 
 
 class ForwardReader:
-    """A stream gone through forward, one epoch after the other.
+    """Read a stream forward, one epoch after the other.
 
-    Randomness inside `decode`, or inside the stream where it has no `decode`, is a function of (seed, epoch, number of
-    the sample), which is `first` + `stride` times its position: several streams can have numbers of their own.
+    Random numbers in `decode` (or in the stream itself if it has no `decode`) are seeded by (seed, epoch, sample
+    number). The number is `first` + `stride` * position, so that several streams have different numbers.
     """
 
     def __init__(self, dataset: Any, seed: int, first: int = 0, stride: int = 1) -> None:
         self.dataset, self.seed, self.first, self.stride = dataset, seed, first, stride
         self.decode: Any = getattr(dataset, "decode", None)
         self.is_random = not getattr(dataset, "deterministic", False)
-        # in every epoch: a check of the samples tells them apart
-        self.draws_alike = getattr(dataset, "draws_alike", False)
+        # the check of the samples compares epochs, so its streams use the same seeds in every epoch
+        self.same_draws_every_epoch = getattr(dataset, "same_draws_every_epoch", False)
         self.epoch = -1
-        self.position = 0  # of the item that comes next
+        self.position = 0  # of the next item
         self.items: Iterator[Any] = iter(())
 
-    def begin(self, epoch: int) -> None:
-        """Go back to the first item, of this epoch."""
+    def restart(self, epoch: int) -> None:
+        """Go back to the first item of this epoch."""
         self.epoch, self.position = epoch, 0
         self._seed(-1)
-        _hide_worker()
+        _hide_worker_info()
         self.items = _items(self.dataset, epoch)
 
     def next(self) -> Any:
-        """The next item. Raises `StopIteration` where there is none."""
-        # a stream without `decode` draws while it is gone through: each reader has to draw the same
+        """Return the next item. Raises `StopIteration` at the end."""
+        # a stream without `decode` draws random numbers in `__iter__`: each reader has to draw the same
         if self.is_random and self.decode is None:
             self._seed(self.position)
         item = next(self.items)
         self.position += 1
         return item
 
-    def goes_on(self) -> bool:
-        """Whether there is an item more; it is lost."""
+    def has_more(self) -> bool:
+        """Whether there is another item; the item is consumed."""
         missing = object()
         return next(self.items, missing) is not missing
 
     def decoded(self, item: Any, position: int) -> Any:
-        """The sample that this item holds."""
+        """Decode an item into a sample."""
         if self.decode is None:
             return item
         if self.is_random:
@@ -139,11 +138,11 @@ class ForwardReader:
         return self.decode(item)
 
     def _seed(self, position: int) -> None:
-        seed_sample(self.seed, 0 if self.draws_alike else self.epoch, self.first + self.stride * position)
+        seed_sample(self.seed, 0 if self.same_draws_every_epoch else self.epoch, self.first + self.stride * position)
 
 
 class StreamReader(Dataset[Any]):
-    """A stream read by `Keys`, whose samples only ever go up within an epoch."""
+    """A stream read by `Keys`, whose sample numbers increase within an epoch."""
 
     def __init__(self, stream: Streamed, seed: int) -> None:
         self.stream = stream
@@ -152,14 +151,14 @@ class StreamReader(Dataset[Any]):
     def __getitems__(self, keys: Any) -> list[Any]:
         reader = self.reader
         if keys.epoch != reader.epoch or min(keys.samples) < reader.position:
-            reader.begin(keys.epoch)
+            reader.restart(keys.epoch)
         wanted = set(keys.samples)
-        found: dict[int, Any] = {}
+        samples: dict[int, Any] = {}
         for sample in range(reader.position, max(wanted) + 1):
             item = self._next()
             if sample in wanted:
-                found[sample] = reader.decoded(item, sample)
-        return [found[sample] for sample in keys.samples]
+                samples[sample] = reader.decoded(item, sample)
+        return [samples[sample] for sample in keys.samples]
 
     def _next(self) -> Any:
         reader, length = self.reader, len(self.stream)
@@ -170,6 +169,6 @@ class StreamReader(Dataset[Any]):
                 f"the stream ended after {reader.position} samples of {length}; each reader needs all of it: "
                 "it must not divide itself by rank or by worker (get_worker_info)"
             ) from None
-        if reader.position == length and self.stream.is_whole and reader.goes_on():
-            raise WorkloadError(f"the stream has more samples than the {length} it said, or had, before")
+        if reader.position == length and self.stream.is_whole and reader.has_more():
+            raise WorkloadError(f"the stream has more samples than the {length} of its length or an earlier count")
         return item

@@ -128,18 +128,20 @@ def find_streams(dataset: Any) -> Sequence[Any] | None:
         raise WorkloadError(f"streams={streams!r}: give a list of datasets that can be iterated, one for each rank")
     for number, stream in enumerate(streams):
         if not hasattr(stream, "__iter__") or isinstance(stream, Iterator):
-            what = "a generator can be gone through once; give" if isinstance(stream, Iterator) else "give"
+            advice = "a generator can be gone through once; give" if isinstance(stream, Iterator) else "give"
             kind = type(stream).__name__
-            raise WorkloadError(f"streams[{number}] ({kind}): {what} an object whose __iter__ begins anew")
+            raise WorkloadError(f"streams[{number}] ({kind}): {advice} an object whose __iter__ begins anew")
     return streams
 
 
 def count_streams(
-    streams: Sequence[Any], own: range, takes: Sequence[int], steps: int | None, patience_seconds: float
+    streams: Sequence[Any], local: range, takes: Sequence[int], steps: int | None, patience_seconds: float
 ) -> list[tuple[int, int]]:
     """(samples of an epoch, whether it ends there) of some of the streams; of an endless one what `steps` take."""
-    limits = [takes[number] * steps if steps is not None else None for number in own]
-    return [count_samples(streams[number], limit, patience_seconds) for number, limit in zip(own, limits, strict=True)]
+    limits = [takes[number] * steps if steps is not None else None for number in local]
+    return [
+        count_samples(streams[number], limit, patience_seconds) for number, limit in zip(local, limits, strict=True)
+    ]
 
 
 NOTHING = -1
@@ -155,10 +157,10 @@ class UnevenKeys(NamedTuple):
 
 
 class UnevenReader(Dataset[Any]):
-    """The streams of one rank, read by `UnevenKeys`, which only ever go up within an epoch.
+    """The streams of one rank, read by `UnevenKeys`, which increase within an epoch.
 
-    Gives (samples that there are, list of samples, their places in the update): one padding sample in the list where
-    there are none, and NOTHING where there has been none to pad with.
+    Returns (number of samples, list of samples, their indices in the update). If there are none, the list holds one
+    dummy sample; before the first sample of a rank, the number is NOTHING.
     """
 
     def __init__(
@@ -175,10 +177,10 @@ class UnevenReader(Dataset[Any]):
         self.newest: tuple[ForwardReader, Any, int] | None = None
 
     def __getitems__(self, keys: UnevenKeys) -> tuple[int, list[Any], list[int]]:
-        found = [pair for number in self.readers for pair in self._samples(number, keys)]
-        if found:
-            samples, places = zip(*found[:: -1 if self.reverse else 1], strict=True)
-            return len(found), list(samples), list(places)
+        pairs = [pair for number in self.readers for pair in self._samples(number, keys)]
+        if pairs:
+            samples, sample_indices = zip(*pairs[:: -1 if self.reverse else 1], strict=True)
+            return len(pairs), list(samples), list(sample_indices)
         if self.newest is None:
             return NOTHING, [], []
         reader, item, position = self.newest
@@ -188,8 +190,8 @@ class UnevenReader(Dataset[Any]):
         """What a stream gives to a micro-batch, each with its place in the update; less than wanted where it ends."""
         reader, wanted = self.readers[number], self._positions(number, keys)
         if keys.epoch != reader.epoch or wanted.start < reader.position:
-            reader.begin(keys.epoch)
-        found: list[tuple[Any, int]] = []
+            reader.restart(keys.epoch)
+        result: list[tuple[Any, int]] = []
         before = keys.update * self.takes[number]
         while reader.position < wanted.stop:
             position = reader.position
@@ -200,8 +202,8 @@ class UnevenReader(Dataset[Any]):
             self.newest = (reader, item, position)
             if position >= wanted.start:
                 # by stream and position in it: which micro-batch reads it makes no difference
-                found.append((reader.decoded(item, position), (position - before) * len(self.takes) + number))
-        return found
+                result.append((reader.decoded(item, position), (position - before) * len(self.takes) + number))
+        return result
 
     def _positions(self, number: int, keys: UnevenKeys) -> range:
         """Which samples of a stream a micro-batch takes."""

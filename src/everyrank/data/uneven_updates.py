@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from everyrank.data.fetch import Batch, map_tensors, move, pair_of, read_all
+from everyrank.data.fetch import Batch, fetch_all, map_tensors, move, pair_of
 from everyrank.data.order import Update
 from everyrank.data.slicing import Slice, cut
 from everyrank.data.uneven import NOTHING, UnevenKeys, UnevenReader, UnevenStreams
@@ -31,15 +31,15 @@ __all__ = ["Agreed", "OpenUpdates", "uneven_batches"]
 class Agreed:
     """What every reader has of an update; the first look waits for the others."""
 
-    def __init__(self, own: Sequence[int], reads: Slice, smallest: int, world: World) -> None:
-        self.own, self.reads, self.smallest = own, reads, smallest
+    def __init__(self, local_counts: Sequence[int], reads: Slice, smallest: int, world: World) -> None:
+        self.own, self.reads, self.smallest = local_counts, reads, smallest
         self.rows: list[Tensor] = []
         self.work: Any = None
         self.known: list[list[int]] | None = None
         if world.group is not None and world.size > 1:
-            told = torch.tensor([reads.index, *own], device=world.device)
-            self.rows = [torch.empty_like(told) for _ in range(world.size)]
-            self.work = dist.all_gather(self.rows, told, group=world.group, async_op=True)
+            message = torch.tensor([reads.index, *local_counts], device=world.device)
+            self.rows = [torch.empty_like(message) for _ in range(world.size)]
+            self.work = dist.all_gather(self.rows, message, group=world.group, async_op=True)
 
     @property
     def sizes(self) -> list[list[int]]:
@@ -70,9 +70,9 @@ class Agreed:
         return self.work is None and self.reads.count > 1
 
 
-def agree(own: Sequence[int], reads: Slice, workload: Workload, world: World) -> Agreed:
+def agree(local_counts: Sequence[int], reads: Slice, workload: Workload, world: World) -> Agreed:
     """Tell all ranks how many samples this one has in each micro-batch of an update. A collective, not waited for."""
-    return Agreed(own, reads, workload.global_batch if workload.drop_last else 1, world)
+    return Agreed(local_counts, reads, workload.global_batch if workload.drop_last else 1, world)
 
 
 class OpenUpdates(Iterable[Update]):
@@ -103,9 +103,9 @@ class OpenUpdates(Iterable[Update]):
             self.asked = (epoch, index + 1)
             yield Update(-1, epoch, index)
 
-    def is_next(self, asked: Update) -> bool:
+    def is_next(self, update: Update) -> bool:
         """Whether this is what comes next; no: it was asked for beyond the end of an epoch."""
-        return (asked.epoch, asked.index) == (self.epoch, self.index)
+        return (update.epoch, update.index) == (self.epoch, self.index)
 
     def take(self, total: int) -> None:
         """The next update, of so many samples, is done now."""
@@ -169,20 +169,20 @@ def uneven_batches(
     """For each update, this rank's part of each micro-batch that has samples. All ranks come to the same end."""
     data.check_readers(reads, workload.global_batch)
     open_updates = updates if isinstance(updates, OpenUpdates) else None
-    asked: collections.deque[Update] = collections.deque()
+    pending: collections.deque[Update] = collections.deque()
 
     def keys() -> Iterator[UnevenKeys]:
         for update in updates if open_updates is None else open_updates.ask():
-            asked.append(update)
+            pending.append(update)
             yield from (UnevenKeys(update.epoch, update.index, number) for number in range(accumulate))
 
-    collate = functools.partial(_collate_some, workload.collate or default_collate)
-    fetched = read_all(UnevenReader(data, workload, reads, accumulate, reverse), collate, keys(), world)
+    collate = functools.partial(_collate, workload.collate or default_collate)
+    fetched = fetch_all(UnevenReader(data, workload, reads, accumulate, reverse), collate, keys(), world)
 
     def take() -> tuple[int, list[Any], Agreed] | None:
         """What this rank has of the next update; all ranks are being told how much that is."""
         while contents := list(itertools.islice(fetched, accumulate)):
-            update = asked.popleft()
+            update = pending.popleft()
             if open_updates is None or open_updates.is_next(update):
                 return update.epoch, contents, agree([size for size, _, _ in contents], reads, workload, world)
         return None
@@ -207,9 +207,9 @@ def uneven_batches(
             return
 
 
-def _collate_some(collate: Callable[[Any], Any], found: tuple[int, list[Any], list[int]]) -> tuple[int, Any, list[int]]:
-    size, samples, places = found
-    return size, collate(samples) if samples else None, places
+def _collate(collate: Callable[[Any], Any], read: tuple[int, list[Any], list[int]]) -> tuple[int, Any, list[int]]:
+    size, samples, sample_indices = read
+    return size, collate(samples) if samples else None, sample_indices
 
 
 def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
@@ -217,10 +217,10 @@ def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
     for reader, size in enumerate(agreed.sizes[0]):
         if size == NOTHING:
             reader = agreed.reads.index if agreed.is_simulated else reader
-            own = list(cut(streams, Slice(reader, agreed.reads.count)))
+            local_streams = list(cut(streams, Slice(reader, agreed.reads.count)))
             raise WorkloadError(
-                f"train_data: streams {own} gave no sample in epoch {epoch}, and the rank that reads them needs one to "
-                "compute along with the others; leave out empty streams"
+                f"train_data: streams {local_streams} gave no sample in epoch {epoch}, and the rank that reads them "
+                "needs one to compute along with the others; leave out empty streams"
             )
 
 
@@ -232,11 +232,11 @@ def _parts(
 ) -> list[Batch]:
     """What this rank has of each micro-batch of an update that anybody has samples of."""
     start, batches, num_parts = 0, list[Batch](), sum(any(sizes) or agreed.is_simulated for sizes in agreed.sizes)
-    for (size, content, places), sizes in zip(contents, agreed.sizes, strict=True):
+    for (size, content, sample_indices), sizes in zip(contents, agreed.sizes, strict=True):
         if any(sizes) or agreed.is_simulated:
             value, target = pair_of(content)
-            place = start + sum(sizes[: reads.index])
+            first = start + sum(sizes[: reads.index])
             changed = map_tensors(value, change), map_tensors(target, change)
-            batches.append(Batch(*changed, size, place, agreed.total, num_parts, places))
+            batches.append(Batch(*changed, size, first, agreed.total, num_parts, sample_indices))
         start += sum(sizes)
     return batches

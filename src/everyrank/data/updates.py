@@ -1,4 +1,4 @@
-"""The updates of a training: one protocol, whether their number is known in advance or shows as the data is read."""
+"""The updates of a training: one protocol for a number known in advance or found while the data is read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Updates(Protocol):
 def make_updates(
     workload: Workload, dataset: Any, start_step: int = 0, position: Mapping[str, int] | None = None
 ) -> Updates:
-    """The updates of a training from `start_step` on; `position` is what `Updates.position` gave for a checkpoint."""
+    """Return the updates of a training from `start_step` on; `position` comes from `Updates.position`."""
     if is_uncounted(dataset):
         epochs = (workload.epochs or 1) if workload.steps is None else None
         return OpenUpdates(epochs, workload.steps, workload.drop_last, start_step, **(position or {}))
@@ -67,21 +67,21 @@ def make_updates(
 
 
 def planned_updates(workload: Workload, dataset: Any) -> int:
-    """How many updates the workload's `epochs` or `steps` are, on data of known length."""
+    """Return the number of updates in the workload's `epochs` or `steps`, on data of known length."""
     if workload.steps is not None:
         return workload.steps
     return (workload.epochs or 1) * epoch_of(workload, dataset).updates
 
 
 def resume_problem(workload: Workload, dataset: Any, steps_done: int, position: Mapping[str, int]) -> str | None:
-    """Why a checkpoint cannot be resumed with this workload and data; None if it can."""
+    """Return the reason why a checkpoint cannot be resumed with this workload and data, or None."""
     if not is_uncounted(dataset):
         end = planned_updates(workload, dataset)
-        return _more_done(steps_done, end) if steps_done > end else None
+        return _too_many_done(steps_done, end) if steps_done > end else None
     if not position:
         return "it does not have the position in the streams of the epoch; start a new run"
     if workload.steps is not None:
-        return _more_done(steps_done, workload.steps) if steps_done > workload.steps else None
+        return _too_many_done(steps_done, workload.steps) if steps_done > workload.steps else None
     epochs = workload.epochs or 1
     if (position["epoch"], position["index"]) > (epochs, 0):
         return (
@@ -91,5 +91,5 @@ def resume_problem(workload: Workload, dataset: Any, steps_done: int, position: 
     return None
 
 
-def _more_done(steps_done: int, end: int) -> str:
+def _too_many_done(steps_done: int, end: int) -> str:
     return f"{steps_done} updates are done already, of {end} asked for; give more"

@@ -10,7 +10,7 @@ table.py        Parquet, and rows of the `datasets` library
 download.py     what may be fetched, with its checksum
 transforms.py   augmentation, whose randomness is a function of (seed, epoch, sample) through the loader
 
-Each can be used from a person's own workload file.
+Each can be used from a user's own workload file.
 """
 
 from everyrank.datasets.arrays import Images

@@ -1,4 +1,4 @@
-"""Images that fit in memory."""
+"""A dataset of images that fit into memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     @functools.cached_property
     def checksum(self) -> str:
-        """Of all pixels and labels; made when it is asked for, which rank 0 alone does."""
+        """The checksum of all pixels and labels; computed on demand, on rank 0 only."""
         content = hashlib.sha256(self.pixels.numpy().tobytes())
         content.update(self.labels.numpy().tobytes())
         return f"sha256:{content.hexdigest()}"

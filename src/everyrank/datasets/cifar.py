@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100, the binary files and the pickled ones.
+"""Read CIFAR-10 and CIFAR-100 from the binary or the pickled files.
 
-A pickle can run any program when it is opened. These need four names (an array, its type, how it is put together, and a
-text's encoding), so those are what the reader knows; with any other it stops.
+Unpickling can run any program. These pickles need only four names (an array, its type, its reconstruction and a text
+encoding), so the reader accepts these and stops at any other.
 
 Source: A. Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html
 """
@@ -39,20 +39,20 @@ def read_cifar(folder: Path, classes: int, held_out: bool) -> tuple[Tensor, Tens
     `folder` holds the files, or the folder that the archive unpacks to. Raises `WorkloadError` with what is expected.
     """
     pickled, binary = _FILES[classes][held_out]
-    for place in (folder, *(folder / name for name in _FOLDERS[classes])):
-        if all((place / name).is_file() for name in pickled):
-            parts = [_read_pickled(place / name, classes) for name in pickled]
+    for path in (folder, *(folder / name for name in _FOLDERS[classes])):
+        if all((path / name).is_file() for name in pickled):
+            parts = [_read_pickled(path / name, classes) for name in pickled]
             break
-        if all((place / name).is_file() for name in binary):
-            parts = [_read_binary(place / name, classes) for name in binary]
+        if all((path / name).is_file() for name in binary):
+            parts = [_read_binary(path / name, classes) for name in binary]
             break
     else:
         raise WorkloadError(
             f"{folder}: neither {', '.join(pickled)} nor {', '.join(binary)} there; "
             f"unpack cifar-{classes}-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html"
         )
-    pixels = np.concatenate([part for part, _ in parts]).reshape(-1, 3, 32, 32)
-    labels = np.concatenate([part for _, part in parts])
+    pixels = np.concatenate([images for images, _ in parts]).reshape(-1, 3, 32, 32)
+    labels = np.concatenate([images for _, images in parts])
     if not labels.size or labels.min() < 0 or labels.max() >= classes:
         raise WorkloadError(f"{folder}: labels that are not from 0 to {classes - 1}")
     return torch.from_numpy(pixels.copy()), torch.from_numpy(labels)
@@ -70,13 +70,13 @@ def _read_binary(path: Path, classes: int) -> tuple[Any, Any]:
 def _read_pickled(path: Path, classes: int) -> tuple[Any, Any]:
     try:
         with path.open("rb") as file:
-            found: Any = _ArraysAlone(file, encoding="bytes").load()
+            loaded: Any = _ArraysAlone(file, encoding="bytes").load()
     except WorkloadError as error:
         raise WorkloadError(f"{path}: {error}") from error
     except Exception as error:  # a broken pickle raises anything
         raise WorkloadError(f"{path}: no pickle of CIFAR ({type(error).__name__}: {error})") from error
     key = b"labels" if classes == 10 else b"fine_labels"
-    data, labels = (found.get(b"data"), found.get(key)) if isinstance(found, dict) else (None, None)
+    data, labels = (loaded.get(b"data"), loaded.get(key)) if isinstance(loaded, dict) else (None, None)
     if not isinstance(data, _Array) or not isinstance(labels, list) or not all(type(label) is int for label in labels):
         raise WorkloadError(f"{path}: no pickle of CIFAR-{classes}: it lacks data or {key.decode()}")
     if data.values.dtype != np.uint8 or data.values.shape != (len(labels), _PIXELS):
@@ -85,7 +85,7 @@ def _read_pickled(path: Path, classes: int) -> tuple[Any, Any]:
 
 
 class _ArraysAlone(pickle.Unpickler):
-    """A reader of pickles that can build arrays of bytes, and nothing else: none of numpy's own code runs either."""
+    """An unpickler that builds arrays of bytes and nothing else, without running code of numpy."""
 
     def find_class(self, module: str, name: str) -> Any:
         known: dict[tuple[str, str], Any] = {
@@ -103,17 +103,17 @@ class _ArraysAlone(pickle.Unpickler):
 
 
 class _Type:
-    """Of numbers in an array."""
+    """Substitutes numpy's dtype."""
 
     def __init__(self, code: Any = "", *_: Any) -> None:
         self.code = code.decode("latin1") if isinstance(code, bytes) else code
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and the like, which a byte has none of."""
+        """Ignore byte order and flags, which do not matter for bytes."""
 
 
 class _Array:
-    """An array of bytes, once its state has come."""
+    """Substitutes numpy's array, for bytes."""
 
     values: Any = np.zeros(0)
 
@@ -127,7 +127,7 @@ class _Array:
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    """How Python 3 writes bytes for Python 2."""
+    """Encode text the way Python 3 writes bytes for Python 2."""
     if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
         raise WorkloadError("a pickle with text in an encoding that CIFAR does not use")
     return text.encode("latin1")

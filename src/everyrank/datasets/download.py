@@ -1,8 +1,6 @@
-"""Fetch data whose source allows it, compare its checksum, unpack it. Imports no torch.
+"""Download a dataset, check its checksum, unpack it. Imports no torch.
 
-    everyrank train mnist --data DIR --download
-
-What is there already and has the right checksum is not fetched again. Nothing is unpacked before its checksum is right.
+everyrank train mnist --data DIR --download
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class File:
 
     @property
     def name(self) -> str:
-        """What it is called here."""
+        """The local file name."""
         return self.url.rpartition("/")[2]
 
 
@@ -56,10 +54,10 @@ FILES: dict[str, list[File]] = {
 
 
 def download(workload: str, folder: Path | None, files: dict[str, list[File]] = FILES) -> None:
-    """Bring the data of a built-in workload into `folder`.
+    """Download the data of a built-in workload into `folder`.
 
-    Raises `UsageError` for one whose data cannot be fetched, `EveryrankError` where the network fails or the checksum
-    is wrong; a file that is not right is not left behind.
+    Raises `UsageError` for a workload whose data cannot be downloaded, and `EveryrankError` for network errors and
+    wrong checksums. Incorrect files are removed.
     """
     if workload not in files:
         raise UsageError(f"--download: the data of {workload} cannot be fetched; only that of {', '.join(files)} can")
@@ -79,7 +77,7 @@ def download(workload: str, folder: Path | None, files: dict[str, list[File]] = 
 
 
 def _fetch(file: File, path: Path) -> None:
-    """Into a file beside it first: what stands under the right name is whole."""
+    """Download to a temporary file next to the target first, so that a file under the final name is complete."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
@@ -93,9 +91,9 @@ def _fetch(file: File, path: Path) -> None:
             while chunk := answer.read(_CHUNK):
                 out.write(chunk)
                 bar.update(task, advance=len(chunk))
-        found = _md5(partial)
-        if found != file.md5:
-            raise EveryrankError(f"--download: {file.url}: its MD5 is {found}, not {file.md5}; it was not kept")
+        checksum = _md5(partial)
+        if checksum != file.md5:
+            raise EveryrankError(f"--download: {file.url}: its MD5 is {checksum}, not {file.md5}; it was not kept")
         shutil.move(partial, path)
     except (urllib.error.URLError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or repr(error)

@@ -47,15 +47,17 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise WorkloadError(f"broken={broken}: give error or skip")
         if not folder.is_dir():
             raise WorkloadError(f"{folder}: no such folder; it has to hold a folder of images for each class")
-        there = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        self.classes = list(classes) if classes is not None else there
-        unknown = sorted(set(there) - set(self.classes))
+        subfolders = sorted(
+            entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+        )
+        self.classes = list(classes) if classes is not None else subfolders
+        unknown = sorted(set(subfolders) - set(self.classes))
         if unknown:
             raise WorkloadError(f"{folder / unknown[0]}: there is no such class in the training data")
         self.samples = [
             (path, number)
             for number, name in enumerate(self.classes)
-            if name in there
+            if name in subfolders
             for path in sorted((folder / name).rglob("*"))
             if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
         ]
@@ -86,7 +88,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return self.transform(read_image(path)), number
 
 
-def read_image(place: Path | BinaryIO, name: str | None = None) -> Any:
+def read_image(source: Path | BinaryIO, name: str | None = None) -> Any:
     """An RGB PIL image out of a file, or of an open one called `name`.
 
     Raises `WorkloadError` with the path or the name where there is none, or it is cut off.
@@ -96,12 +98,12 @@ def read_image(place: Path | BinaryIO, name: str | None = None) -> Any:
     except ImportError:
         raise CannotRunError("images need Pillow: pip install 'everyrank[images]'") from None
     try:
-        with Image.open(place) as image:
+        with Image.open(source) as image:
             return image.convert("RGB")
     except Exception as error:  # each format has its own kinds
-        what = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         hint = "" if name else "; mend it, or leave such files out: --set broken=skip"
-        raise WorkloadError(f"{name or place}: cannot be read as an image ({what}){hint}") from error
+        raise WorkloadError(f"{name or source}: cannot be read as an image ({reason}){hint}") from error
 
 
 def _can_be_read(path: Path) -> bool:

@@ -38,49 +38,51 @@ def read_idx(path: Path) -> Tensor:
     kind, dims = content[2], content[3]
     if kind != _UNSIGNED_BYTE:
         raise WorkloadError(f"{path}: idx of type {kind:#04x}; only unsigned bytes (0x08) are read")
-    begin = 4 + 4 * dims
-    if len(content) < begin:
+    offset = 4 + 4 * dims
+    if len(content) < offset:
         raise WorkloadError(f"{path}: ends within its header")
-    shape = struct.unpack(f">{dims}I", content[4:begin])
-    if len(content) - begin != math.prod(shape):
+    shape = struct.unpack(f">{dims}I", content[4:offset])
+    if len(content) - offset != math.prod(shape):
         raise WorkloadError(
-            f"{path}: {len(content) - begin} bytes of data where the header {shape} asks for {math.prod(shape)}"
+            f"{path}: {len(content) - offset} bytes of data where the header {shape} asks for {math.prod(shape)}"
         )
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=begin).reshape(shape).copy())
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=offset).reshape(shape).copy())
 
 
-def read_mnist(place: Path, held_out: bool) -> tuple[Tensor, Tensor]:
+def read_mnist(folder: Path, held_out: bool) -> tuple[Tensor, Tensor]:
     """Images (N, 1, H, W) uint8 and labels (N,) int64: out of a folder of idx files, or an .npz as Keras has it.
 
     Raises `WorkloadError` with the files that are expected where they are not there.
     """
-    if place.suffix == ".npz":
-        pixels, labels = _read_npz(place, "test" if held_out else "train")
+    if folder.suffix == ".npz":
+        pixels, labels = _read_npz(folder, "test" if held_out else "train")
     else:
-        pixels, labels = (read_idx(_find(place, name)) for name in _NAMES[held_out])
+        pixels, labels = (read_idx(_find(folder, name)) for name in _NAMES[held_out])
     if pixels.dim() != 3 or labels.dim() != 1 or len(pixels) != len(labels):
-        raise WorkloadError(f"{place}: images of shape {tuple(pixels.shape)}, labels of shape {tuple(labels.shape)}")
+        raise WorkloadError(f"{folder}: images of shape {tuple(pixels.shape)}, labels of shape {tuple(labels.shape)}")
     return pixels.unsqueeze(1), labels.long()
 
 
 def _find(folder: Path, name: str) -> Path:
     """The file of that name, however its copies spell the rest: -idx3-ubyte, .idx3-ubyte, .gz; also in MNIST/raw."""
-    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):
-        found = sorted(place.glob(f"{name}*ubyte*"), key=lambda path: (path.suffix == ".gz", path.name))
-        if found:
-            return found[0]
+    for candidate in (folder, folder / "raw", folder / "MNIST" / "raw"):
+        paths = sorted(candidate.glob(f"{name}*ubyte*"), key=lambda path: (path.suffix == ".gz", path.name))
+        if paths:
+            return paths[0]
     raise WorkloadError(
         f"{folder}: no {name}-idx?-ubyte[.gz] there; MNIST is four files, {', '.join(sum(_NAMES.values(), ()))}: "
         "get them from https://ossci-datasets.s3.amazonaws.com/mnist/"
     )
 
 
-def _read_npz(path: Path, part: str) -> tuple[Tensor, Tensor]:
+def _read_npz(path: Path, split: str) -> tuple[Tensor, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            pixels, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
+            pixels, labels = arrays[f"x_{split}"], arrays[f"y_{split}"]
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise WorkloadError(f"{path}: no arrays x_{part} and y_{part} in it ({error})") from error
+        raise WorkloadError(f"{path}: no arrays x_{split} and y_{split} in it ({error})") from error
     if pixels.dtype != np.uint8 or labels.dtype.kind not in "iu":
-        raise WorkloadError(f"{path}: x_{part} is {pixels.dtype}, y_{part} {labels.dtype}, not uint8 and whole numbers")
+        raise WorkloadError(
+            f"{path}: x_{split} is {pixels.dtype}, y_{split} {labels.dtype}, not uint8 and whole numbers"
+        )
     return torch.from_numpy(pixels), torch.from_numpy(labels.astype(np.int64))

@@ -24,22 +24,25 @@ __all__ = ["JsonLines", "TarShards", "TextLines", "checksum_of_names", "files_in
 
 
 def files_in(place: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The file `place`, or all files below it with one of these suffixes, sorted. Raises `WorkloadError` for none."""
+    """List the file `place`, or all files below that folder with one of these suffixes, sorted.
+
+    Raises `WorkloadError` for none.
+    """
     if place.is_file():
         return [place]
     if not place.is_dir():
-        raise WorkloadError(f"{place}: nothing is there; give a file or a folder")
-    found = sorted(
+        raise WorkloadError(f"{place}: no such file or folder")
+    paths = sorted(
         path
         for path in place.rglob("*")
         if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(place).parts)
+        and not any(component.startswith(".") for component in path.relative_to(place).parts)
         and (not suffixes or path.suffix.lower() in suffixes)
     )
-    if not found:
+    if not paths:
         kinds = ", ".join(f"*{suffix}" for suffix in suffixes) or "files"
         raise WorkloadError(f"{place}: no {kinds} there")
-    return found
+    return paths
 
 
 def checksum_of_names(files: Sequence[Path]) -> str:
@@ -89,10 +92,10 @@ class _Lines(_Files):
     def line(self, index: int) -> tuple[Path, int, bytes]:
         """(file, number of the sample in it, bytes of the line)."""
         file, inside = self.place(index)
-        begin, end = self.borders[file][inside].tolist()
+        start, end = self.borders[file][inside].tolist()
         with self.files[file].open("rb") as opened:
-            opened.seek(begin)
-            return self.files[file], inside, opened.read(end - begin).removesuffix(b"\r")
+            opened.seek(start)
+            return self.files[file], inside, opened.read(end - start).removesuffix(b"\r")
 
 
 def _line_borders(path: Path) -> Any:
@@ -118,12 +121,12 @@ def _line_borders(path: Path) -> Any:
 def _has_content(path: Path, borders: Any) -> Any:
     """Whether each line has more in it than blanks. Short lines alone are looked into."""
     lengths = borders[:, 1] - borders[:, 0]
-    found = lengths > 0
+    is_filled = lengths > 0
     with path.open("rb") as file:
-        for line in np.flatnonzero(found & (lengths <= _SHORT_LINE)):
+        for line in np.flatnonzero(is_filled & (lengths <= _SHORT_LINE)):
             file.seek(int(borders[line, 0]))
-            found[line] = bool(file.read(int(lengths[line])).strip())
-    return found
+            is_filled[line] = bool(file.read(int(lengths[line])).strip())
+    return is_filled
 
 
 class TextLines(_Lines):
@@ -178,8 +181,8 @@ class TarShards(_Files):
         key, members = self.index[file][inside]
         sample: dict[str, Any] = {"__key__": key}
         with self.files[file].open("rb") as opened:
-            for extension, (begin, size) in members.items():
-                opened.seek(begin)
+            for extension, (start, size) in members.items():
+                opened.seek(start)
                 sample[extension] = opened.read(size)
         try:
             return self.to_sample(sample)
@@ -194,7 +197,7 @@ def _tar_index(path: Path) -> list[_Sample]:
     """(key, extension -> (begin, bytes)) of each sample, in the order of the archive."""
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     try:
-        for name, begin, size in _tar_members(path):
+        for name, start, size in _tar_members(path):
             folder, _, base = name.rpartition("/")
             key, _, extension = base.partition(".")
             extension = extension.lower()
@@ -203,7 +206,7 @@ def _tar_index(path: Path) -> list[_Sample]:
             members = samples.setdefault(f"{folder}/{key}" if folder else key, {})
             if extension in members:
                 raise WorkloadError(f"{path}: {name} is there twice")
-            members[extension] = (begin, size)
+            members[extension] = (start, size)
     except (tarfile.TarError, OSError) as error:
         raise WorkloadError(f"{path}: cannot be read as an uncompressed tar file ({error})") from error
     return list(samples.items())
@@ -223,10 +226,10 @@ def _tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
         end = int(archive.offset)  # pyright: ignore[reportAttributeAccessIssue]  (documented nowhere, there since 2.3)
     with path.open("rb") as file:
         file.seek(end)
-        rest = 0
+        remaining = 0
         while chunk := file.read(_CHUNK):
-            rest += len(chunk)
+            remaining += len(chunk)
             if chunk.count(0) != len(chunk):
                 raise WorkloadError(f"{path}: damaged, or two archives in one file, from byte {end:,} on")
-    if rest < _TAR_BLOCK:
+    if remaining < _TAR_BLOCK:
         raise WorkloadError(f"{path}: cut off at byte {end:,}: the end of the archive is missing")

@@ -49,10 +49,10 @@ class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
     @functools.cached_property
     def checksum(self) -> str:
         """Of all the text; made when it is asked for, which rank 0 alone does."""
-        content = hashlib.sha256()
-        for part in self.contents:
-            content.update(part)
-        return f"sha256:{content.hexdigest()}"
+        checksum = hashlib.sha256()
+        for content in self.contents:
+            checksum.update(content)
+        return f"sha256:{checksum.hexdigest()}"
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -77,13 +77,13 @@ def _content(path: Path) -> Any:
     except OSError as error:
         raise WorkloadError(f"{path}: cannot be read ({error.strerror})") from error
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for begin in range(0, len(content), _CHUNK):
-        part = content[begin : begin + _CHUNK].tobytes()
+    for start in range(0, len(content), _CHUNK):
+        chunk = content[start : start + _CHUNK].tobytes()
         try:
-            decoder.decode(part, final=begin + _CHUNK >= len(content))
+            decoder.decode(chunk, final=start + _CHUNK >= len(content))
         except UnicodeDecodeError as error:
             raise WorkloadError(
-                f"{path}: no UTF-8 text ({error.reason} near byte {begin + error.start:,}); "
+                f"{path}: no UTF-8 text ({error.reason} near byte {start + error.start:,}); "
                 "take it out, or give one file: --data FILE"
             ) from error
     return content

@@ -58,9 +58,9 @@ def random_resized_crop(
     """
     width, height = image.size
     for _ in range(10):
-        share, place = torch.rand(2).tolist()
+        share, position = torch.rand(2).tolist()
         area = width * height * (scale[0] + share * (scale[1] - scale[0]))
-        shape = math.exp(math.log(ratio[0]) + place * math.log(ratio[1] / ratio[0]))
+        shape = math.exp(math.log(ratio[0]) + position * math.log(ratio[1] / ratio[0]))
         own_width, own_height = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
         if 0 < own_width <= width and 0 < own_height <= height:
             left = int(torch.randint(0, width - own_width + 1, ()))

@@ -124,8 +124,8 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
         imports |= import_lines(text)
         bodies.append(_without_imports(text))
     body = "\n\n\n".join(bodies) + "\n"
-    first, _, rest = _HEADERS[request.kind].partition("\n\n")
-    header = f'"""Trains {workload.name}: {first}\n\nRun: {command}\n\n{rest}\n"""'
+    first, _, description = _HEADERS[request.kind].partition("\n\n")
+    header = f'"""Trains {workload.name}: {first}\n\nRun: {command}\n\n{description}\n"""'
     imports = prune_imports(imports, body)
     return "\n\n".join([header, render_imports(imports, {sources.module, sources.names.batch_norm}), body])
 
@@ -133,14 +133,14 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
 def part(name: str, holds: Set[str], values: Mapping[str, str]) -> str:
     """The lines of a part that stand there under these conditions, with these values."""
     text = (importlib.resources.files("everyrank.eject.parts") / f"{name}.py.txt").read_text(encoding="utf-8")
-    kept: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines():
-        found = _MARK.search(line)
-        if found is None:
-            kept.append(line)
-        elif all((word.removeprefix("!") in holds) != word.startswith("!") for word in found["conditions"].split()):
-            kept.append(line[: found.start()])
-    return string.Template("\n".join(kept).strip("\n") + "\n").substitute(values)
+        match = _MARK.search(line)
+        if match is None:
+            lines.append(line)
+        elif all((word.removeprefix("!") in holds) != word.startswith("!") for word in match["conditions"].split()):
+            lines.append(line[: match.start()])
+    return string.Template("\n".join(lines).strip("\n") + "\n").substitute(values)
 
 
 def _without_imports(text: str) -> str:
@@ -192,14 +192,14 @@ def _values(
 
 def _settings(request: EjectRequest, sources: OwnSources) -> str:
     """What the workload's function is called with: settings, and what it takes of --batch, --epochs and --steps."""
-    asked = {"batch": request.source.batch, "epochs": request.source.epochs, "steps": request.source.steps}
-    given = {name: value for name, value in asked.items() if value is not None and name in sources.takes}
+    requested = {"batch": request.source.batch, "epochs": request.source.epochs, "steps": request.source.steps}
+    given = {name: value for name, value in requested.items() if value is not None and name in sources.takes}
     return ", ".join(f"{name}={value!r}" for name, value in {**request.source.settings, **given}.items())
 
 
-def _field(name: str, asked: int | None, is_setting: bool) -> str:
+def _field(name: str, requested: int | None, is_setting: bool) -> str:
     """The workload's own value, or what the call of `everyrank eject` has put in its place."""
-    return f"TASK.{name}" if asked is None or is_setting else str(asked)
+    return f"TASK.{name}" if requested is None or is_setting else str(requested)
 
 
 def _plan(workload: Workload, facts: Facts) -> str:

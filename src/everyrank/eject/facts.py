@@ -57,7 +57,7 @@ class Facts:
 def look_at(workload: Workload, request: EjectRequest) -> Facts:
     """Make model and data of the workload, and let two samples through. Raises `UsageError` for what cannot be ejected.
 
-    Exceptions out of a person's code come through.
+    Exceptions of user code propagate.
     """
     seed_everything(workload.seed)
     data: Any = workload.train_data()
@@ -102,8 +102,8 @@ def _is_float(value: Any) -> bool:
 def _watched(call: Callable[[], Any]) -> tuple[Any, bool]:
     """What a call gives, and whether it has drawn from torch's, Python's or numpy's generator."""
     before = _generators()
-    found = call()
-    return found, _generators() != before
+    result = call()
+    return result, _generators() != before
 
 
 def _generators() -> tuple[Any, ...]:
@@ -125,15 +125,15 @@ def _resolved(workload: Workload, model: nn.Module, request: EjectRequest) -> di
 
 def _watch_arguments(model: nn.Module, plan: dict[str, str]) -> dict[str, int]:
     """How many positional arguments the gathering modules get; filled by the next forward."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def watch(name: str) -> Callable[..., None]:
-        return lambda _, args: found.update({name: len(args)})
+        return lambda _, args: counts.update({name: len(args)})
 
     for name, word in plan.items():
         if word == "gather":
             model.get_submodule(name).register_forward_pre_hook(watch(name))
-    return found
+    return counts
 
 
 def _check_block_call(block: nn.Module, args: tuple[Any, ...]) -> None:
@@ -165,18 +165,18 @@ def _call(model: nn.Module, value: Any) -> str:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return "**" if kwargs else "*" if len(args) != 1 or args[0] is not value else ""
 
-    kept = type(model)
+    original = type(model)
     model.__class__ = Probe
     try:
-        return call_model(model, value, kept)
+        return call_model(model, value, original)
     finally:
-        model.__class__ = kept
+        model.__class__ = original
 
 
 def _refuse_model(workload: Workload, model: nn.Module, request: EjectRequest, has_norms: bool) -> None:
     """Raise `UsageError` for a model whose weights lie so that a plain script would be silently wrong."""
     ties, kind = shared_parameters(model), request.kind
-    inside = {id(part) for block in find_blocks(workload, model) for part in block.modules()}
+    inside = {id(module) for block in find_blocks(workload, model) for module in block.modules()}
     for tie in ties:
         places = " and ".join(f"{module}.{name}" for module, name in tie)
         if kind == "tensor":

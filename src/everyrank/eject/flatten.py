@@ -50,41 +50,41 @@ class Flattened:
 
 def gather_definitions(wanted: dict[str, list[str]]) -> Flattened:
     """The definitions of these names, by module. Raises `UsageError` for what cannot stand without everyrank."""
-    found = Flattened()
+    flattened = Flattened()
     for module, names in wanted.items():
         for name in names:
-            _add(found, module, name)
-    return found
+            _add(flattened, module, name)
+    return flattened
 
 
-def _add(found: Flattened, module: str, name: str) -> None:
+def _add(flattened: Flattened, module: str, name: str) -> None:
     """Add what `name` stands for in a module of everyrank, after all that it needs."""
     module, name = _home(module, name)
     if (module, name) == ("everyrank.workload.workload", "Workload"):
-        found.needs_workload = True
+        flattened.needs_workload = True
         return
-    if found.names.get(name) == module:
+    if flattened.names.get(name) == module:
         return
     if not module.startswith(_ROOMS):
         raise UsageError(f"eject: {module}.{name} runs a workload and is no part of one; leave it out of the file")
-    if name in found.names:
+    if name in flattened.names:
         raise UsageError(
-            f"eject: {name} is defined in {found.names[name]} and in {module}, and one file cannot have both"
+            f"eject: {name} is defined in {flattened.names[name]} and in {module}, and one file cannot have both"
         )
-    found.names[name] = module
+    flattened.names[name] = module
     if module == "everyrank.errors":
-        found.texts.append(f'class {name}(ValueError):\n    """A setting, or data, that cannot be meant."""')
+        flattened.texts.append(f'class {name}(ValueError):\n    """A setting, or data, that cannot be meant."""')
         return
     source, tree = _parsed(module)
     statement = _definition(tree, name)
     if statement is None:
         raise UsageError(f"eject: {module} defines no {name} of its own")
-    found.names.update(dict.fromkeys(_defined(statement), module))  # one statement may define several
-    _add_what_it_names(found, module, tree, statement)
-    found.texts.append(_text(source, tree, statement))
+    flattened.names.update(dict.fromkeys(_defined(statement), module))  # one statement may define several
+    _add_what_it_names(flattened, module, tree, statement)
+    flattened.texts.append(_text(source, tree, statement))
 
 
-def _add_what_it_names(found: Flattened, module: str, tree: ast.Module, statement: ast.stmt) -> None:
+def _add_what_it_names(flattened: Flattened, module: str, tree: ast.Module, statement: ast.stmt) -> None:
     """Add what a statement of a module needs: other definitions, and imports."""
     if any(line.module.partition(".")[0] == "everyrank" for line in import_lines(ast.unparse(statement))):
         raise UsageError(f"eject: line {statement.lineno} of {module} imports everyrank, which a project has not")
@@ -93,13 +93,13 @@ def _add_what_it_names(found: Flattened, module: str, tree: ast.Module, statemen
         line = imported.get(used)
         if line is None:
             if used not in _defined(statement) and _definition(tree, used) is not None:
-                _add(found, module, used)
+                _add(flattened, module, used)
         elif line.module.partition(".")[0] == "everyrank":
             if line.name is None:
                 raise UsageError(f"eject: {module} imports {line.module} as a whole")
-            _add(found, line.module, line.name)
+            _add(flattened, line.module, line.name)
         else:
-            found.imports.add(line)
+            flattened.imports.add(line)
 
 
 def _top_imports(tree: ast.Module) -> set[ImportLine]:

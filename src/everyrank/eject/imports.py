@@ -20,14 +20,14 @@ class ImportLine(NamedTuple):
 
 def import_lines(source: str) -> set[ImportLine]:
     """The names that the imports of a source bind, those for type checkers among them."""
-    found: set[ImportLine] = set()
+    result: set[ImportLine] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found.add(ImportLine(alias.name, None, alias.asname or alias.name.partition(".")[0]))
+                result.add(ImportLine(alias.name, None, alias.asname or alias.name.partition(".")[0]))
         elif isinstance(node, ast.ImportFrom):
-            found |= {ImportLine(node.module or "", alias.name, alias.asname or alias.name) for alias in node.names}
-    return found
+            result |= {ImportLine(node.module or "", alias.name, alias.asname or alias.name) for alias in node.names}
+    return result
 
 
 def prune_imports(imports: Collection[ImportLine], source: str) -> set[ImportLine]:
@@ -36,14 +36,14 @@ def prune_imports(imports: Collection[ImportLine], source: str) -> set[ImportLin
     return {line for line in imports if line.bound in used}
 
 
-def render_imports(imports: Collection[ImportLine], own: Collection[str] = ()) -> str:
+def render_imports(imports: Collection[ImportLine], own_modules: Collection[str] = ()) -> str:
     """Import statements in three groups: Python's, others', and those of the modules in `own`."""
     groups: list[list[str]] = [[], [], []]
     for is_from in (False, True):
         modules = sorted({line.module for line in imports if (line.name is not None) == is_from})
         for module in modules:
             top = module.partition(".")[0]
-            group = groups[2 if module in own else 0 if top in sys.stdlib_module_names else 1]
+            group = groups[2 if module in own_modules else 0 if top in sys.stdlib_module_names else 1]
             lines = sorted(line for line in imports if line.module == module and (line.name is not None) == is_from)
             if not is_from:
                 group += [

@@ -31,7 +31,7 @@ def write_project(request: EjectRequest, folder: Path) -> list[Path]:
         facts = look_at(workload, request)
     except EveryrankError:
         raise
-    except Exception as error:  # of a person's own code
+    except Exception as error:  # raised by user code
         raise WorkloadError(describe(error)) from error
     sources = own_sources(request.source)
     holds = conditions_of(workload, facts, request)
@@ -54,9 +54,9 @@ def _sbatch(request: EjectRequest, script: str) -> str:
 
 def _written(folder: Path, texts: dict[str, str], data: list[Path]) -> list[Path]:
     for name, text in texts.items():
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text, encoding="utf-8")
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     for file in data:
         shutil.copyfile(file, folder / file.name)
     return [folder / name for name in (*texts, *(file.name for file in data))]

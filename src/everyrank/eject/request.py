@@ -62,8 +62,8 @@ class EjectRequest:
         """Parts that a batch is cut into, before it is cut over ranks."""
         if self.kind != "pipeline":
             return self.layout.accumulate
-        asked: Any = self.layout.options.get("microbatches")
-        return int(asked or 2 * self.processes)
+        requested: Any = self.layout.options.get("microbatches")
+        return int(requested or 2 * self.processes)
 
 
 def refuse_layout(request: EjectRequest) -> None:

@@ -97,21 +97,21 @@ def own_sources(source: Source) -> OwnSources:
         return _built_in(source.place)
     text, _, name = source.place.rpartition(":") if ".py:" in source.place else (source.place, "", "")
     path, name = Path(text).absolute(), name or "workload"
-    own = _closure(path)
-    names = _free_names({file.relative_to(path.parent).parts[0].removesuffix(".py") for file in own})
+    own_files = _closure(path)
+    names = _free_names({file.relative_to(path.parent).parts[0].removesuffix(".py") for file in own_files})
     files: dict[str, str] = {}
     wanted: dict[str, list[str]] = {}
-    for file in own:
+    for file in own_files:
         files[str(file.relative_to(path.parent))] = _redirected(file, wanted, names.task)
     helper = gather_definitions(wanted)
     if helper.needs_workload or helper.texts:
         text = helper.render("What a training is made of.", workload_class([*files.values(), *helper.texts]))
         files[f"{names.task}.py"] = text
-    found = getattr(import_file(path), name)
-    is_called = not isinstance(found, Workload)
-    data, left_out = _data_beside(own)
+    attribute = getattr(import_file(path), name)
+    is_called = not isinstance(attribute, Workload)
+    data, left_out = _data_beside(own_files)
     return OwnSources(
-        path.stem, name, is_called, _parameters(found) if is_called else frozenset(), files, data, left_out, names
+        path.stem, name, is_called, _parameters(attribute) if is_called else frozenset(), files, data, left_out, names
     )
 
 
@@ -119,13 +119,13 @@ def _parameters(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _built_in(place: str) -> OwnSources:
+def _built_in(path: str) -> OwnSources:
     """A built-in workload: all that it is made of in one file."""
-    module, _, attribute = BUILT_IN[place].partition(":")
-    found = gather_definitions({module: [attribute]})
-    found.needs_workload = True
-    name = f"{place.replace('-', '_')}_workload"
-    text = found.render(f"The workload {place}: model, data, loss, optimizer.", workload_class(found.texts))
+    module, _, attribute = BUILT_IN[path].partition(":")
+    flattened = gather_definitions({module: [attribute]})
+    flattened.needs_workload = True
+    name = f"{path.replace('-', '_')}_workload"
+    text = flattened.render(f"The workload {path}: model, data, loss, optimizer.", workload_class(flattened.texts))
     imported = importlib.import_module(module)
     folder = Path(str(imported.__file__)).parent
     data = [file for file in sorted(folder.glob("*.gz")) if f'"{file.name}"' in text]
@@ -137,20 +137,20 @@ def _built_in(place: str) -> OwnSources:
 
 def _closure(path: Path) -> list[Path]:
     """The file, and those beside it that it imports, and so on."""
-    waiting, found = [path], list[Path]()
+    waiting, paths = [path], list[Path]()
     while waiting:
         file = waiting.pop()
-        if file in found:
+        if file in paths:
             continue
-        found.append(file)
+        paths.append(file)
         for line in import_lines(file.read_text(encoding="utf-8")):
             parts = line.module.split(".")
-            for place in (parts, [*parts, line.name or ""]):
-                beside = path.parent.joinpath(*place)
+            for components in (parts, [*parts, line.name or ""]):
+                beside = path.parent.joinpath(*components)
                 inits = [beside.parent / "__init__.py", beside / "__init__.py"]
                 near = [beside.with_suffix(".py"), *(init for init in inits if init.parent != path.parent)]
-                waiting += [other for other in near if other.is_file()] if place[-1] else []
-    return sorted(found)
+                waiting += [other for other in near if other.is_file()] if components[-1] else []
+    return sorted(paths)
 
 
 def _redirected(file: Path, wanted: dict[str, list[str]], task: str) -> str:
@@ -246,12 +246,12 @@ def workload_class(texts: list[str]) -> str:
         '    """What is trained; the script says how."""',
         "",
     ]
-    for name, one in known.items():
+    for name, value in known.items():
         if name not in required and name not in given and name not in ("metrics", "epochs", "steps", "seed"):
             continue
         kind, comment = _TYPES.get(name, ("Any", ""))
-        default = "" if name in required else f" = {one.default!r}".replace("'", '"')
-        if one.default_factory is not dataclasses.MISSING:
+        default = "" if name in required else f" = {value.default!r}".replace("'", '"')
+        if value.default_factory is not dataclasses.MISSING:
             default = " = field(default_factory=dict)"
         lines.append(f"    {name}: {kind}{default}" + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"

@@ -1,14 +1,19 @@
-"""Where the mathematics runs: the strategy, the degree of each mesh axis, and what is common to all layouts.
+"""Layouts: the strategy, the size of each mesh axis, and the options common to all layouts.
 
-    table.py      the strategies and their options: one row each
-    layout.py     Layout, and how one is written: `ddp:accumulate=4,precision=bf16`
+    table.py      the strategies and their options, one row each
+    layout.py     Layout, and its text form: `ddp:accumulate=4,precision=bf16`
     options.py    the options of a strategy: a dataclass for each mechanism
-    contract.py   own parallel code: a person's function in a file, and what it says of itself
+    contract.py   custom parallelize functions and their contract
 
-Imports no torch: a mistyped layout costs no seconds.
+Imports no torch, so that an error in a layout is reported at once.
 """
 
-from everyrank.layout.contract import OwnCode, ParallelContract, find_own_code, give_own_code
+from everyrank.layout.contract import (
+    CustomParallelize,
+    ParallelContract,
+    find_custom_parallelize,
+    register_custom_parallelize,
+)
 from everyrank.layout.layout import PRECISIONS, Layout, check_reference, parse_layout
 from everyrank.layout.table import AXES, DATA_AXES, SAMPLE_AXES, STRATEGIES, Strategy, find_strategy
 
@@ -18,13 +23,13 @@ __all__ = [
     "PRECISIONS",
     "SAMPLE_AXES",
     "STRATEGIES",
+    "CustomParallelize",
     "Layout",
-    "OwnCode",
     "ParallelContract",
     "Strategy",
     "check_reference",
-    "find_own_code",
+    "find_custom_parallelize",
     "find_strategy",
-    "give_own_code",
     "parse_layout",
+    "register_custom_parallelize",
 ]

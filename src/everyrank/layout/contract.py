@@ -25,7 +25,7 @@ from everyrank.errors import LayoutError
 from everyrank.layout.layout import Layout
 from everyrank.workload.find import import_file
 
-__all__ = ["OwnCode", "ParallelContract", "find_own_code", "give_own_code", "zigzag"]
+__all__ = ["CustomParallelize", "ParallelContract", "find_custom_parallelize", "register_custom_parallelize", "zigzag"]
 
 _READS = ("batch", "sequence", "same")
 _USUAL = {
@@ -90,10 +90,10 @@ class ParallelContract:
                 f"contract: axes {', '.join(axes)}: give those that read other samples (batch) first, then sequence, "
                 "those that read the same last"
             )
-        said = self.gradients if isinstance(self.gradients, Mapping) else {"": self.gradients}
-        for axis, what in said.items():
-            if what not in ("mean", "sum"):
-                raise LayoutError(f"contract: gradients={what!r}: give mean or sum")
+        reductions = self.gradients if isinstance(self.gradients, Mapping) else {"": self.gradients}
+        for axis, reduction in reductions.items():
+            if reduction not in ("mean", "sum"):
+                raise LayoutError(f"contract: gradients={reduction!r}: give mean or sum")
             if axis and self.axes is not None and axis not in axes:
                 raise LayoutError(f"contract: gradients of {axis}: no such axis; it has {', '.join(axes)}")
 
@@ -105,30 +105,30 @@ class ParallelContract:
             raise LayoutError("contract: cut_by_context=True needs a context that cuts the sequences")
 
     def order_of_positions(self) -> Callable[[int, int], Sequence[int]] | None:
-        """(length, ranks) -> all positions of a sequence, those of the first rank first; None: as they are."""
+        """Return (length, ranks) -> all positions of a sequence, those of the first rank first; None for contiguous."""
         if callable(self.positions):
             return self.positions
         return zigzag if self.positions == "zigzag" else None
 
-    def around(self, model: Any, mesh: Any, part: Any) -> contextlib.AbstractContextManager[Any]:
-        """The user's context for a micro-batch, of which this rank has `part`."""
+    def around(self, model: Any, mesh: Any, micro_batch: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the user's context around a micro-batch; `micro_batch` is the part that this rank has."""
         if self.context is None:
             return contextlib.nullcontext()
-        return self.context(model, mesh, (part.input, part.target))
+        return self.context(model, mesh, (micro_batch.input, micro_batch.target))
 
     def gradient_over(self, axis: str) -> str:
         """Whether `parameter.grad` is the mean or the sum over this axis."""
         return self.gradients if isinstance(self.gradients, str) else self.gradients.get(axis, "mean")
 
     def reads(self, axis: str) -> str:
-        """What the ranks along an axis read: batch, sequence or same; "" for an axis that is not known."""
+        """Return what the ranks along an axis read: batch, sequence or same; "" for an unknown axis."""
         if self.axes is not None:
             return self.axes.get(axis, "")
         return next((reads for reads, names in _USUAL.items() if axis in names), "")
 
 
 def zigzag(length: int, ranks: int) -> list[int]:
-    """The positions of a causal sequence such that each rank has as much to compute: chunks 0, 2n-1, 1, 2n-2, ...
+    """Return positions that balance a causal sequence over the ranks: chunks 0, 2n-1, 1, 2n-2, ...
 
     `zigzag(8, 2)` is [0, 1, 6, 7, 2, 3, 4, 5]: rank 0 has the first and the last chunk. Raises `LayoutError` for a
     length that does not divide into two chunks for each rank.
@@ -144,27 +144,28 @@ def zigzag(length: int, ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class OwnCode:
-    """A `parallelize` function with its contract, and the mesh it gets.
+class CustomParallelize:
+    """A `parallelize` function with its contract and the mesh it gets.
 
-    place   how messages call it: `my_parallel.py:parallelize`
-    axes    axis -> ranks along it, outermost first
+    path    its name in messages: `my_parallel.py:parallelize`; `axes` maps axis -> ranks along it, outermost first
     """
 
-    place: str
+    path: str
     function: Callable[[Any, Any], Any]
     contract: ParallelContract
     axes: Mapping[str, int]
 
     def sizes(self) -> dict[str, int]:
-        """In everyrank's own axes: the ranks of all axes that read other samples, other positions, or the same."""
+        """Return the ranks in everyrank's own axes: of all axes with different samples, different positions, or the
+        same.
+        """
         return {
             ours: math.prod(size for axis, size in self.axes.items() if self.contract.reads(axis) == reads)
             for reads, ours in _OURS.items()
         }
 
     def num_averaged(self) -> int:
-        """Over how many ranks the contract says that the gradient is a mean."""
+        """The number of ranks over which the gradient is a mean according to the contract."""
         parts = {axis: size for axis, size in self.axes.items() if self.contract.reads(axis) != "same"}
         return math.prod(size for axis, size in parts.items() if self.contract.gradient_over(axis) == "mean")
 
@@ -172,48 +173,52 @@ class OwnCode:
 _given: dict[str, tuple[Callable[..., Any], ParallelContract | None]] = {}
 
 
-def give_own_code(place: str, function: Callable[..., Any], contract: ParallelContract | None) -> None:
-    """Say which function stands for `place` in this process, in place of what is in a file."""
-    _given[place] = function, contract
+def register_custom_parallelize(path: str, function: Callable[..., Any], contract: ParallelContract | None) -> None:
+    """Use this function for the layout `path` in this process, instead of one from a file."""
+    _given[path] = function, contract
 
 
-def find_own_code(layout: Layout, world_size: int) -> OwnCode:
-    """The function of a layout, imported in this process, with its mesh.
+def find_custom_parallelize(layout: Layout, world_size: int) -> CustomParallelize:
+    """Import the function of a layout in this process, with its mesh.
 
-    Raises `LayoutError` for a function that is not there, axes that it has not, and sizes that do not multiply to
-    `world_size`; `WorkloadError` for a file that raises.
+    Raises `LayoutError` for a missing function, unknown axes, and sizes that do not multiply to `world_size`;
+    `WorkloadError` for a file that raises.
     """
     if layout.strategy in _given:
         function, contract = _given[layout.strategy]
-        place = layout.strategy
+        where = layout.strategy
     else:
         path, _, name = layout.strategy.rpartition(":") if ".py:" in layout.strategy else (layout.strategy, "", "")
         name = name or "parallelize"
-        place = f"{Path(path).name}:{name}"
+        where = f"{Path(path).name}:{name}"
         module = import_file(Path(path).absolute())
         function, contract = getattr(module, name, None), getattr(module, "contract", None)
         if not callable(function):
             raise LayoutError(f"layout {layout.strategy}: {Path(path).name} has no function {name}{_offered(module)}")
     contract = getattr(function, "contract", contract)
     if contract is not None and not isinstance(contract, ParallelContract):
-        raise LayoutError(f"{place}: its contract is {type(contract).__name__}; give an everyrank.ParallelContract")
+        raise LayoutError(f"{where}: its contract is {type(contract).__name__}; give an everyrank.ParallelContract")
     contract = contract or ParallelContract()
-    return OwnCode(place, function, contract, _axes(layout, contract, world_size))
+    return CustomParallelize(where, function, contract, _axes(layout, contract, world_size))
 
 
 def _offered(module: Any) -> str:
-    """Functions of a file that could have been meant."""
+    """Return the functions of a file that the user may have meant, for an error message."""
     names = [name for name, value in vars(module).items() if inspect.isfunction(value) and _takes_two(value)]
     return f"; it has {', '.join(names)}: write {Path(module.__file__).name}:{names[0]}" if names else ""
 
 
 def _takes_two(function: Any) -> bool:
-    needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+    needed = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+    ]
     return len(needed) == 2
 
 
 def _axes(layout: Layout, contract: ParallelContract, world_size: int) -> dict[str, int]:
-    """Ranks along each axis, outermost first; the one axis without a size takes those that are left."""
+    """Return the ranks along each axis, outermost first; the one axis without a size takes the remaining ranks."""
     known: Sequence[str] = list(contract.axes) if contract.axes is not None else _usual_axes(layout)
     for axis in layout.degrees:
         if not contract.reads(axis):
@@ -241,7 +246,7 @@ def _axes(layout: Layout, contract: ParallelContract, world_size: int) -> dict[s
 
 
 def _usual_axes(layout: Layout) -> list[str]:
-    """Of a layout without a contract: the axes that it names, in the order of batch, sequence, same; and data."""
+    """Return the axes of a layout without a contract: those it names, in the order batch, sequence, same; and data."""
     contract = ParallelContract()
     named = [axis for reads in _READS for axis in layout.degrees if contract.reads(axis) == reads]
     has_data = any(contract.reads(axis) == "batch" for axis in named)

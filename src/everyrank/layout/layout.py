@@ -1,7 +1,7 @@
-"""A layout, and how it is written.
+"""A layout and its text form.
 
-A layout is written `name[:key=value,...]`: `single`, `ddp`, `ddp:accumulate=4,precision=bf16`, `fsdp:shard=2`; one of
-a person's own as `path/file.py[:function][:axis=size,...]`.
+A layout is written `name[:key=value,...]`: `single`, `ddp`, `ddp:accumulate=4,precision=bf16`, `fsdp:shard=2`; a custom
+one as `path/file.py[:function][:axis=size,...]`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everyrank.layout.table import AXES, SAMPLE_AXES, STRATEGIES, Kind, Strategy
 
 __all__ = ["PRECISIONS", "Layout", "check_reference", "parse_layout"]
 
-_OWN_CODE = re.compile(r"(?P<path>.*?\.py)(?P<name>:[A-Za-z_]\w*)?(?::(?P<rest>.*))?", re.DOTALL)
+_CUSTOM = re.compile(r"(?P<path>.*?\.py)(?P<name>:[A-Za-z_]\w*)?(?::(?P<rest>.*))?", re.DOTALL)
 PRECISIONS = ("float64", "float32", "bf16", "fp16")
 _APEX_LEVELS = {
     "O0": "O0 computed all in float32: leave precision out, or give precision=float32",
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class Layout:
     """Where the mathematics runs.
 
-    strategy    a key of `STRATEGIES`, or the `path/file.py[:function]` of own parallel code
+    strategy    a key of `STRATEGIES`, or the `path/file.py[:function]` of a custom parallelize function
     degrees     ranks along a mesh axis, where they are fixed; the strategy's own axis takes what is left
     accumulate  micro-batches that each update is cut into, before it is cut over ranks
     precision   float64, float32, bf16 or fp16 (the last with loss scaling)
@@ -105,12 +105,12 @@ class Layout:
             )
 
     def read(self, kind: type[T]) -> T:
-        """The options of one kind (a dataclass of table.py); defaults where the layout says nothing."""
+        """Return the options of one kind (a dataclass of table.py), with defaults for missing keys."""
         names = {option.name for option in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
         return kind(**{key: value for key, value in self.options.items() if key in names})
 
     def __str__(self) -> str:
-        """The layout as one types it, defaults left out; `parse_layout` reads it back."""
+        """Return the layout as the user types it, without defaults; `parse_layout` reads it back."""
         parts = [f"{axis}={degree}" for axis, degree in self.degrees.items()]
         if self.accumulate != 1:
             parts.append(f"accumulate={self.accumulate}")
@@ -123,35 +123,35 @@ class Layout:
 
     @property
     def row(self) -> Strategy:
-        """The row of its strategy."""
+        """The row of its strategy in the table."""
         row = find_strategy(self.strategy)
         assert row is not None, "no layout is made without one"
         return row
 
     @property
     def axis(self) -> str | None:
-        """The strategy's own mesh axis; None for what runs in one process."""
+        """The strategy's own mesh axis; None for a strategy of one process."""
         return None if self.simulated else self.row.axis
 
     @property
     def is_exact(self) -> bool:
-        """Whether the mathematics is that of one device; else it is compared with `simulation`."""
+        """Whether training is equivalent to one device; otherwise it is compared with `simulation`."""
         return all(self.read(options).is_exact() for options in self.row.options)
 
     def simulation(self, world_size: int) -> Layout:
-        """The same mathematics in one process: what each of the ranks that read samples of their own would do."""
+        """Return the layout that simulates this one on so many ranks in one process."""
         sizes = self.mesh(world_size)
         ranks = self.simulated or math.prod(size for axis, size in sizes.items() if axis in SAMPLE_AXES)
         return dataclasses.replace(self.repeatable(), degrees={}, simulated=ranks)
 
     @property
     def servers(self) -> int:
-        """Ranks that stand outside of the mesh, in front of it, and read nothing: those of a parameter server."""
+        """The number of parameter servers: ranks outside the mesh, before its first rank, that read no data."""
         has_servers = ParameterServerOptions in self.row.options and not self.simulated
         return self.read(ParameterServerOptions).servers if has_servers else 0
 
     def repeatable(self) -> Layout:
-        """The layout whose numbers can be had again: what chance decides is drawn from the seed instead."""
+        """Return the layout with all timing-dependent choices drawn from the seed."""
         drawn = [self.read(options).repeatable() for options in self.row.options]
         changes = {key: value for some in drawn for key, value in some.items()}
         return dataclasses.replace(self, options={**self.options, **changes})
@@ -159,7 +159,7 @@ class Layout:
     def mesh(self, world_size: int) -> dict[str, int]:
         """Ranks along each mesh axis, outermost first, for a world of this size; {} for one process.
 
-        Of own parallel code those that are fixed; which others it has is known where it runs. Raises `LayoutError`,
+        For a custom function only those with a size; the others are known where it runs. Raises `LayoutError`,
         with the product, when the degrees do not multiply to the world size.
         """
         axis = self.axis
@@ -198,12 +198,12 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read `name[:key=value,...]`; a key without a value means true. Raises `LayoutError`."""
-    strategy, colon, rest = _name_and_keys(text)
+    """Parse `name[:key=value,...]`; a key without a value means true. Raises `LayoutError`."""
+    strategy, colon, options_text = _name_and_keys(text)
     row = find_strategy(strategy)
     if row is None:
         raise LayoutError(f"layout {text!r}: {_known(strategy, STRATEGIES)}")
-    words = rest.split(",") if colon else []
+    words = options_text.split(",") if colon else []
     pairs: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -220,14 +220,14 @@ def parse_layout(text: str) -> Layout:
         "compile": bool,
         "simulated": int,
     }
-    found: dict[str, dict[str, object]] = {"degrees": {}, "common": {}, "options": {}}
+    values: dict[str, dict[str, object]] = {"degrees": {}, "common": {}, "options": {}}
     for key, value in pairs.items():
         if key in AXES or (row.any_axes and key not in common and key.isidentifier()):
-            found["degrees"][key] = _read(text, key, value, int)
+            values["degrees"][key] = _read(text, key, value, int)
         elif key in common:
-            found["common"][key] = _read(text, key, value, common[key])
+            values["common"][key] = _read(text, key, value, common[key])
         elif key in options:
-            found["options"][key] = _read(text, key, value, options[key])
+            values["options"][key] = _read(text, key, value, options[key])
         else:
             known = [*common, *AXES, *options]
             close = difflib.get_close_matches(key, known, n=1)
@@ -235,21 +235,21 @@ def parse_layout(text: str) -> Layout:
             raise LayoutError(f"layout {text!r}: no key {key!r}; {hint}{_keys_of(strategy)}")
     return Layout(
         strategy,
-        degrees=found["degrees"],  # type: ignore[arg-type]
-        options=found["options"],
-        **found["common"],  # type: ignore[arg-type]
+        degrees=values["degrees"],  # type: ignore[arg-type]
+        options=values["options"],
+        **values["common"],  # type: ignore[arg-type]
     )
 
 
 def _name_and_keys(text: str) -> tuple[str, str, str]:
-    """(strategy, ":" or "", what stands behind it). Raises `LayoutError` for own code in a file that is not there."""
-    found = _OWN_CODE.fullmatch(text)
-    if found is None:
+    """Return (strategy, ":" or "", the options text). Raises `LayoutError` for a missing file."""
+    match = _CUSTOM.fullmatch(text)
+    if match is None:
         return text.partition(":")
-    if not Path(found["path"]).is_file():
-        raise LayoutError(f"layout {text!r}: there is no file {Path(found['path']).absolute()}")
-    rest = found["rest"]
-    return found["path"] + (found["name"] or ""), ":" if rest is not None else "", rest or ""
+    if not Path(match["path"]).is_file():
+        raise LayoutError(f"layout {text!r}: there is no file {Path(match['path']).absolute()}")
+    options_text = match["rest"]
+    return match["path"] + (match["name"] or ""), ":" if options_text is not None else "", options_text or ""
 
 
 def _read(text: str, key: str, value: str, kind: Kind) -> object:
@@ -276,8 +276,8 @@ def _text(value: object) -> str:
 def _keys_of(strategy: str) -> str:
     entry = find_strategy(strategy)
     assert entry is not None
-    own = [*([entry.axis] if entry.axis else []), *entry.also_axes, *entry.kinds()]
-    return f"{strategy} takes accumulate, precision, recompute, compile{''.join(', ' + key for key in own)}"
+    keys = [*([entry.axis] if entry.axis else []), *entry.also_axes, *entry.kinds()]
+    return f"{strategy} takes accumulate, precision, recompute, compile{''.join(', ' + key for key in keys)}"
 
 
 def _known(name: str, table: Mapping[str, object]) -> str:
@@ -295,7 +295,9 @@ def check_reference(layout: Layout, reference: Layout, world_size: int) -> None:
     What only changes how numbers are kept, not what is computed (precision, meta), makes no other layout of it.
     """
     if reference.row.any_axes:
-        raise LayoutError(f"--reference {reference}: own parallel code is what is checked; give a layout of everyrank")
+        raise LayoutError(
+            f"--reference {reference}: a custom parallelize function cannot be the reference; give a built-in layout"
+        )
     if not reference.is_exact or reference.servers or reference.simulated:
         raise LayoutError(
             f"--reference {reference}: it does not stand for one device: it changes the mathematics, or has servers; "
@@ -309,7 +311,7 @@ def check_reference(layout: Layout, reference: Layout, world_size: int) -> None:
 
 
 def _computes(layout: Layout, world_size: int) -> tuple[object, ...]:
-    """What a layout computes where."""
+    """Return what determines the result of a layout: strategy, mesh and options."""
     options = tuple(layout.read(kind) for kind in layout.row.options if kind is not BuildOptions)
     common = dataclasses.replace(layout, degrees={}, options={}, precision="float32")
     return common, tuple(layout.mesh(world_size).items()), options

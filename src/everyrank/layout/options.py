@@ -19,13 +19,13 @@ __all__ = [
     "BuildOptions",
     "CompressOptions",
     "ContextOptions",
+    "CustomOptions",
     "DDPOptions",
     "DataParallelOptions",
     "DeviceOptions",
     "FSDPOptions",
     "HorovodOptions",
     "LocalSGDOptions",
-    "OwnCodeOptions",
     "ParameterServerOptions",
     "PipelineOptions",
     "StrategyOptions",
@@ -38,16 +38,16 @@ class StrategyOptions:
     """The options of one mechanism."""
 
     def conflict(self, layout: Layout) -> str:
-        """What in `layout` these options do not go together with; nothing: an empty text."""
+        """Return a message if these options conflict with `layout`, or ""."""
         del layout
         return ""
 
     def is_exact(self) -> bool:
-        """Whether the mathematics stays that of one device, as far as these options go."""
+        """Whether these options keep training equivalent to one device."""
         return True
 
     def repeatable(self) -> dict[str, object]:
-        """Keys and values that make a training one that can be had again, where chance decides something of it."""
+        """Return keys and values that make training repeatable if timing decides something."""
         return {}
 
 
@@ -65,7 +65,7 @@ class DDPOptions(StrategyOptions):
     find_unused: bool = False
 
     def conflict(self, layout: Layout) -> str:
-        """Torch learns a static graph in the first backward that sends gradients."""
+        """A static graph is learned in the first backward that sends gradients."""
         if self.static_graph and layout.accumulate > 1:
             return (
                 "torch learns a static graph while it sends gradients, and the first backward of several micro-batches "
@@ -76,16 +76,16 @@ class DDPOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class BatchNormOptions(StrategyOptions):
-    """What batch norm takes its statistics over: the batch of all ranks, or each rank's own samples."""
+    """The samples of batch norm statistics: the batch of all ranks, or the local samples of each rank."""
 
     batch_norm: Literal["sync", "local"] = "sync"
 
     def is_exact(self) -> bool:
-        """Statistics of a part of the batch are other numbers."""
+        """Local statistics are not equivalent to those of the whole batch."""
         return self.batch_norm == "sync"
 
     def conflict(self, layout: Layout) -> str:
-        """A rank along these axes has no samples of its own."""
+        """Ranks along these axes have no samples of their own."""
         shared = [axis for axis in ("context", "tensor") if layout.degrees.get(axis, 1) > 1]
         if shared and not self.is_exact():
             return f"ranks along {shared[0]} share their samples; leave out batch_norm=local, or {shared[0]}"
@@ -106,11 +106,11 @@ class CompressOptions(StrategyOptions):
     matrix_rank: int = 1
 
     def is_exact(self) -> bool:
-        """What is left out of a gradient is not in the update."""
+        """Compressed gradients lose information."""
         return self.compress == "none"
 
     def conflict(self, layout: Layout) -> str:
-        """What is compressed are gradients that each rank has whole."""
+        """Only gradients that each rank holds whole can be compressed."""
         shared = [axis for axis in ("context", "expert", "tensor") if layout.degrees.get(axis, 1) > 1]
         if shared and not self.is_exact():
             return f"compress={self.compress} is for replicas alone; leave it out, or {shared[0]}"
@@ -121,16 +121,16 @@ class CompressOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class LocalSGDOptions(StrategyOptions):
-    """Local SGD. `every`: updates that each rank does by itself before the ranks average their parameters."""
+    """Local SGD. `every`: updates of each rank between two averages."""
 
     every: int = 1
 
     def is_exact(self) -> bool:
-        """With every=1 and plain SGD it is, but that is not known here."""
+        """Equivalent only with every=1 and plain SGD, and the optimizer is not known here."""
         return False
 
     def conflict(self, layout: Layout) -> str:
-        """What ranks must decide together in every update."""
+        """Some options need a decision by all ranks in every update."""
         if layout.precision == "fp16":
             return "each rank would skip other updates than its peers as its loss overflows; use precision=bf16"
         return ""
@@ -138,12 +138,12 @@ class LocalSGDOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class HorovodOptions(StrategyOptions):
-    """Horovod's DistributedOptimizer. `compress`: what gradients are sent and added up as."""
+    """Horovod's DistributedOptimizer. `compress`: the dtype in which gradients are sent and added up."""
 
     compress: Literal["none", "fp16"] = "none"
 
     def is_exact(self) -> bool:
-        """What is left out of a gradient is not in the update."""
+        """Compressed gradients lose information."""
         return self.compress == "none"
 
 
@@ -175,23 +175,23 @@ class BuildOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class TensorOptions(StrategyOptions):
-    """Split matrices. `sequence`: activations between them are split along the sequence."""
+    """Tensor parallelism. `sequence`: split activations between the matrices along the sequence."""
 
     sequence: bool = False
 
     def conflict(self, layout: Layout) -> str:
-        """Only a layout with a tensor axis has a use for it."""
+        """Only layouts with a tensor axis can use it."""
         return _needs_axis(layout, "sequence", "tensor")
 
 
 @dataclass(frozen=True)
 class ContextOptions(StrategyOptions):
-    """Split sequences. `method`: how attention reaches over the ranks."""
+    """Context parallelism. `method`: how attention exchanges keys and values between ranks."""
 
     method: Literal["ring", "ulysses"] = "ring"
 
     def conflict(self, layout: Layout) -> str:
-        """Only a layout with a context axis has a use for it."""
+        """Only layouts with a context axis can use it."""
         return _needs_axis(layout, "method", "context")
 
 
@@ -209,7 +209,7 @@ class PipelineOptions(StrategyOptions):
     chunks: int = 2
 
     def conflict(self, layout: Layout) -> str:
-        """What a schedule does not go together with."""
+        """Some schedules do not support all options."""
         split = [axis for axis in ("shard", "tensor") if layout.degrees.get(axis, 1) > 1]
         if self.schedule == "zero-bubble" and split:
             return f"gradients of weights that lie in parts ({split[0]}) cannot wait; use schedule=1f1b"
@@ -234,11 +234,11 @@ class ParameterServerOptions(StrategyOptions):
     order: Literal["arrival", "seeded"] = "arrival"
 
     def is_exact(self) -> bool:
-        """Several updates for each global batch, of parameters that have changed meanwhile, are another training."""
+        """Asynchronous updates use stale gradients, which is a different algorithm."""
         return self.updates == "sync"
 
     def repeatable(self) -> dict[str, object]:
-        """Who comes first is drawn."""
+        """Draw the order of the trainers from the seed."""
         return {} if self.is_exact() else {"order": "seeded"}
 
     def conflict(self, layout: Layout) -> str:
@@ -259,10 +259,10 @@ class DeviceOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class DataParallelOptions(StrategyOptions):
-    """nn.DataParallel has no options; what it does not go together with is said here."""
+    """nn.DataParallel has no options, only conflicts."""
 
     def conflict(self, layout: Layout) -> str:
-        """Its copies of the model are made anew in every step."""
+        """It copies the model anew in every step."""
         if layout.recompute:
             return "its copies of the model do not survive recompute; use ddp"
         if layout.compile:
@@ -274,16 +274,18 @@ class DataParallelOptions(StrategyOptions):
 
 
 @dataclass(frozen=True)
-class OwnCodeOptions(StrategyOptions):
-    """A person's `parallelize` has no options here; what it does itself cannot be asked for a second time."""
+class CustomOptions(StrategyOptions):
+    """A custom `parallelize` has no options, only conflicts with what the function has to do itself."""
 
     def conflict(self, layout: Layout) -> str:
-        """What belongs into the function."""
+        """These settings belong into the function."""
         for key in ("recompute", "compile"):
             if getattr(layout, key):
-                return f"own parallel code does that itself; leave out {key}, and do it in the function"
+                return f"a custom parallelize function has to do that itself; leave out {key}"
         if layout.precision not in ("float32", "float64"):
-            return f"own parallel code chooses its mixed precision itself; leave out precision={layout.precision}"
+            return (
+                f"a custom parallelize function chooses its own mixed precision; leave out precision={layout.precision}"
+            )
         return ""
 
 

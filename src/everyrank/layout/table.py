@@ -1,4 +1,4 @@
-"""The strategies, one row each, and what a row says. Their options are in options.py."""
+"""The table of strategies, one row each. Their options are in options.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from everyrank.layout.options import (
     BuildOptions,
     CompressOptions,
     ContextOptions,
+    CustomOptions,
     DataParallelOptions,
     DDPOptions,
     DeviceOptions,
     FSDPOptions,
     HorovodOptions,
     LocalSGDOptions,
-    OwnCodeOptions,
     ParameterServerOptions,
     PipelineOptions,
     TensorOptions,
@@ -54,7 +54,7 @@ class Strategy:
     axis        the mesh axis that takes the ranks; None: it runs in one process, whatever the world
     options     those of the mechanisms that it composes
     also_axes   further mesh axes that it goes with
-    any_axes    its mesh axes have names of a person's own
+    any_axes    its mesh axes have names chosen by the user
     simulation  the file of strategies/simulated/ that does in one process what ranks do, for options that change the
                 mathematics
     """
@@ -69,7 +69,7 @@ class Strategy:
     instead: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def kinds(self) -> Mapping[str, Kind]:
-        """Key -> what its value may be, for all options of the strategy."""
+        """Return key -> type of its value, for all options of the strategy."""
         return {key: kind for options in self.options for key, kind in _kinds_of(options).items()}
 
 
@@ -88,7 +88,7 @@ def _kind(annotation: Any) -> Kind:
 
 
 def problem_with(value: object, kind: Kind) -> str:
-    """What is wrong with the value of a key; nothing: an empty text."""
+    """Return a message about a wrong value of a key, or ""."""
     if isinstance(kind, tuple):
         return "" if value in kind else f"give one of {', '.join(kind)}"
     if kind is int and not (isinstance(value, int) and value >= 1):
@@ -137,10 +137,10 @@ STRATEGIES: dict[str, Strategy] = {
 }
 """Deleting a strategy is removing its file and its row here (and options that no other row has)."""
 
-_OWN_CODE = Strategy("everyrank.strategies.own", "data", (OwnCodeOptions,), any_axes=True)
+_CUSTOM = Strategy("everyrank.strategies.custom", "data", (CustomOptions,), any_axes=True)
 """The row of every `path/file.py[:name]`: the function there lays out the model (layout/contract.py)."""
 
 
 def find_strategy(name: str) -> Strategy | None:
-    """The row of a strategy: one of the table, or that of own parallel code for `path/file.py[:name]`."""
-    return _OWN_CODE if ".py" in name else STRATEGIES.get(name)
+    """Return the row of a strategy: one of the table, or the row of custom functions for `path/file.py[:name]`."""
+    return _CUSTOM if ".py" in name else STRATEGIES.get(name)

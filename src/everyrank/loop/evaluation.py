@@ -20,9 +20,9 @@ def evaluate(prepared: Prepared, dataset: Any) -> dict[str, tuple[float, float]]
     """Return the exact (sum, count) of the loss and each metric over all ranks and samples. A collective."""
     workload = prepared.workload
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
-    prepared.settle()
+    prepared.gather_for_eval()
     prepared.model.eval()
-    with torch.no_grad(), prepared.evaluation_weights():
+    with torch.no_grad(), prepared.averaged_weights():
         batches = batches_for_evaluation(workload, dataset, prepared.data_slice, prepared.world, prepared.dtype)
         for batch in batches:
             output = prepared.predict(batch)

@@ -15,15 +15,15 @@ from everyrank.data import (
     Batch,
     UnevenStreams,
     Update,
+    batch_of_one,
     batches_for_updates,
-    lone_sample,
     samples_per_epoch,
 )
 from everyrank.data.seeds import mix
 from everyrank.errors import NotFiniteError, UnsupportedLayoutError, WorkloadError
 from everyrank.loop.finite import first_bad_tensor, first_of_all_ranks
 from everyrank.loop.open_data import wrap_user_errors
-from everyrank.parallel.batch_norm import refuse_lone_samples
+from everyrank.parallel.batch_norm import refuse_batch_of_one
 from everyrank.strategies import Prepared
 from everyrank.world import end_of_start
 
@@ -65,7 +65,7 @@ def run_updates(
     batches = (list(itertools.chain.from_iterable(micro_batch)) for micro_batch in zip(*of_ranks, strict=True))
     lone = ""
     if isinstance(updates, Sequence) and not isinstance(dataset, UnevenStreams):
-        lone = lone_sample(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
+        lone = batch_of_one(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
     return _run(prepared, updates, batches, lone, fetched)
 
 
@@ -88,7 +88,7 @@ def _run(
             update = next(following)
             _seed_update(prepared, update)
             try:
-                with refuse_lone_samples(prepared.model, lone) if lone and index == 0 else contextlib.nullcontext():
+                with refuse_batch_of_one(prepared.model, lone) if lone and index == 0 else contextlib.nullcontext():
                     share = prepared.step(micro_batches)
                 if prepared.trainable.ema is not None:
                     prepared.trainable.ema.update()

@@ -1,35 +1,35 @@
-"""The mechanisms of parallel training, one a file: plain functions over a module.
+"""The mechanisms of parallel training, one per file: plain functions over a module.
 
-Strategies compose them in the one right order, which is parallelize.py's.
+Strategies compose them; parallelize.py applies them in the right order.
 
-mesh.py           where a rank stands on each axis of its layout; process groups along the axes
+mesh.py           the device mesh: a rank's coordinate on each axis, process groups along axes
 precision.py      dtypes, autocast, loss scaling
-micro_batch.py    what a forward pass knows of its micro-batch
-batch_gather.py   losses over the whole batch
+micro_batch.py    the micro-batch of the current forward pass
+batch_gather.py   all-gather for losses over the whole batch
 loss.py           loss and metrics as (sum, count)
-ema.py            a moving average of the weights
-gradients.py      gradients over groups of ranks, and their norm
-trainable.py      a model with its optimizer: what an update changes
-batch_norm.py     statistics over all ranks, on CPU too
-file_backed.py    tensors whose numbers lie in a file instead of memory
-init_model.py     build the model: seeded, or on the meta device and filled part by part
-room.py           where memory does not suffice: one line
-dropout/          masks that are a function of where an element stands
-tensor/           split matrices
-context/          split sequences
-parallelize.py    the model of one rank, all of the above in order
-compress.py       gradients made smaller before they travel: hooks of DistributedDataParallel
-local_sgd.py      replicas that are averaged every few updates
-horovod.py        Horovod's optimizer, and its broadcast of the first state
-expert.py         experts split over ranks: tokens travel to those that they chose
+ema.py            exponential moving average of the weights
+gradients.py      gradient reduction over groups of ranks, and gradient norms
+trainable.py      model, optimizer, schedule, loss scaler and averages: the state that an update changes
+batch_norm.py     synchronised batch norm, on CPU too
+file_backed.py    tensors stored in a file instead of memory
+init_model.py     build the model: seeded, or on the meta device and materialised part by part
+oom.py            out-of-memory errors with advice
+dropout/          dropout masks that are the same under every layout
+tensor/           tensor parallelism: split weight matrices
+context/          context parallelism: split sequences
+parallelize.py    the model of one rank: all of the above in order
+compress.py       gradient compression: communication hooks of DistributedDataParallel
+local_sgd.py      averaging of replicas every few updates
+horovod.py        Horovod's optimizer and its broadcast of the initial state
+expert.py         expert parallelism: tokens are sent to the ranks of their experts
 server/           parameter servers and their trainers
-own.py            custom parallel code: a function of the user's
-own_precision.py  its mixed precision, left out while it is compared
-flat.py           many tensors as one, for one collective
-ddp.py            every rank holds the whole model (DistributedDataParallel)
-zero1.py          every rank owns a part of the optimizer
-fsdp.py           every rank holds a part of everything (fully_shard)
-pipeline/         every rank holds some of the blocks
-full_state.py     the full state dict of a model that lies in parts
-check_equal.py    before the first update: the same in parts as it is as a whole?
+custom.py         custom parallelize functions
+custom_precision.py   disables the mixed precision of a custom function during a check
+flat.py           flatten many tensors into one for a single collective
+ddp.py            DistributedDataParallel: the whole model on every rank
+zero1.py          ZeRO-1: every rank owns a part of the optimizer state
+fsdp.py           fully_shard: every rank holds a part of parameters, gradients and optimizer state
+pipeline/         pipeline parallelism: every rank holds some of the blocks
+full_state.py     gather the full state dict of a sharded model
+check_equal.py    compares the sharded model with the whole one before the first update
 """

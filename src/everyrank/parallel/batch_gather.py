@@ -40,7 +40,7 @@ __all__ = ["first_row", "gather", "loss_scope", "raise_on_all_ranks", "watch_gat
 
 @dataclass(frozen=True)
 class _LossScope:
-    """The part of a batch whose loss is being taken, and where it runs; a refusal goes into `deferred_errors`."""
+    """The slice of a batch whose loss is computed now, and its ranks; errors may be stored in `deferred_errors`."""
 
     batch: Batch
     mesh: Mesh
@@ -56,10 +56,10 @@ _asked: ContextVar[list[bool] | None] = ContextVar("everyrank_rows_asked", defau
 def loss_scope(
     batch: Batch, mesh: Mesh, order: str = "global", deferred_errors: list[UnsupportedLayoutError] | None = None
 ) -> Generator[None]:
-    """While a person's loss or metric looks at this part of a batch.
+    """Enter the computation of a user's loss or metric on this slice of a batch.
 
-    What `gather` cannot be had for raises `UnsupportedLayoutError`, or is put into `deferred_errors`
-    where only some ranks take the loss, and raising would leave the others waiting.
+    An unsupported `gather` raises `UnsupportedLayoutError`. If only some ranks compute the loss, the error is stored in
+    `deferred_errors` instead, because raising would leave the other ranks waiting.
     """
     token = _scope.set(_LossScope(batch, mesh, order, deferred_errors))
     try:
@@ -70,19 +70,19 @@ def loss_scope(
 
 @contextlib.contextmanager
 def watch_gather() -> Generator[list[bool]]:
-    """The list is not empty when a loss that was called in the block has asked for the rows of others."""
-    asked: list[bool] = []
-    token = _asked.set(asked)
+    """Yield a list that is not empty after a loss in the block has called `gather`."""
+    calls: list[bool] = []
+    token = _asked.set(calls)
     try:
-        yield asked
+        yield calls
     finally:
         _asked.reset(token)
 
 
 def _note_asked() -> None:
-    asked = _asked.get()
-    if asked is not None:
-        asked.append(True)
+    calls = _asked.get()
+    if calls is not None:
+        calls.append(True)
 
 
 def gather(values: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ def gather(values: Tensor) -> Tensor:
 
 
 def first_row() -> int:
-    """The row of `gather(x)` at which this rank's own rows begin; 0 on one device.
+    """The row of `gather(x)` at which this rank's rows start; 0 on one device.
 
-    Sample i of the rank is row `first_row() + i`. A padding sample (of weight zero, where a rank has none) is row 0.
+    Sample i of the rank is row `first_row() + i`. A dummy sample (of weight zero, on a rank without samples) is row 0.
     Raises what `gather` raises.
     """
     scope = _scope.get()
@@ -127,7 +127,7 @@ def first_row() -> int:
 
 
 def _is_refused(scope: _LossScope) -> bool:
-    """Whether there is no such batch here: raises `UnsupportedLayoutError`, or defers it."""
+    """Whether the batch cannot be gathered here. Raises `UnsupportedLayoutError` or defers it."""
     reason = ""
     if scope.batch.parts > 1:
         reason = (
@@ -157,7 +157,7 @@ def _is_refused(scope: _LossScope) -> bool:
 
 
 def raise_on_all_ranks(refused: list[UnsupportedLayoutError], world: World, is_first: bool) -> None:
-    """Raise on every rank what some have kept for later. A collective in the first update, where that is found out."""
+    """Raise on every rank the errors that some ranks have deferred. A collective in the first update only."""
     if not is_first:
         if refused:  # a loss that gathers now and then
             raise refused[0]
@@ -170,7 +170,7 @@ def raise_on_all_ranks(refused: list[UnsupportedLayoutError], world: World, is_f
 
 @functools.lru_cache(maxsize=64)
 def _sizes(total: int, count: int) -> tuple[int, ...]:
-    """How many rows of a batch each rank has."""
+    """Return the number of rows of each rank."""
     return tuple(len(cut(total, Slice(index, count))) for index in range(count))
 
 
@@ -181,14 +181,14 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, sizes: tuple[int, ...], index: int, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group, ctx.shape, ctx.rows = group, own.shape, slice(sum(sizes[:index]), sum(sizes[: index + 1]))
-        kind = torch.uint8 if own.dtype is torch.bool else own.dtype
-        padded = torch.zeros(max(sizes), *own.shape[1:], dtype=kind, device=own.device)
-        padded[: sizes[index]] = own[: sizes[index]]  # a padding sample is no row of the batch
+    def forward(ctx: Any, local: Tensor, sizes: tuple[int, ...], index: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group, ctx.shape, ctx.rows = group, local.shape, slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        kind = torch.uint8 if local.dtype is torch.bool else local.dtype
+        padded = torch.zeros(max(sizes), *local.shape[1:], dtype=kind, device=local.device)
+        padded[: sizes[index]] = local[: sizes[index]]  # a padding sample is no row of the batch
         rows = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(rows, padded, group=group)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(own.dtype)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.dtype)
 
     @staticmethod
     @once_differentiable  # a gradient of this gradient would leave out what came from the other ranks
@@ -197,7 +197,7 @@ class _Gather(torch.autograd.Function):
         wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
         total = grad.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        own = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
-        part = total[ctx.rows]
-        own[: len(part)] = part
-        return own, None, None, None
+        local_grad = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
+        own_rows = total[ctx.rows]
+        local_grad[: len(own_rows)] = own_rows
+        return local_grad, None, None, None

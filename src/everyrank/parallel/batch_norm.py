@@ -1,7 +1,7 @@
-"""Batch norm whose statistics span one micro-batch over all ranks, on CPU as well as CUDA.
+"""Synchronised batch norm over one micro-batch of all ranks, on CPU as well as CUDA.
 
-torch.nn.SyncBatchNorm raises on CPU tensors; this one is the same mathematics written with one gather forward and
-one all-reduce backward. A padding sample (see data.Batch) takes no part in the statistics.
+torch.nn.SyncBatchNorm raises on CPU tensors. This implementation is equivalent and uses one gather in forward and one
+all-reduce in backward. A dummy sample (see data.Batch) does not count in the statistics.
 
 Source: Ioffe and Szegedy 2015; the pairwise combination of variances is Chan, Golub and LeVeque 1979.
 """
@@ -28,7 +28,7 @@ __all__ = [
     "broadcast_statistics",
     "find_batch_norms",
     "has_batch_norm",
-    "refuse_lone_samples",
+    "refuse_batch_of_one",
     "statistics_of",
 ]
 
@@ -38,12 +38,12 @@ _BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default  # of torch's
 
 
 def find_batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The batch norms of the model, in order."""
+    """Return the batch norm modules of the model, in order."""
     return [module for module in model.modules() if isinstance(module, _KINDS)]
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether some statistics of the model span the samples of a batch; also after `apply_batch_norm`."""
+    """Whether the model has batch statistics; also true after `apply_batch_norm`."""
     return bool(_norms_of(model))
 
 
@@ -52,9 +52,9 @@ def _norms_of(model: nn.Module) -> list[nn.Module]:
 
 
 def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> None:
-    """Let every batch norm of the model take its statistics over all ranks. State dict keys stay as they are.
+    """Make every batch norm of the model compute its statistics over all ranks. State dict keys do not change.
 
-    Raises `WorkloadError` for a subclass with a forward of its own, which cannot be known to be the same mathematics.
+    Raises `WorkloadError` for a subclass with its own forward, which may compute something else.
     """
     for module in find_batch_norms(model):
         if type(module) not in _KINDS:
@@ -67,36 +67,36 @@ def apply_batch_norm(model: nn.Module, state: MicroBatchState, world: World) -> 
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
-    """The running statistics of every batch norm as bytes, (number of bytes,) each: views, for one broadcast of all."""
+    """Return the running statistics of every batch norm as bytes: views for a single broadcast."""
     buffers = [buffer for module in _norms_of(model) for buffer in module.buffers(recurse=False)]
     return [buffer.view(-1).view(torch.uint8) for buffer in buffers]
 
 
 @torch.no_grad()
 def broadcast_statistics(statistics: list[Tensor], world: World) -> None:
-    """Rank 0's `statistics_of` on all ranks, as DistributedDataParallel has it by default. A collective."""
+    """Broadcast the running statistics of rank 0, as DistributedDataParallel does by default. A collective."""
     if world.size == 1 or world.group is None or not statistics:
         return
     flat = torch.cat(statistics)
     dist.broadcast(flat, src=0, group=world.group)
     if world.rank:
-        torch._foreach_copy_(statistics, flat.split([one.numel() for one in statistics]))  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_copy_(statistics, flat.split([tensor.numel() for tensor in statistics]))  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager
-def refuse_lone_samples(model: nn.Module, lone: str) -> Generator[None]:
-    """In the first forward: refuse batch norm over one value of each sample, where some micro-batch has one sample.
+def refuse_batch_of_one(model: nn.Module, message: str) -> Generator[None]:
+    """In the first forward, refuse batch norm over one value per sample if some micro-batch has only one sample.
 
-    It would end the training there, after an epoch, or be no number. `lone` says which it is.
-    Raises `WorkloadError` on every rank alike.
+    Without this check training would fail after an epoch, or give NaN. `message` names the update. Raises
+    `WorkloadError` on every rank.
     """
 
-    def look(module: nn.Module, values: tuple[Any, ...]) -> None:
+    def check(module: nn.Module, values: tuple[Any, ...]) -> None:
         shape = values[0].shape if values and isinstance(values[0], Tensor) else ()
         if module.training and math.prod(shape[2:]) == 1:
-            raise WorkloadError(f"batch norm over 1 value per channel: {lone}")
+            raise WorkloadError(f"batch norm over 1 value per channel: {message}")
 
-    hooks = [module.register_forward_pre_hook(look) for module in _norms_of(model)]
+    hooks = [module.register_forward_pre_hook(check) for module in _norms_of(model)]
     try:
         yield
     finally:
@@ -128,20 +128,22 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         return output
 
     def _alone(self, values: Tensor, moves_statistics: bool) -> Tensor:
-        """Over this rank's own samples: torch's own operator, a kernel for what is a dozen operators below."""
+        """Normalise over the local samples with torch's own kernel, which is faster than the operators below."""
         mean, variance, seen = self.running_mean, self.running_var, self.num_batches_tracked
         weight, bias = self.weight, self.bias
         if mean is not None:  # as wide as the statistics: torch refuses the mixture
             weight, bias = _in(mean.dtype, weight), _in(mean.dtype, bias)
         if not moves_statistics:  # copies move: without any less is saved than at first, which checkpoint() takes amiss
-            mean, variance = (None if one is None else one.clone() for one in (mean, variance))
+            mean, variance = (None if tensor is None else tensor.clone() for tensor in (mean, variance))
         elif seen is not None:
             seen.add_(1)
         momentum = self.momentum if self.momentum is not None else 0.0
         return F.batch_norm(values, mean, variance, weight, bias, training=True, momentum=momentum, eps=self.eps)
 
     def _with_running_statistics(self, values: Tensor) -> Tensor:
-        """Evaluation. The statistics stay float32 where a sharded model computes in less: torch refuses the mixture."""
+        """Normalise in evaluation. The statistics stay float32 in a model of lower precision, but torch refuses mixed
+        dtypes.
+        """
         assert self.running_mean is not None
         wide = self.running_mean.dtype
         weight, bias = _in(wide, self.weight), _in(wide, self.bias)
@@ -149,7 +151,7 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
         return output.to(values.dtype)
 
     def update_running_stats(self, mean: Tensor, unbiased: Tensor) -> None:
-        """Move the running statistics; the running variance is the unbiased one."""
+        """Update the running statistics, with the unbiased variance."""
         running_mean, running_variance, seen = self.running_mean, self.running_var, self.num_batches_tracked
         assert running_mean is not None
         assert running_variance is not None
@@ -208,7 +210,7 @@ class _Normalise(torch.autograd.Function):
         wide, mean, variance, weight = ctx.saved_tensors
         factor = _in(wide.dtype, weight)
         # as if the statistics were constants; then what comes back through them, from the values of all ranks
-        own, weight_grad, bias_grad = _BACKWARD(
+        input_grad, weight_grad, bias_grad = _BACKWARD(
             _in(wide.dtype, grad), wide, factor, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
         shared = torch.stack([weight_grad, bias_grad])
@@ -217,28 +219,28 @@ class _Normalise(torch.autograd.Function):
         if not ctx.is_padding:  # a padding sample is not part of the mean it was normalised by
             scale = (variance + ctx.eps).rsqrt_().div_(ctx.total)
             from_variance, from_mean = (shared * (scale if factor is None else scale * factor)).unbind()
-            own -= F.batch_norm(wide, mean, variance, from_variance, from_mean, eps=ctx.eps)
+            input_grad -= F.batch_norm(wide, mean, variance, from_variance, from_mean, eps=ctx.eps)
         if weight is None:
             weight_grad = bias_grad = None
         else:
             weight_grad, bias_grad = _in(weight.dtype, weight_grad), _in(weight.dtype, bias_grad)
-        return _in(grad.dtype, own), weight_grad, bias_grad, None, None, None
+        return _in(grad.dtype, input_grad), weight_grad, bias_grad, None, None, None
 
 
 def _over_ranks(
     mean: Tensor, squares: Tensor, size: float, is_padding: bool, world: World
 ) -> tuple[Tensor, Tensor, float | Tensor]:
-    """Mean (C,), variance (C,) and count over all ranks, from this rank's mean (C,), sum of squares (C,) and count.
+    """Combine this rank's mean (C,), sum of squares (C,) and count into mean, variance and count over all ranks.
 
-    On CUDA the count stays a tensor: reading it would make the device wait.
+    On CUDA the count stays a tensor, because reading it would synchronise the device.
     """
     if world.size == 1:
         return mean, squares / size, size
-    own = torch.cat([mean, squares, mean.new_full((1,), size)])
+    local_sums = torch.cat([mean, squares, mean.new_full((1,), size)])
     if is_padding:
-        own[len(mean) :] = 0
-    rows = own.new_empty(world.size, len(own))
-    dist.all_gather(list(rows.unbind()), own, group=world.group)
+        local_sums[len(mean) :] = 0
+    rows = local_sums.new_empty(world.size, len(local_sums))
+    dist.all_gather(list(rows.unbind()), local_sums, group=world.group)
     means, squares, counts = rows.split_with_sizes([len(mean), len(mean), 1], 1)
     total = counts.sum()
     number: float | Tensor = total.item() if total.device.type == "cpu" else total

@@ -1,8 +1,8 @@
-"""Before the first update: compare output and loss of the split model with the unsplit one, on one sample.
+"""Before the first update, compare output and loss of the split model with the whole model on one sample.
 
-Splitting matrices or sequences changes what runs, and a model can be such that it still runs and is another one: heads
-counted in a view, positions counted on a part of a sequence, a mean over positions. Watching for each of these by name
-would never be complete. So one sample goes through both, and outputs and loss are compared.
+Splitting matrices or sequences can change what a model computes without an error. Examples are a number of heads fixed
+in a view, positions counted on a part of a sequence, or a mean over positions. Instead of searching for each pattern,
+one sample runs through both models.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _PIECE = 1 << 20  # elements that are compared together
 
 @torch.no_grad()
 def check_equal(parallel: ParallelModel, batch: Batch) -> None:
-    """Compare one sample of the batch in parts and as a whole. A collective of all ranks, before the first update.
+    """Compare the split model with the whole model on one sample. A collective, before the first update.
 
-    Where matrices are split each rank builds the full model for it, and drops it again; with meta=true, which says
-    that it does not fit, it puts together one parameter at a time. Raises `UnsupportedLayoutError` on every rank alike.
+    With split matrices each rank builds the full model temporarily. With meta=true the full model does not fit, so
+    parameters are gathered one at a time. Raises `UnsupportedLayoutError` on every rank.
     """
     if not (parallel.tensor or parallel.context or parallel.experts):
         return
@@ -57,13 +57,13 @@ def check_equal(parallel: ParallelModel, batch: Batch) -> None:
 
 
 def _difference(parallel: ParallelModel, batch: Batch) -> float:
-    """How far outputs and loss in parts are from those of the whole model, on this rank, relative to the largest."""
+    """Return the largest relative difference of outputs and loss on this rank."""
     model, workload = parallel.model, parallel.workload
-    with parallel.micro_batch(batch) as part:
-        output = call_model(model, part.input)
-        pair = _sum_and_count(workload, output, part.target)
+    with parallel.micro_batch(batch) as micro_batch:
+        output = call_model(model, micro_batch.input)
+        pair = _sum_and_count(workload, output, micro_batch.target)
     reshard(model)  # without a backward the root would stay gathered
-    found = _tensors(parallel.gather_output(output))
+    outputs = _tensors(parallel.gather_output(output))
     # a router may take another expert of two that are as likely, by rounding: then a few outputs are others
     worst = torch.median if workload.experts is not None else torch.max
     if parallel.context is not None:
@@ -72,7 +72,7 @@ def _difference(parallel: ParallelModel, batch: Batch) -> float:
     with reading:
         output = call_model(whole.eval(), batch.input)
     reshard(model)
-    difference = max(_differences(found, _tensors(output), worst), default=0.0)
+    difference = max(_differences(outputs, _tensors(output), worst), default=0.0)
     if parallel.context is None:
         return difference
     return max(difference, *_differences([pair], [_sum_and_count(workload, output, batch.target)]))
@@ -94,7 +94,7 @@ def _text(parallel: ParallelModel, difference: float) -> str:
 
 
 def _one_sample(batch: Batch) -> Batch:
-    """One sample of the batch, where that can be told from the shapes; else all of it."""
+    """Return one sample of the batch, or the whole batch if the shapes do not show the batch dimension."""
     lengths: set[int] = set()
     map_tensors((batch.input, batch.target), lambda t: lengths.add(t.shape[0] if t.dim() else -1) or t)
     if lengths != {max(batch.size, 1)}:
@@ -104,7 +104,7 @@ def _one_sample(batch: Batch) -> Batch:
 
 
 def _unsplit_model(parallel: ParallelModel) -> tuple[nn.Module, contextlib.AbstractContextManager[object]]:
-    """The model in one piece, with the weights that it has now, and what is to be entered while it computes."""
+    """Return the whole model with the current weights, and the context to run it in."""
     if parallel.tensor is None and not parallel.experts:
         return parallel.model, contextlib.nullcontext()
     world = parallel.mesh.world
@@ -135,27 +135,27 @@ def _sum_and_count(workload: Workload, output: Any, target: Any) -> Tensor:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(output, lambda tensor: found.append(tensor) or tensor)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(output, lambda tensor: tensors.append(tensor) or tensor)
+    return tensors
 
 
 def _differences(
-    found: list[Tensor], expected: list[Tensor], worst: Callable[[Tensor], Tensor] = torch.max
+    tensors: list[Tensor], expected: list[Tensor], worst: Callable[[Tensor], Tensor] = torch.max
 ) -> list[float]:
-    """How far each tensor is off, at its `worst` number, relative to the largest one."""
-    if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
+    """Return the `worst` difference of each tensor relative to its largest element."""
+    if [tensor.shape for tensor in tensors] != [tensor.shape for tensor in expected]:
         return [float("inf")]
     return [
         float(worst(_distances(a, b, worst))) / max(*map(abs, map(float, b.aminmax())), 1e-30)
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(tensors, expected, strict=True)
         if b.is_floating_point() and b.numel() and _is_finite(b)  # a model that says NaN is no matter here
     ]
 
 
-def _distances(one: Tensor, other: Tensor, worst: Callable[[Tensor], Tensor]) -> Tensor:
-    """|one - other| in float64; of a maximum that of each piece alone: logits are large, and copies of them larger."""
-    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
+def _distances(tensor: Tensor, expected: Tensor, worst: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the elementwise distance in float64; for a maximum only that of each chunk, because logits are large."""
+    pieces = zip(tensor.reshape(-1).split(_PIECE), expected.reshape(-1).split(_PIECE), strict=True)
     distances = ((a.double() - b.double()).abs() for a, b in pieces)
     return torch.cat([piece.max()[None] if worst is torch.max else piece for piece in distances])
 
@@ -170,17 +170,17 @@ _OF_THE_SHAPE = ("shape", "dtype", "ndim", "requires_grad", "size", "dim", "nume
 
 
 class GatherOnUse(TorchFunctionMode):
-    """While it is entered, `whole`, which has shapes alone (the meta device), computes with the numbers of `parts`.
+    """While entered, `whole` (on the meta device) computes with the gathered values of `parts`.
 
-    Each function that takes a parameter or buffer of `whole` gets what the ranks have of it, put together for this
-    call: a collective, so every rank has to go through the model in the same order. Without gradients.
+    Each torch function that takes a parameter or buffer of `whole` gets the gathered tensor for this call only. This is
+    a collective, so every rank has to run the model in the same order. Without gradients.
     """
 
     def __init__(self, whole: nn.Module, parts: nn.Module) -> None:
         super().__init__()
-        own = {**dict(parts.named_parameters(remove_duplicate=False)), **dict(parts.named_buffers())}
+        local_tensors_by_name = {**dict(parts.named_parameters(remove_duplicate=False)), **dict(parts.named_buffers())}
         named = (*whole.named_parameters(remove_duplicate=False), *whole.named_buffers())
-        self.parts = {id(tensor): own[name] for name, tensor in named}
+        self.parts = {id(tensor): local_tensors_by_name[name] for name, tensor in named}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -190,8 +190,8 @@ class GatherOnUse(TorchFunctionMode):
         return func(*map_tensors(tuple(args), self._whole), **map_tensors(kwargs or {}, self._whole))
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        part = self.parts.get(id(tensor))
-        if part is None:
+        local = self.parts.get(id(tensor))
+        if local is None:
             return tensor
         with without_advice():
-            return full_tensor(part.detach())
+            return full_tensor(local.detach())

@@ -41,7 +41,7 @@ _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gath
 
 @dataclass
 class Factors:
-    """What PowerSGD keeps of a matrix (n, m) between updates, r = matrix_rank.
+    """The state of PowerSGD for a matrix (n, m) between updates, with r = matrix_rank.
 
     q       (m, r), the same on every rank
     error   (n, m), what this rank's gradients have lost so far
@@ -54,16 +54,15 @@ class Factors:
 def apply_compression(
     ddp: DistributedDataParallel, model: nn.Module, layout: Layout, world: World
 ) -> Callable[[], None] | None:
-    """Let `ddp` send the gradients of `model` as the layout's `compress` says; None where it says nothing.
+    """Register the layout's gradient compression on `ddp`. Returns a function that clears its state; None without.
 
-    What else `ddp` sends (the count of loss terms) travels as it is. Sending waits: nothing of it overlaps with
-    backward. Gives a function that forgets what was kept between updates.
+    The count of loss terms is not compressed. The hook waits for its collectives, so they do not overlap with backward.
     """
     options = layout.read(CompressOptions)
     if options.compress == "none":
         return None
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
-    kept: dict[nn.Parameter, Factors | None] = {}
+    factors_of: dict[nn.Parameter, Factors | None] = {}
 
     def hook(_, bucket):  # pyright: ignore  (torch looks at annotations, and takes none that are strings)
         whole: list[Tensor] = []  # what travels as it is
@@ -73,9 +72,9 @@ def apply_compression(
             if parameter in numbers and options.compress in ROUNDED:
                 rounded.append(gradient)
                 continue
-            if parameter in numbers and parameter not in kept:
-                kept[parameter] = initial_factors(parameter, options.matrix_rank, numbers[parameter])
-            factors = kept.get(parameter)
+            if parameter in numbers and parameter not in factors_of:
+                factors_of[parameter] = initial_factors(parameter, options.matrix_rank, numbers[parameter])
+            factors = factors_of.get(parameter)
             if factors is None:
                 whole.append(gradient)
             else:
@@ -90,11 +89,11 @@ def apply_compression(
         return done
 
     ddp.register_comm_hook(None, hook)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-    return kept.clear
+    return factors_of.clear
 
 
 def _average(tensors: Sequence[Tensor], world: World) -> None:
-    """The mean of each tensor over ranks, in place; one all-reduce."""
+    """Average each tensor over the ranks, in place, with one all-reduce."""
     if tensors:
         flat = flatten(tensors)
         dist.all_reduce(flat, group=world.group)
@@ -103,7 +102,7 @@ def _average(tensors: Sequence[Tensor], world: World) -> None:
 
 
 def _mean_of_rounded_over_ranks(gradients: Sequence[Tensor], dtype: torch.dtype, world: World) -> None:
-    """The mean of every rank's rounded gradients, rounded once more, in place; an all-to-all and an all-gather."""
+    """Average the rounded gradients over the ranks and round again, in place; an all-to-all and an all-gather."""
     flat = flatten(gradients)
     each = -(-len(flat) // world.size)
     sent = torch.zeros(world.size * each, dtype=dtype, device=flat.device)
@@ -117,9 +116,9 @@ def _mean_of_rounded_over_ranks(gradients: Sequence[Tensor], dtype: torch.dtype,
 
 
 def initial_factors(parameter: Tensor, matrix_rank: int, number: int) -> Factors | None:
-    """A random Q that every rank draws alike (`number` is the parameter's), and no error.
+    """Return a random Q that is the same on every rank (`number` is the parameter's index), and an error of zero.
 
-    None for a parameter that is no matrix, or whose two factors would have as many elements as itself.
+    None for a parameter that is no matrix, or if both factors have as many elements as the matrix.
     """
     if parameter.dim() < 2:
         return None
@@ -132,22 +131,22 @@ def initial_factors(parameter: Tensor, matrix_rank: int, number: int) -> Factors
 
 def _power_step_over_ranks(matrices: Sequence[tuple[Tensor, Factors]], world: World) -> None:
     """One step of PowerSGD on every rank, in place; two all-reduces for all matrices of a bucket."""
-    with_error = [gradient.reshape_as(kept.error) + kept.error for gradient, kept in matrices]
-    ps = [matrix @ kept.q for matrix, (_, kept) in zip(with_error, matrices, strict=True)]
+    with_error = [gradient.reshape_as(factors.error) + factors.error for gradient, factors in matrices]
+    ps = [matrix @ factors.q for matrix, (_, factors) in zip(with_error, matrices, strict=True)]
     _average(ps, world)
     ps = [orthonormalise(p) for p in ps]
     qs = [matrix.T @ p for matrix, p in zip(with_error, ps, strict=True)]
     _average(qs, world)
-    for matrix, p, q, (gradient, kept) in zip(with_error, ps, qs, matrices, strict=True):
+    for matrix, p, q, (gradient, factors) in zip(with_error, ps, qs, matrices, strict=True):
         mean = p @ q.T
-        kept.q, kept.error = q, matrix - mean
+        factors.q, factors.error = q, matrix - mean
         gradient.copy_(mean.view_as(gradient))
 
 
 def orthonormalise(p: Tensor) -> Tensor:
-    """The columns of p (n, r) made orthogonal and of length one, by Gram and Schmidt; those that vanish are zero.
+    """Orthonormalise the columns of p (n, r) by Gram-Schmidt; columns that vanish become zero.
 
-    A column that depends on the others is rounding after that, and made long again it would be noise in every gradient.
+    A linearly dependent column is only rounding error afterwards. Normalised, it would add noise to every gradient.
     """
     columns: list[Tensor] = []
     smallest = torch.finfo(p.dtype).eps * 1e3

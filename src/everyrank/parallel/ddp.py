@@ -1,8 +1,8 @@
-"""DistributedDataParallel: every rank holds the whole model, and gradients are averaged while backward still runs.
+"""DistributedDataParallel: every rank holds the whole model, and gradients are averaged while backward runs.
 
-The number of loss terms travels with them. Ranks normalise by the global count, which none of them knows alone; a
-blocking all-reduce of it would hold up every step, so it rides in DDP's own bucket, as the gradient of a
-parameter of two zeros: the gradient of (zeros * [sum, count]).sum() is [sum, count].
+The number of loss terms is reduced with the gradients. Ranks normalise by the global count, but a blocking all-reduce
+of the count would delay every step. So it is sent in DDP's own bucket, as the gradient of a parameter of two zeros: the
+gradient of (zeros * [sum, count]).sum() is [sum, count].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHECKS_FAILED = itertools.count()  # each failed check has a key of its own
 
 
 class ModelWithCount(nn.Module):
-    """A model with the parameter of two elements whose gradient carries (sum, count) to all ranks."""
+    """A model with a parameter of two elements whose gradient carries (sum, count) to all ranks."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ class ModelWithCount(nn.Module):
         self.carrier = nn.Parameter(torch.zeros(2, device=device, dtype=dtype))
 
     def forward(self, value: Any) -> tuple[Any, Tensor]:
-        """The model's output, and the carrier: DDP looks for unused parameters among what the outputs need."""
+        """Return the model's output and the carrier, which DDP needs among the outputs to find it used."""
         return call_model(self.model, value), self.carrier * 1.0
 
 
 def apply_ddp(
     model: nn.Module, layout: Layout, world: World, left_out: Collection[nn.Parameter] = ()
 ) -> DistributedDataParallel:
-    """The model under DDP; called with an input, it returns (output, carrier of shape (2,)).
+    """Wrap the model in DDP; a call returns (output, carrier of shape (2,)).
 
-    Parameters in `left_out` keep the gradients that backward gives them.
+    The gradients of parameters in `left_out` are not reduced.
     """
     options = layout.read(DDPOptions)
     module = ModelWithCount(model, world.device, param_dtype(layout))
@@ -71,16 +71,16 @@ def apply_ddp(
 
 
 def global_sum_and_count(ddp: DistributedDataParallel, world: World) -> Tensor:
-    """[sum, count] over all ranks, shape (2,), after backward: DDP averages, so what it gives is scaled back."""
+    """Return [sum, count] over all ranks, shape (2,), after backward. DDP averages, so the mean is scaled back."""
     module: ModelWithCount = ddp.module
     assert module.carrier.grad is not None
     return module.carrier.grad * world.size
 
 
 def check_unused_parameters(parameters: Mapping[str, nn.Parameter], layout: Layout, world: World) -> None:
-    """Raise for parameters without a gradient, which DDP would silently leave unreduced.
+    """Raise for parameters without a gradient, which DDP would silently not reduce.
 
-    Raises `UnsupportedLayoutError` where all ranks miss the same number of times, else `WorkloadError`.
+    Raises `UnsupportedLayoutError` if all ranks miss the same number of gradients, else `WorkloadError`.
     """
     unused = next((name for name, p in parameters.items() if p.grad is None and p.requires_grad), None)
     if unused is None:

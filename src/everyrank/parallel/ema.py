@@ -1,7 +1,7 @@
-"""A moving average of the weights (EMA): each rank averages what it holds.
+"""Exponential moving average (EMA) of the weights: each rank averages the parameters it holds.
 
-After each update average = decay * average + (1 - decay) * weight. That is done element by element, so the average of a
-shard is the shard of the average: nothing travels, under any layout, and the average costs what the weights cost.
+After each update average = decay * average + (1 - decay) * weight. This is elementwise, so the average of a shard is
+the shard of the average. It needs no communication under any layout, and as much memory as the weights.
 
 Source: Polyak and Juditsky 1992
 """
@@ -20,10 +20,9 @@ __all__ = ["WeightEMA"]
 
 
 class WeightEMA:
-    """The average of a model's parameters, which begins with what they are now. Buffers are not averaged.
+    """The average of a model's parameters, initialised with their current values. Buffers are not averaged.
 
-    names     of the parameters in the model
-    tensors   their averages, laid out as they are
+    names     names of the parameters in the model; `tensors` are their averages, with the same layout
     """
 
     def __init__(self, decay: float, model: nn.Module) -> None:
@@ -34,19 +33,19 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follow the parameters after an update."""
-        own, weights = local_tensors(self.tensors), local_tensors(self.parameters)
-        torch._foreach_lerp_(own, weights, 1 - self.decay)  # pyright: ignore[reportPrivateUsage]  (documented)
+        """Update the averages after an optimizer step."""
+        averages, weights = local_tensors(self.tensors), local_tensors(self.parameters)
+        torch._foreach_lerp_(averages, weights, 1 - self.decay)  # pyright: ignore[reportPrivateUsage]  (documented)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start again from what the parameters are now."""
-        for own, weight in zip(local_tensors(self.tensors), local_tensors(self.parameters), strict=True):
-            own.copy_(weight)
+        """Reset the averages to the current parameters."""
+        for average, weight in zip(local_tensors(self.tensors), local_tensors(self.parameters), strict=True):
+            average.copy_(weight)
 
     @contextlib.contextmanager
-    def swapped_in(self) -> Generator[None]:
-        """While the model has the averages for its parameters."""
+    def averaged_weights(self) -> Generator[None]:
+        """Swap the averages into the model for the duration of the block."""
         self._swap()
         try:
             yield
@@ -55,7 +54,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for own, weight in zip(local_tensors(self.tensors), local_tensors(self.parameters), strict=True):
-            before = own.clone()
-            own.copy_(weight)
+        for average, weight in zip(local_tensors(self.tensors), local_tensors(self.parameters), strict=True):
+            before = average.clone()
+            average.copy_(weight)
             weight.copy_(before)

@@ -58,9 +58,9 @@ __all__ = ["apply_expert_parallel", "expert_pattern"]
 
 
 def apply_expert_parallel(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> list[nn.Module]:
-    """Give each rank of the expert axis its experts, in place; the modules that hold them: [] without such an axis.
+    """Split the experts over the expert axis, in place. Returns the modules with experts; [] without such an axis.
 
-    Raises `UnsupportedLayoutError` for a workload without experts, and a number of them that does not divide.
+    Raises `UnsupportedLayoutError` for a workload without experts, or a number of experts that does not divide.
     """
     if workload.experts is not None and layout.read(TensorOptions).sequence:
         raise UnsupportedLayoutError(
@@ -69,32 +69,32 @@ def apply_expert_parallel(model: nn.Module, workload: Workload, layout: Layout, 
     degree = mesh.size("expert")
     if degree == 1:
         return []
-    found = _find_experts(model, workload, layout)
-    for name, module in found.items():
+    expert_modules = _find_experts(model, workload, layout)
+    for name, module in expert_modules.items():
         _check_experts(name, module, layout, degree)
     group = mesh.group("expert")
     assert group is not None
-    for module in found.values():
+    for module in expert_modules.values():
         _split(module, mesh, group)
-    return list(found.values())
+    return list(expert_modules.values())
 
 
 def _find_experts(model: nn.Module, workload: Workload, layout: Layout) -> dict[str, nn.Module]:
-    """Name -> module, for what `Workload.experts` says."""
+    """Return name -> module for the pattern in `Workload.experts`."""
     if workload.experts is None:
         raise UnsupportedLayoutError(
             f"layout {layout}: workload {workload.name} has no experts to lay out over ranks: text has, with "
             "--set experts=4; of a model of your own, Workload.experts says where they are ('layers.*.experts')"
         )
     pattern = expert_pattern(workload.experts)
-    found = {name: module for name, module in model.named_modules() if pattern.fullmatch(name)}
-    if not found:
+    modules = {name: module for name, module in model.named_modules() if pattern.fullmatch(name)}
+    if not modules:
         raise UnsupportedLayoutError(f"experts={workload.experts!r} matches no module of the model")
-    return found
+    return modules
 
 
 def expert_pattern(experts: str) -> re.Pattern[str]:
-    """What matches the names of the modules that `Workload.experts` means: `*` stands for one part of a name."""
+    """Compile the pattern of `Workload.experts`: `*` matches one component of a module name."""
     return re.compile(re.escape(experts).replace(r"\*", r"[^.]+"))
 
 
@@ -123,21 +123,21 @@ def _check_experts(name: str, module: nn.Module, layout: Layout, degree: int) ->
 
 
 def _split(module: nn.Module, mesh: Mesh, group: dist.ProcessGroup) -> None:
-    """Keep the experts of this rank, and send tokens where theirs are. To all others a parameter is one DTensor."""
+    """Keep only this rank's experts, and exchange tokens in forward. The parameters become DTensors."""
     degree, index = mesh.size("expert"), mesh.coordinate["expert"]
     devices = mesh.expert_device_mesh("expert")
     places = [(owner, name) for owner in module.modules() for name, _ in owner.named_parameters(recurse=False)]
-    whole = {place: place[0].get_parameter(place[1]) for place in places}
+    whole = {owner_and_name: owner_and_name[0].get_parameter(owner_and_name[1]) for owner_and_name in places}
     num_own = next(iter(whole.values())).shape[0] // degree
     for (owner, name), parameter in whole.items():
-        own = parameter.detach()[index * num_own : (index + 1) * num_own].clone()
-        setattr(owner, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        local = parameter.detach()[index * num_own : (index + 1) * num_own].clone()
+        setattr(owner, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
     shell: Any = copy.deepcopy(module).to("meta")  # computes with the weights that it is called with
     if hasattr(shell, "num_experts"):  # so does transformers call it
         shell.num_experts = num_own
     for (owner, name), parameter in whole.items():
-        part = DTensor.from_local(owner.get_parameter(name).detach(), devices, [Shard(0)], run_check=False)
-        setattr(owner, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        sharded = DTensor.from_local(owner.get_parameter(name).detach(), devices, [Shard(0)], run_check=False)
+        setattr(owner, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     compute = functools.partial(_compute, module, shell, degree)
     module.forward = functools.partial(_forward, compute, degree, num_own, group)
 
@@ -146,7 +146,7 @@ def _split(module: nn.Module, mesh: Mesh, group: dist.ProcessGroup) -> None:
 def _forward(
     compute: Any, degree: int, num_own: int, group: dist.ProcessGroup, tokens: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """What the module would give that had all experts: (N, D), (N, K), (N, K) -> (N, D)."""
+    """Compute the output of the module with all experts: (N, D), (N, K), (N, K) -> (N, D)."""
     chosen = chosen.reshape(len(tokens), -1)
     order = chosen.flatten().argsort(stable=True)  # pairs of a token and a choice: by expert, so by rank
     sends = _count(chosen.flatten(), degree * num_own)
@@ -166,19 +166,19 @@ def _forward(
 
 
 def _count(numbers: Tensor, kinds: int) -> Tensor:
-    """How often each of 0 ... kinds - 1 is there: shape (kinds,). On CUDA `bincount` would wait to see the largest."""
+    """Count the values 0 ... kinds - 1: shape (kinds,). On CUDA `bincount` would synchronise to find the maximum."""
     return numbers.new_zeros(kinds).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _compute(module: nn.Module, shell: Any, degree: int, *arguments: Tensor) -> Any:
-    """What the experts of this rank give, with the weights that the module has now."""
+    """Compute the outputs of this rank's experts with the module's current weights."""
     weights = {name: _Divided.apply(local_tensor(p), degree) for name, p in module.named_parameters()}
     shell.train(module.training)
     return torch.func.functional_call(shell, {**weights, **dict(module.named_buffers())}, arguments)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks of the group, as many as `to` says, and as many from them as `of` says: (N, D) -> (M, D)."""
+    """Exchange rows: `to` rows to each rank of the group, `of` rows from each: (N, D) -> (M, D)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -192,13 +192,13 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    found = rows.new_empty(sum(of), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), list(of), list(to), group=group)
-    return found
+    received = rows.new_empty(sum(of), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(of), list(to), group=group)
+    return received
 
 
 class _Divided(torch.autograd.Function):
-    """A weight, whose gradient is divided."""
+    """Identity in forward; divides the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, degree: int) -> Tensor:

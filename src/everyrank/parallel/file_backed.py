@@ -1,9 +1,9 @@
-"""Tensors whose numbers lie in a file instead of memory: for models that are larger than the memory of a rank.
+"""Tensors in memory-mapped files, for models that do not fit into the memory of a rank.
 
-A file that is mapped into a process is read and written like memory; the kernel keeps of it what there is room for,
-and the rest is on the disk. It counts against no limit of private memory (RLIMIT_DATA), and what of it a control group
-holds, the kernel writes out and takes back before anything is killed. The file has no name any more once it is mapped:
-it goes with the tensor, or with the process. It lies where Python's `tempfile` puts files (TMPDIR says where).
+A mapped file is read and written like memory. The kernel keeps in RAM what fits. It does not count against limits of
+private memory (RLIMIT_DATA), and under a memory cgroup the kernel writes pages out before it kills a process. The file
+is unlinked after mapping, so it disappears with the tensor or the process. It is created in Python's `tempfile` folder
+(set TMPDIR to change it).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMALLEST = 1 << 16  # bytes: a process may have some 65,000 mappings, and what 
 
 
 def file_backed(tensor: Tensor) -> Tensor:
-    """A copy on CPU, in a file of its own where it takes 64 KiB or more. Raises `CannotRunError` for a full disk."""
+    """Copy a tensor to CPU, in a file if it takes 64 KiB or more. Raises `CannotRunError` for a full disk."""
     source = tensor.detach()
     if source.nbytes < _SMALLEST:
         return source.cpu().clone()
@@ -46,7 +46,7 @@ def file_backed(tensor: Tensor) -> Tensor:
 
 
 def _make_room(file: int, num_bytes: int) -> None:
-    """Take the room now: a mapped file that finds none later ends the process with SIGBUS."""
+    """Reserve the disk space now: a mapped file on a full disk ends the process with SIGBUS."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, num_bytes)
     else:
@@ -55,9 +55,9 @@ def _make_room(file: int, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def built_in_files() -> Generator[None]:
-    """Modules that are built in the block have their large parameters and buffers in files, from registration on.
+    """Put large parameters and buffers of modules built in the block into files.
 
-    The numbers are those that they would have in memory: initialisation writes into the file.
+    The values are the same as in memory, because initialisation writes into the file.
     """
 
     def registered(_: nn.Module, __: str, tensor: Any) -> None:
@@ -76,7 +76,7 @@ def built_in_files() -> Generator[None]:
 
 
 def put_into_file(tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Let a tensor have its numbers in a file, as `dtype` (None: its own); one that is small stays in memory."""
+    """Move a tensor's storage to a file, as `dtype` (None: its own); small tensors stay in memory."""
     value = tensor.data.to(dtype) if dtype is not None else tensor.data
     if value.nbytes >= _SMALLEST and (value is not tensor.data or value.untyped_storage().filename is None):
         value = file_backed(value)
@@ -84,6 +84,6 @@ def put_into_file(tensor: Tensor, dtype: torch.dtype | None = None) -> None:
 
 
 def _has_alias(tensor: Tensor) -> bool:
-    """Whether another tensor has the same memory, by which the model may initialise this one after it is registered."""
+    """Whether a second tensor shares the storage, so that the model may still initialise it through that tensor."""
     storage = tensor.untyped_storage()  # the second that holds it
     return torch._C._storage_Use_Count(storage._cdata) > 2  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""The full state of a model that lies in parts on many ranks."""
+"""Gather the full state dict of a model whose tensors are spread over ranks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ __all__ = ["full_state_dict", "replicated_state_dict", "without_advice"]
 
 
 def replicated_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """The state of a model that every rank holds whole: on rank 0's CPU, {} elsewhere."""
+    """Return the state of a replicated model: on rank 0's CPU, {} elsewhere."""
     if rank != 0:
         return {}
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def full_state_dict(parallel: ParallelModel, stages: Stages | None = None) -> dict[str, Tensor]:
-    """Full parameters and persistent buffers: on rank 0's CPU, {} elsewhere. A collective.
+    """Return all parameters and persistent buffers: on rank 0's CPU, {} elsewhere. A collective.
 
-    Parts of tensors are put together one tensor after the other; blocks of other `stages` are sent to rank 0. Of a
-    model with meta=true, which no rank has the memory for, they are kept in files.
+    Sharded tensors are gathered one at a time; blocks of other `stages` are sent to rank 0. For a model with meta=true,
+    which does not fit into memory, the tensors are stored in files.
     """
     model, mesh = parallel.model, parallel.mesh
     rank, group = mesh.world.rank, mesh.world.group
     keep = file_backed if parallel.is_meta else _on_cpu
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     sends = stages is not None and rank != 0 and mesh.is_first("replicate", "shard", "context", "tensor")
     for name, tensor in model.state_dict().items():
         with without_advice():
             whole = full_tensor(tensor)
         if rank == 0:
-            found[name] = keep(whole)
+            result[name] = keep(whole)
         elif sends and stages is not None and name.startswith(f"{stages.path}."):
             dist.send(whole.detach().contiguous(), dst=0, group=group)
     if rank == 0:
@@ -50,8 +50,8 @@ def full_state_dict(parallel: ParallelModel, stages: Stages | None = None) -> di
                 for name, (shape, dtype) in absent.held_elsewhere.items():
                     received = torch.empty(shape, dtype=dtype, device=mesh.world.device)
                     dist.recv(received, src=mesh.rank_at(pipeline=absent.coordinate), group=group)
-                    found[f"{block}.{name}"] = keep(received)
-    return found
+                    result[f"{block}.{name}"] = keep(received)
+    return result
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def without_advice() -> Generator[None]:
-    """Torch advises against gathering over two axes one after the other, which is what is meant here."""
+    """Silence torch's warning about gathering over two axes one after the other, which is intended here."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before = logger.level
     logger.setLevel(logging.ERROR)

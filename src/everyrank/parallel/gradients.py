@@ -1,8 +1,8 @@
-"""Gradients that no wrapper of torch's takes care of: reduced over groups of ranks, and their global norm.
+"""Gradient reduction over groups of ranks outside torch's wrappers, and the global gradient norm.
 
-The norm: each rank squares what it holds, and the squares are added up over all ranks; what several of them hold is
-counted by the first of these alone. Clipping by anything else (the norm of one rank's parts, or of replicas counted
-twice) is another training.
+For the norm each rank squares its local gradients, and the squares are summed over all ranks. A gradient that several
+ranks hold counts only on the first of them. Clipping by the norm of local parts, or with replicas counted twice, is not
+equivalent.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 def norm_params(
     parameters: Sequence[nn.Parameter], mesh: Mesh, of_stage: Collection[nn.Parameter] = ()
 ) -> list[nn.Parameter]:
-    """The parameters whose parts this rank counts in the norm; found once, when all is laid out.
+    """Return the parameters that this rank counts in the norm; computed once, after the model is laid out.
 
-    `of_stage` are those that no other stage of a pipeline holds.
+    `of_stage` are those that no other pipeline stage holds.
     """
     return [parameter for parameter in parameters if is_norm_param(parameter, mesh, parameter in of_stage)]
 
 
 def is_norm_param(parameter: Tensor, mesh: Mesh, is_of_stage: bool) -> bool:
-    """Whether this rank is the first of those that hold the same part of the parameter."""
+    """Whether this rank is the first of those with the same part of the parameter."""
     split = {"pipeline"} if is_of_stage else set[str]()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
@@ -55,7 +55,7 @@ def is_norm_param(parameter: Tensor, mesh: Mesh, is_of_stage: bool) -> bool:
 
 
 def sum_squares(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
-    """The sum of squares of all gradients: float64, shape (), the same on every rank. A collective over the world.
+    """Return the sum of squares of all gradients: float64, shape (), the same on every rank. A collective.
 
     `parameters` are those that this rank counts (`norm_params`).
     """
@@ -66,7 +66,7 @@ def sum_squares(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
 
 
 def _local_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of what this rank counts: float64, shape (). A handful of operators for any number."""
+    """Return the local sum of squares: float64, shape (), with few operators for any number of parameters."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
@@ -76,7 +76,7 @@ def _local_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def average_replicated_grads(parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
-    """Average the gradients of a few parameters that every rank keeps whole, one all-reduce each."""
+    """Average the gradients of parameters that every rank keeps whole, one all-reduce each."""
     if mesh.size(*DATA_AXES) == 1:
         return
     for parameter in parameters:
@@ -86,10 +86,10 @@ def average_replicated_grads(parameters: Sequence[nn.Parameter], mesh: Mesh) -> 
 
 
 def total_and_missing_grads(share: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
-    """The sum of `share`, (sum, count), over all ranks, shape (2,). A collective over the world.
+    """Sum the local (sum, count) over all ranks, shape (2,). A collective over the world.
 
-    Parameters that other ranks have a gradient of get one of zeros here. Who has one is known to the host, and travels
-    between the hosts: on CUDA asking the device would make all of them wait for it.
+    Parameters whose gradient exists only on other ranks get a gradient of zeros. This is exchanged between hosts,
+    because asking the device would synchronise CUDA.
     """
     has_grad = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float64)
     if share.device.type == "cpu":
@@ -105,7 +105,7 @@ def total_and_missing_grads(share: Tensor, parameters: Sequence[nn.Parameter], w
 
 
 def _zero_missing_grads(parameters: Sequence[nn.Parameter], counts: Sequence[float]) -> None:
-    """Give a gradient of zeros to parameters that other ranks have one of; `counts` (one each): how many have."""
+    """Give zero gradients to parameters that other ranks have a gradient of; `counts` is the number of such ranks."""
     for parameter, count in zip(parameters, counts, strict=True):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -113,9 +113,9 @@ def _zero_missing_grads(parameters: Sequence[nn.Parameter], counts: Sequence[flo
 
 @torch.no_grad()
 def all_reduce_grads(parameters: Sequence[nn.Parameter], mesh: Mesh, *stages: str) -> None:
-    """Average the gradients over the ranks that hold the same; with "pipeline", add them up over the stages, too.
+    """Average gradients over the ranks that hold the same parameters; with "pipeline", also sum them over the stages.
 
-    One all-reduce for all gradients of one dtype, in buckets of 25 MiB.
+    One all-reduce per dtype, in buckets of 25 MiB.
     """
     group = mesh.group(*stages, "replicate", "shard", "context")
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]

@@ -1,8 +1,8 @@
-"""What Horovod does in a training: rank 0's state sent to all, and an optimizer whose gradients are summed on the way.
+"""Horovod's training mechanisms: broadcast of rank 0's state, and an optimizer that sums gradients.
 
-`hvd` is the module `horovod.torch`, initialised (`world.start_horovod`). Its optimizer puts a hook on each parameter:
-in the last backward of an update a gradient goes to Horovod's thread as soon as it is there, and that thread sends
-together what is ready on all ranks.
+`hvd` is the module `horovod.torch`, initialised by `world.start_horovod`. Its optimizer hooks each parameter. In the
+last backward of an update, each gradient is passed to Horovod's thread, which reduces those that are ready on all
+ranks.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _GROUP = "horovod"  # in what is counted, in place of the name of a process grou
 
 
 class CountingCompressor:
-    """Horovod's compressor, as which every gradient passes right before it is sent: what passes is counted."""
+    """Horovod's compressor, which every gradient passes before it is sent; it counts the traffic."""
 
     def __init__(self, compressor: Any) -> None:
         self.compressor = compressor
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """(what is sent, what `decompress` needs)."""
+        """Return (the tensor to send, the context for `decompress`)."""
         sent, context = self.compressor.compress(tensor)
         observe_call("all_reduce", _GROUP, [sent])
         return sent, context
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """The sum over all ranks, in the dtype of the gradient."""
+        """Cast the sum over all ranks to the dtype of the gradient."""
         return self.compressor.decompress(tensor, context)
 
 
 class HorovodSum:
-    """The sum of a small tensor over all ranks, which travels while this rank goes on.
+    """An asynchronous sum of a small tensor over all ranks.
 
-    `name`  the same on all ranks: Horovod brings together what has the same name, in whatever order it comes
+    `name`  must be the same on all ranks: Horovod matches tensors by name, in any order
     """
 
     def __init__(self, hvd: Any, tensor: Tensor, name: str, world: World) -> None:
@@ -59,23 +59,23 @@ class HorovodSum:
         self.handle: int = hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
 
     def wait(self) -> Tensor:
-        """The sum; a tensor of its own. Raises `RankFailedError` after the timeout."""
+        """Return the sum as a new tensor. Raises `RankFailedError` after the timeout."""
         with recorded("horovod", "all_reduce"):
             wait_for_horovod(self.hvd, [self.handle], self.world)
             return self.hvd.synchronize(self.handle)
 
 
 def broadcast_model(hvd: Any, model: nn.Module, world: World) -> None:
-    """Start every rank from rank 0's parameters and buffers. Raises `CannotRunError` for what Horovod cannot send."""
+    """Broadcast parameters and buffers of rank 0. Raises `CannotRunError` for dtypes that Horovod cannot send."""
     named = [*model.named_parameters(), *model.named_buffers()]
     _broadcast(hvd, [(f"model/{name}", tensor.detach()) for name, tensor in named], world)
 
 
 def broadcast_optimizer(hvd: Any, optimizer: Optimizer, world: World) -> None:
-    """Go on everywhere with the state of rank 0's optimizer, once a checkpoint has been read; nothing where none has.
+    """Broadcast rank 0's optimizer state after a checkpoint was loaded; does nothing without one.
 
-    Not by `hvd.broadcast_optimizer_state`: where the state is empty that makes a step with gradients of zero to fill
-    it, which decays weights and counts as a first step of Adam; and what is no tensor it sends pickled.
+    `hvd.broadcast_optimizer_state` is not used: it fills empty state by a step with zero gradients, which applies
+    weight decay and counts as a step of Adam, and it pickles values that are not tensors.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     named = [
@@ -88,7 +88,7 @@ def broadcast_optimizer(hvd: Any, optimizer: Optimizer, world: World) -> None:
 
 
 def _broadcast(hvd: Any, named: list[tuple[str, Tensor]], world: World) -> None:
-    """What `hvd.broadcast_parameters` does, with an end to the wait."""
+    """The same as `hvd.broadcast_parameters`, with a timeout."""
     for name, tensor in named:
         if tensor.dtype in (torch.bfloat16, torch.complex64, torch.complex128):
             raise CannotRunError(f"layout horovod: {name} is {tensor.dtype}, which Horovod cannot send; use ddp")
@@ -102,13 +102,13 @@ def _broadcast(hvd: Any, named: list[tuple[str, Tensor]], world: World) -> None:
 def distributed_optimizer(
     hvd: Any, optimizer: Optimizer, model: nn.Module, num_micro_batches: int, compress: str
 ) -> Any:
-    """Horovod's optimizer in place of a person's: `synchronize()` waits for the sums of all gradients.
+    """Wrap the user's optimizer in Horovod's: `synchronize()` waits for the sums of all gradients.
 
-    The sum, not the average: ranks of a ragged batch have different numbers of terms, and an average of their means
-    would weigh them alike. Of `num_micro_batches` backwards the last one sends.
+    It sums instead of averaging: with an uneven last batch, ranks have different numbers of terms, and an average of
+    their means would be wrong. Only the last of `num_micro_batches` backwards sends.
 
-    Horovod makes an object of a class of its own from the parameter groups alone. Raises `UnsupportedLayoutError`
-    where the person's optimizer keeps anything elsewhere, which would be lost without a word.
+    Horovod builds its own class from the parameter groups only. Raises `UnsupportedLayoutError` if the user's optimizer
+    keeps state elsewhere, which would be lost.
     """
     kind = type(optimizer).__name__
     try:
@@ -134,14 +134,16 @@ def distributed_optimizer(
 
 
 def check_every_gradient(model: nn.Module) -> None:
-    """Raise `WorkloadError` for a parameter without a gradient: Horovod would make it zeros, and the step decay it."""
+    """Raise `WorkloadError` for a parameter without a gradient: Horovod would use zeros, and the step apply weight
+    decay.
+    """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
             raise WorkloadError(f"layout horovod: parameter {name} took no part in the loss; freeze it, or use ddp")
 
 
 def wait_for_gradients(hvd: Any, optimizer: Any, world: World) -> None:
-    """Until every gradient is the sum over all ranks. Raises `RankFailedError` after the timeout."""
+    """Wait until every gradient is the sum over all ranks. Raises `RankFailedError` after the timeout."""
     with recorded("horovod", "all_reduce"):
         on_their_way = [handle for handle, _ in optimizer._handles.values()]
         wait_for_horovod(hvd, [handle for handle in on_their_way if isinstance(handle, int)], world)
@@ -149,7 +151,7 @@ def wait_for_gradients(hvd: Any, optimizer: Any, world: World) -> None:
 
 
 def sum_untrained_grads(hvd: Any, model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    """Sum the gradients that the optimizer, and so Horovod, does not know: they count in the norm that is clipped."""
+    """Sum gradients of parameters that the optimizer does not have: they count in the clipping norm."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and id(parameter) not in trained:

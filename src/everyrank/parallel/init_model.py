@@ -1,9 +1,9 @@
-"""Build the model: seeded; and one that no rank has the memory for, part by part.
+"""Build the model: seeded on every rank, or part by part for a model that does not fit on a rank.
 
-With `meta=true` every rank builds the model on torch's meta device, which gives it shapes and no memory, and it is
-split, sharded or cut into stages like that. Then each rank makes room for its parts, and rank 0, the only one that has
-built the model in full (its numbers in files, not in memory), hands out tensor by tensor. The bits are those of
-building in full everywhere; the most that a rank holds beside its parts is one tensor.
+With `meta=true` every rank builds the model on torch's meta device, with shapes but no memory, and splits it there.
+Then each rank allocates its parts. Only rank 0 builds the full model (in files, not in memory) and broadcasts it tensor
+by tensor. The bits are the same as when every rank builds it in full. The peak memory is the parts of a rank and one
+tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["init_model", "materialise", "on_cpu", "on_meta", "seed_everything", 
 
 
 def seed_everything(seed: int) -> None:
-    """All generators that model code draws from."""
+    """Seed all generators that model code may use."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -42,11 +42,11 @@ def seed_everything(seed: int) -> None:
 def init_model(
     workload: Workload, layout: Layout, world: World, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, nn.Module | None]:
-    """(the model on this rank's device, None), or with meta=true (the model without memory, rank 0's in full).
+    """Return (the model on this rank's device, None), or with meta=true (the model on meta, rank 0's full model).
 
-    `dtype` is that of its parameters; None: the layout's.
+    `dtype` is that of the parameters; None for the layout's.
 
-    Raises `WorkloadError` for what is no model, `CannotRunError` where a rank has not the devices it needs.
+    Raises `WorkloadError` for a value that is no module, and `CannotRunError` if a rank lacks the devices it needs.
     """
     dtype = dtype or param_dtype(layout)
     if not layout.read(BuildOptions).meta:
@@ -62,9 +62,9 @@ def init_model(
         with torch.device("meta"):
             model = _called(workload, layout, world)
     except (RuntimeError, NotImplementedError) as error:
-        what = str(error).splitlines()[0]
+        first_line = str(error).splitlines()[0]
         raise WorkloadError(
-            f"layout {layout}: the model cannot be built on the meta device ({what}); leave out meta"
+            f"layout {layout}: the model cannot be built on the meta device ({first_line}); leave out meta"
         ) from error
     return model.to("meta", dtype), full
 
@@ -92,20 +92,20 @@ def _called(workload: Workload, layout: Layout, world: World) -> nn.Module:
 
 
 def on_cpu(workload: Workload) -> nn.Module:
-    """The model for a look at it, on CPU and not seeded."""
+    """Build the model on CPU to inspect it, without seeding."""
     make: Any = workload.model
     return make([torch.device("cpu")] * workload.num_devices) if workload.num_devices > 1 else make()
 
 
 def on_meta(workload: Workload) -> nn.Module:
-    """The same without memory. Raises what the model raises where it needs numbers to be built."""
+    """Build the model on the meta device. Raises what the model raises if it needs values."""
     with torch.device("meta"):
         make: Any = workload.model
         return make([torch.device("meta")] * workload.num_devices) if workload.num_devices > 1 else make()
 
 
 def _devices(layout: Layout, world: World) -> list[torch.device]:
-    """The devices of this rank: one, or as many as the layout says; on CPU they are all the same."""
+    """Return the devices of this rank, one or as many as the layout requests; on CPU they are all the same."""
     count = layout.read(DeviceOptions).devices
     if world.device.type != "cuda" or count == 1:
         return [world.device] * count
@@ -120,7 +120,7 @@ def _devices(layout: Layout, world: World) -> list[torch.device]:
 
 
 def _keep_together(model: nn.Module, first: torch.device, home: torch.device) -> None:
-    """Inputs go to the model's first device; outputs come back to where the targets are."""
+    """Move inputs to the model's first device and outputs back to the device of the targets."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors(args, lambda tensor: tensor.to(first)), map_tensors(kwargs, lambda tensor: tensor.to(first))
@@ -131,41 +131,41 @@ def _keep_together(model: nn.Module, first: torch.device, home: torch.device) ->
 
 @torch.no_grad()
 def materialise(model: nn.Module, full: nn.Module | None, world: World) -> None:
-    """Make room for this rank's parts of a model on the meta device, and fill them from rank 0's. A collective.
+    """Allocate this rank's parts of a model on the meta device and fill them from rank 0. A collective.
 
-    Raises `WorkloadError` for a model that rank 0 has built with other tensors than this rank.
+    Raises `WorkloadError` if rank 0's model has different tensors.
     """
     ties = shared_parameters(model)
     model.to_empty(device=world.device)
     for (first_module, first_name), *others in ties:  # which `to_empty` has untied
-        kept = model.get_submodule(first_module).get_parameter(first_name)
+        shared = model.get_submodule(first_module).get_parameter(first_name)
         for module, name in others:
-            setattr(model.get_submodule(module), name, kept)
+            setattr(model.get_submodule(module), name, shared)
     places = _tensors(model)
     for name, whole in _hand_out(full, world):
-        place = places.pop(name, None)
-        if isinstance(place, DTensor):
-            shape, start = compute_local_shape_and_global_offset(whole.shape, place.device_mesh, place.placements)
-            part = tuple(slice(begin, begin + size) for begin, size in zip(start, shape, strict=True))
-            place.to_local().copy_(whole[part])
-        elif place is not None:
-            place.copy_(whole)
+        target = places.pop(name, None)
+        if isinstance(target, DTensor):
+            shape, start = compute_local_shape_and_global_offset(whole.shape, target.device_mesh, target.placements)
+            slices = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+            target.to_local().copy_(whole[slices])
+        elif target is not None:
+            target.copy_(whole)
     if places:
         raise WorkloadError(f"meta=true: rank 0 built the model without {min(places)}; build it alike on all ranks")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, also those that are in no state; of shared ones the first."""
+    """Return parameters and buffers, persistent or not; of shared tensors only the first."""
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _hand_out(full: nn.Module | None, world: World) -> Iterator[tuple[str, Tensor]]:
-    """Name and numbers of each tensor of rank 0's model, one after the other, on this rank's device. A collective."""
-    own = _tensors(full) if full is not None else {}
-    about = [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in own.items()]
+    """Broadcast each tensor of rank 0's model in turn; yield its name and values. A collective."""
+    tensors = _tensors(full) if full is not None else {}
+    about = [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()]
     for name, shape, dtype in broadcast_value(0, about, world):
         if full is not None:
-            whole = own.pop(name).contiguous().to(world.device)
+            whole = tensors.pop(name).contiguous().to(world.device)
         else:
             whole = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
         if world.size > 1 and whole.numel():
@@ -174,7 +174,7 @@ def _hand_out(full: nn.Module | None, world: World) -> Iterator[tuple[str, Tenso
 
 
 def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Parameters that several modules share: (module, name there) of each place."""
+    """Return parameters that several modules share, each as a list of (module, name)."""
     places: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,8 +1,8 @@
-"""Replicas that go their own ways for some updates, and then meet in the mean of where they are.
+"""Local SGD: each rank trains its replica for some updates, then the replicas are averaged.
 
-Each counts for as much as the loss terms that it has seen since the last mean: where every update is averaged, plain
-SGD is then that of one device, ragged batches too. The optimizer's state is averaged with the parameters, so that after
-it all ranks hold the same, and a checkpoint is one.
+Each replica is weighted by the loss terms it has seen since the last average. With an average after every update, plain
+SGD then equals training on one device, uneven last batches included. The optimizer state is averaged with the
+parameters, so that afterwards all ranks are identical and one checkpoint holds everything.
 
 Source: McMahan et al., AISTATS 2017 (the weights); Yu, Jin and Yang, ICML 2019 (momentum averaged, too)
 """
@@ -25,18 +25,18 @@ __all__ = ["Averaging", "averaged_state"]
 
 
 def averaged_state(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """What replicas average: trained parameters, buffers and the optimizer's state, floating-point tensors of them.
+    """Return the tensors to average: floating-point parameters, buffers and optimizer state.
 
-    Not the numbers that an optimizer keeps in tensors without dimensions (Adam's `step`).
+    Scalars of the optimizer such as Adam's `step` are not averaged.
     """
     state: list[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            own: dict[str, Any] = optimizer.state.get(parameter, {})
-            state += [own[key] for key in sorted(own) if not _is_number(own[key])]
+            optimizer_state: dict[str, Any] = optimizer.state.get(parameter, {})
+            state += [optimizer_state[key] for key in sorted(optimizer_state) if not _is_number(optimizer_state[key])]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = [*trained, *model.buffers(), *state]
-    return [one for one in found if isinstance(one, Tensor) and one.is_floating_point()]
+    values = [*trained, *model.buffers(), *state]
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def _is_number(value: Any) -> bool:
@@ -44,13 +44,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(optimizer: Optimizer) -> list[Tensor]:
-    """What the optimizer counts, for each parameter."""
-    own = [optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"]]
-    return [state[key] for state in own for key in sorted(state) if _is_number(state[key])]
+    """Return the scalar state of the optimizer for each parameter."""
+    states = [optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"]]
+    return [state[key] for state in states for key in sorted(state) if _is_number(state[key])]
 
 
 class Averaging:
-    """When the replicas of a model meet, and how.
+    """The schedule and the averaging of replicas.
 
     every         updates from one mean to the next
     num_updates   done since the last one
@@ -64,16 +64,18 @@ class Averaging:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all ranks hold the same now."""
+        """Whether all ranks hold identical replicas now."""
         return self.num_updates == 0
 
-    def begin_anew(self) -> None:
-        """All ranks hold the same: nothing was done since."""
+    def reset_counts(self) -> None:
+        """Reset the counts, because all ranks hold identical replicas."""
         self.num_updates = 0
         self.num_terms.zero_()
 
     def after_update(self, num_terms: Tensor) -> None:
-        """An update is done that counted so many terms here. Every so many of them a collective."""
+        """Count an update with so many local loss terms, and average after every `every` updates. Then it is a
+        collective.
+        """
         self.num_updates += 1
         self.num_terms += num_terms
         if self.num_updates == self.every:
@@ -81,39 +83,39 @@ class Averaging:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Let all ranks have the mean of what they hold. A collective."""
+        """Average the replicas in place. A collective."""
         state, numbers = averaged_state(self.model, self.optimizer), _numbers(self.optimizer)
         _average(state, self.num_terms, self.world, numbers)
         # what has no mean is rank 0's: steps that the optimizer has counted, batches that batch norm has
         for buffer in self.model.buffers():
             if not buffer.is_floating_point() and self.world.size > 1:
                 dist.broadcast(buffer, src=0, group=self.world.group)
-        self.begin_anew()
+        self.reset_counts()
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def swapped_in(self) -> Generator[None]:
-        """While the model has the mean of all replicas; then each its own again. A collective."""
+    def averaged_weights(self) -> Generator[None]:
+        """Swap in the average of all replicas for the block, then restore each. A collective."""
         if self.are_equal:
             yield
             return
-        own = [*self.model.parameters(), *self.model.buffers()]
-        before = [tensor.clone() for tensor in own]
-        _average([tensor for tensor in own if tensor.is_floating_point()], self.num_terms, self.world)
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        before = [tensor.clone() for tensor in tensors]
+        _average([tensor for tensor in tensors if tensor.is_floating_point()], self.num_terms, self.world)
         try:
             yield
         finally:
-            for tensor, kept in zip(own, before, strict=True):
-                tensor.copy_(kept)
+            for tensor, saved in zip(tensors, before, strict=True):
+                tensor.copy_(saved)
 
 
 def _average(tensors: list[Tensor], weight: Tensor, world: World, numbers: Sequence[Tensor] = ()) -> None:
-    """The weighted mean of each tensor over ranks, and rank 0's `numbers`, in place; one all-reduce for each dtype."""
+    """Weighted mean of each tensor over the ranks, and rank 0's `numbers`, in place; one all-reduce per dtype."""
     if world.size == 1 or world.group is None:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in (*tensors, *numbers)):
-        own = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = flatten([*own, torch.ones(1, dtype=dtype, device=world.device)])
+        same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = flatten([*same_dtype, torch.ones(1, dtype=dtype, device=world.device)])
         flat *= weight.to(dtype)
         counted = [number for number in numbers if number.dtype == dtype]
         if counted:  # they may lie on the CPU beside parameters of a GPU; the other ranks add nothing to rank 0's
@@ -122,6 +124,6 @@ def _average(tensors: list[Tensor], weight: Tensor, world: World, numbers: Seque
         dist.all_reduce(flat, group=world.group)
         counts, means = flat[: len(counted)], flat[len(counted) :]
         means /= means[-1].clone()
-        write_back(means[:-1], own)
+        write_back(means[:-1], same_dtype)
         for number, count in zip(counted, counts, strict=True):
             number.copy_(count)

@@ -1,4 +1,4 @@
-"""The loss and the metrics of a micro-batch, as (sum, count): only sums can be added up over ranks."""
+"""Loss and metrics of a micro-batch as (sum, count), because only sums can be added up over ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def compute_loss(
     mesh: Mesh,
     deferred_errors: list[UnsupportedLayoutError] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(sum, share) of one forward pass: the sum with its graph, shape (); (sum, count) detached, float64, shape (2,).
+    """Return (loss sum with its graph, shape (); local (sum, count), detached, float64, shape (2,)).
 
-    `deferred_errors` is for ranks that take the loss while others wait for its gradient: see
-    `parallel.batch_gather.loss_scope`. Raises `WorkloadError` for a loss that is no (sum, count).
+    `deferred_errors` is for ranks that compute the loss while others wait for its gradient: see
+    `parallel.batch_gather.loss_scope`. Raises `WorkloadError` for a loss that does not return (sum, count).
     """
     with loss_scope(batch, mesh, workload.order, deferred_errors):
         loss_sum, count = _pair(workload.loss(output, batch.target), "loss")
@@ -39,11 +39,11 @@ def compute_loss(
         loss_sum, count = loss_sum * 0.0, 0.0
     if loss_sum.device.type == "cpu":
         return loss_sum, torch.tensor((loss_sum.item(), float(count)), dtype=torch.float64)
-    return loss_sum, _share_on_device(loss_sum, count)
+    return loss_sum, _local_sum_on_device(loss_sum, count)
 
 
-def _share_on_device(loss_sum: Tensor, count: Any) -> Tensor:
-    """(sum, count) where the loss is: reading it would make the host wait, and so would a number put into a tensor."""
+def _local_sum_on_device(loss_sum: Tensor, count: Any) -> Tensor:
+    """Put (sum, count) on the device of the loss: reading it, or copying a Python number, would synchronise."""
     is_there = isinstance(count, Tensor) and count.device == loss_sum.device
     share = torch.full((2,), 0.0 if is_there else float(count), dtype=torch.float64, device=loss_sum.device)
     share[0] = loss_sum.detach()
@@ -54,9 +54,9 @@ def _share_on_device(loss_sum: Tensor, count: Any) -> Tensor:
 
 @torch.no_grad()
 def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | None = None) -> Tensor:
-    """The rank's shares of (sum, count): the loss in row 0, each metric after it; float64, shape (1 + metrics, 2).
+    """Return the rank's local (sum, count) of the loss in row 0 and of each metric; float64, shape (1 + metrics, 2).
 
-    Without a `mesh` a function over the whole batch gets the rank's own part: then no other rank is waited for.
+    Without a `mesh`, `gather` returns only the local rows, so that no other rank is waited for.
     """
     shares = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
     functions = [("loss", workload.loss), *workload.metrics.items()]
@@ -70,17 +70,17 @@ def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | N
 
 
 def check_total(total: float, count: float) -> None:
-    """Raise for a loss that has no terms (`WorkloadError`), or is no number (`NotFiniteError`)."""
+    """Raise `WorkloadError` for a loss without terms, `NotFiniteError` for NaN or infinity."""
     if count == 0:
         raise WorkloadError("the loss counted 0 terms over all ranks; there is nothing to average over")
     if not math.isfinite(total):
         raise NotFiniteError(f"the loss is {total / count}")
 
 
-def _pair(value: Any, what: str) -> tuple[Any, Any]:
+def _pair(value: Any, source: str) -> tuple[Any, Any]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise WorkloadError(
-            f"{what}: it returned {_shape(value)}; it must return (sum over the terms, number of terms)"
+            f"{source}: it returned {_shape(value)}; it must return (sum over the terms, number of terms)"
         )
     return value[0], value[1]
 

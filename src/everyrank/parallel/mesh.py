@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from everyrank.data import Slice
-from everyrank.layout import AXES, DATA_AXES, SAMPLE_AXES, Layout, find_own_code
+from everyrank.layout import AXES, DATA_AXES, SAMPLE_AXES, Layout, find_custom_parallelize
 from everyrank.world import World, store_barrier
 
 __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_mesh", "open_mesh"]
@@ -50,46 +50,46 @@ class Mesh:
     in_lockstep: bool = True
 
     def size(self, *axes: str) -> int:
-        """How many ranks the axes have together."""
+        """Return the number of ranks along these axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
     def data_slice(self) -> Slice:
-        """The part of each micro-batch that this rank reads."""
+        """The slice of each micro-batch that this rank reads."""
         if self.is_server:
             return Slice(0, 0)
         return Slice(self._place(SAMPLE_AXES), self.size(*SAMPLE_AXES))
 
     @property
     def rng_stream(self) -> int:
-        """Which random numbers dropout draws here: another stream for ranks with other samples, or other positions."""
+        """The stream of random numbers for dropout: different for ranks with different samples or positions."""
         return self.data_rank
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank among those that have other samples or positions."""
+        """The index of this rank among the ranks with different samples or positions."""
         return self._place(DATA_AXES)
 
     def _place(self, axes: Iterable[str]) -> int:
-        """The number of this rank among those that differ from it in these axes, outermost first."""
-        place = 0
+        """Return the index of this rank among those that differ from it in these axes, outermost first."""
+        index = 0
         for axis in axes:
-            place = place * self.sizes[axis] + self.coordinate[axis]
-        return place
+            index = index * self.sizes[axis] + self.coordinate[axis]
+        return index
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank stands outside of the mesh."""
+        """Whether this rank is a parameter server, outside the mesh."""
         return self.world.rank < self.servers
 
     def is_first(self, *axes: str) -> bool:
-        """Whether this rank is the first on all these axes: of ranks that hold the same, the one that counts."""
+        """Whether this rank is the first on all these axes, and so counts for all replicas along them."""
         return all(self.coordinate[axis] == 0 for axis in axes)
 
     def group(self, *axes: str, use: str = "") -> dist.ProcessGroup | None:
-        """The ranks that differ from this one in these axes alone; None where that is nobody.
+        """Return the process group of the ranks that differ from this one only in these axes; None if there are none.
 
-        A collective over the whole world when it is first asked for. Each `use` has a group of its own.
+        The first call for a set of axes is a collective over the whole world. Each `use` has its own group.
         """
         if self.size(*axes) == 1 or self.world.group is None:
             return None
@@ -102,7 +102,7 @@ class Mesh:
         return cache.groups[key]
 
     def _new_group(self, axes: tuple[str, ...]) -> Any:
-        """The groups along these axes, made in the same order by every rank; this rank's own."""
+        """Create the groups along these axes in the same order on every rank. Returns this rank's group."""
         everywhere = itertools.product(*(range(size) for size in self.sizes.values()))
         members: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinate in enumerate(everywhere, self.servers):
@@ -119,37 +119,37 @@ class Mesh:
         return dist.split_group(split_ranks=members, timeout=timeout)  # nccl: one split of its communicator for all
 
     def rank_at(self, **coordinate: int) -> int:
-        """The rank that differs from this one in the given coordinates."""
+        """Return the rank with these coordinates, and otherwise the same as this rank's."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + coordinate.get(axis, self.coordinate[axis])
         return self.servers + rank
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """Torch's mesh over these of the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
+        """Return a DeviceMesh over the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
 
-        `context` and `expert` count as parts of `shard`: parameters are equal along all of them, so FSDP shards over
-        all of them. What is an expert's is on another mesh.
+        `context` and `expert` are folded into `shard`: parameters are equal along all of them, so FSDP shards over all
+        of them. Parameters of experts use `expert_device_mesh`.
         """
         sizes = {axis: self.sizes[axis] for axis in AXES if axis not in ("context", "expert")}
         sizes["shard"] *= self.size("context", "expert")
-        kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
-        return make_device_mesh(self.world, kept)[axes]
+        used = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
+        return make_device_mesh(self.world, used)[axes]
 
     def expert_device_mesh(self, *axes: str) -> DeviceMesh:
-        """The same for the parameters of experts, which are not equal along `expert`: an axis of its own here."""
+        """Return the DeviceMesh for parameters of experts, where `expert` is an axis of its own."""
         sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
         sizes["shard"] *= self.sizes["context"]
         # torch combines only parts of one mesh: the same one, whichever of its axes are asked for
-        kept = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in ("shard", "expert"))
-        return make_device_mesh(self.world, kept)[axes]
+        used = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in ("shard", "expert"))
+        return make_device_mesh(self.world, used)[axes]
 
     def group_axes(self) -> dict[str, str]:
-        """Name of a process group -> the axes of this layout it goes along, for whoever counts what travels."""
-        found = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
+        """Return process group name -> axes of this layout, for measuring communication."""
+        result = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
         for (sizes, axes, _), group in self.world.group_cache.groups.items():
             if sizes == tuple(self.sizes.items()) and group is not None:  # a server is in no group of trainers
-                found[group.group_name] = self._axes_text(axes)
+                result[group.group_name] = self._axes_text(axes)
         for mesh in self.world.group_cache.device_meshes.values():
             if mesh.size() == self.world.size:  # one over context as well serves layouts with and without that axis
                 names = mesh.mesh_dim_names or ()
@@ -158,16 +158,16 @@ class Mesh:
                 ]
                 for axis in names:
                     along = parts_of_shard if axis == "shard" else (axis,)  # see `device_mesh`
-                    found.setdefault(mesh.get_group(axis).group_name, self._axes_text(along) or axis)
-        return found
+                    result.setdefault(mesh.get_group(axis).group_name, self._axes_text(along) or axis)
+        return result
 
     def _axes_text(self, axes: Iterable[str]) -> str:
-        """`replicate x context`: of these axes those that are longer than one rank."""
+        """Return `replicate x context`: those of these axes with more than one rank."""
         return " x ".join(axis for axis in axes if self.sizes.get(axis, 1) > 1)
 
 
 def make_device_mesh(world: World, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    """Torch's mesh of all ranks with these axes (name, size), outermost first; made once in a world."""
+    """Return torch's DeviceMesh over all ranks with these axes (name, size), outermost first; cached per world."""
     meshes = world.group_cache.device_meshes
     if axes not in meshes:
         names, sizes = zip(*axes, strict=True)
@@ -181,31 +181,31 @@ def make_device_mesh(world: World, axes: tuple[tuple[str, int], ...]) -> DeviceM
 
 
 def _wait_until_connected(world: World, name: str) -> None:
-    """All of them: a rank that fails, or refuses, before others have connected leaves them waiting inside gloo."""
+    """Barrier after making groups: if a rank failed before the others connect, they would hang inside gloo."""
     count = len(world.group_cache.groups) + len(world.group_cache.device_meshes)
     store_barrier(world, f"process group {count} ({name})")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The rank's own part of a tensor; one that is not split as it is."""
+    """Return the rank's local part of a tensor; unsharded tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(value: Any) -> Any:
-    """All of a tensor that ranks have parts of, on each of them; anything else as it is. A collective of these."""
+    """Gather a sharded tensor on each rank; other tensors unchanged. A collective for sharded ones."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The rank's own part of each."""
+    """Return the rank's local part of each tensor."""
     return [local_tensor(tensor) for tensor in tensors]
 
 
 def open_mesh(layout: Layout, world: World) -> Mesh:
-    """The mesh of a layout in this world. Raises `LayoutError` for degrees that do not multiply to its size."""
+    """Open the mesh of a layout in this world. Raises `LayoutError` for degrees that do not multiply to its size."""
     degrees = layout.mesh(world.size) if layout.axis is not None else {}
     if layout.row.any_axes:
-        degrees = find_own_code(layout, world.size).sizes()
+        degrees = find_custom_parallelize(layout, world.size).sizes()
     sizes = {axis: degrees.get(axis, 1) for axis in AXES}
     coordinate: dict[str, int] = {}
     servers = layout.servers

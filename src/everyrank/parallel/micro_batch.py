@@ -1,4 +1,4 @@
-"""What the forward pass in progress must know of its micro-batch: padding, recomputation, the modes it runs under."""
+"""State of the micro-batch in the current forward pass: dummy sample, recomputation, contexts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ContextFactory = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class MicroBatchState:
-    """The micro-batch that goes through the model, forward or backward. One for each model.
+    """The micro-batch in the current forward or backward pass; one per model.
 
     is_padding        it is a padding sample: one of weight zero, on a rank that has no sample of its own
     is_recomputing    a block runs its forward once more, in backward
@@ -26,7 +26,7 @@ class MicroBatchState:
 
     @contextlib.contextmanager
     def enter(self, is_padding: bool) -> Generator[None]:
-        """While a micro-batch goes through the model."""
+        """Enter a micro-batch for the duration of its forward and backward pass."""
         self.is_padding = is_padding
         with contextlib.ExitStack() as stack:
             for context in self.contexts:
@@ -35,7 +35,7 @@ class MicroBatchState:
 
     @contextlib.contextmanager
     def recomputing(self) -> Generator[None]:
-        """While a block runs its forward again: running statistics have already seen this micro-batch."""
+        """Mark that a block runs its forward again, so that running statistics are not updated twice."""
         self.is_recomputing = True
         try:
             with contextlib.ExitStack() as stack:

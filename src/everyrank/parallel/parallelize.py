@@ -1,4 +1,4 @@
-"""The model of one rank. One place owns the order of what is done to it."""
+"""Build the model of one rank: the single place that fixes the order of all mechanisms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["ParallelModel", "broadcast_from_rank_0", "call_model", "exact_dropou
 
 @dataclass
 class ParallelModel:
-    """A model as it is laid out on this rank, and what its forward passes need to know of the batch in progress.
+    """The model as laid out on this rank, and the state that its forward passes need.
 
     rank_0_model        rank 0's model in full, as long as the model itself is on the meta device
     micro_batch_state   what forward passes know of the micro-batch in progress
@@ -63,32 +63,32 @@ class ParallelModel:
 
     @property
     def is_meta(self) -> bool:
-        """Whether no rank is to hold all of the model in memory."""
+        """Whether the model is built on the meta device because no rank can hold all of it."""
         return self.layout.read(BuildOptions).meta
 
     def materialise(self) -> None:
-        """Give the model its numbers, where it was built without (meta=true): behind all that splits it."""
+        """Fill a model from the meta device with values, after everything that splits it."""
         if self.is_meta:
             materialise(self.model, self.rank_0_model, self.mesh.world)
             self.rank_0_model = None
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Batch) -> Generator[Batch]:
-        """While a batch goes through the model, forward and backward; gives the part of it that goes in here."""
-        part = self.context.take(batch) if self.context is not None else batch
+        """Enter a batch for forward and backward. Yields the part of it that this rank computes on."""
+        local_batch = self.context.take(batch) if self.context is not None else batch
         if self.dropout is not None:
-            self.dropout.begin(part, self.context.pieces if self.context is not None else ())
+            self.dropout.begin(local_batch, self.context.pieces if self.context is not None else ())
         with self.micro_batch_state.enter(is_padding=not batch.size):
-            yield part
+            yield local_batch
         if self.context is not None:
             self.context.check()
 
     def count_once(self, pair: Tensor) -> Tensor:
-        """(sum, count), shape (2,); zeros on all but the first of the tensor ranks, which have the same loss."""
+        """Return (sum, count), shape (2,), on the first tensor rank and zeros on the others, whose loss is the same."""
         return pair if self.mesh.is_first("tensor") else torch.zeros_like(pair)
 
     def before_first_update(self, check: Callable[[], None]) -> bool:
-        """Call `check` once, before the first update. True in that call, False later."""
+        """Call `check` once, before the first update. Returns True in that call, False later."""
         if self.is_checked:
             return False
         self.is_checked = True
@@ -96,7 +96,7 @@ class ParallelModel:
         return True
 
     def end_update(self) -> None:
-        """After the optimizer's step. Where batch norm is local: all have rank 0's running statistics."""
+        """Finish an update after the optimizer's step: with local batch norm, broadcast rank 0's running statistics."""
         if self.layout.read(BatchNormOptions).batch_norm == "local":
             broadcast_statistics(self._statistics, self.mesh.world)
 
@@ -105,12 +105,12 @@ class ParallelModel:
         return statistics_of(self.model)
 
     def reduce_partial_grads(self) -> None:
-        """After the last backward of an update: add up over the tensor axis what each rank has a partial sum of."""
+        """After the last backward, all-reduce gradients that are partial sums over the tensor axis."""
         if self.tensor is not None:
             self.tensor.reduce_partial_grads()
 
     def gather_output(self, output: Any) -> Any:
-        """An output that several ranks have parts of, put together; a collective of these."""
+        """Gather an output that is split over several ranks. A collective for split outputs."""
         output = map_tensors(output, full_tensor)
         return self.context.gather_output(output) if self.context is not None else output
 
@@ -141,7 +141,11 @@ def parallelize(
     experts = apply_expert_parallel(model, workload, layout, mesh)
     context = apply_context_parallel(model, workload, layout, mesh, dropout)
     state = MicroBatchState(
-        contexts=[*functions, *(part.context for part in (tensor, context) if part is not None), *contexts],
+        contexts=[
+            *functions,
+            *(mechanism.context for mechanism in (tensor, context) if mechanism is not None),
+            *contexts,
+        ],
         recompute_contexts=[*functions, *([context.context] if context is not None else []), *contexts],
     )
     # recomputing must not move running statistics twice, and a simulated rank may have no sample
@@ -156,7 +160,7 @@ def parallelize(
 
 
 def _check_dense_gradients(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
-    """Raise `UnsupportedLayoutError` for embeddings with sparse gradients under a layout that reduces gradients."""
+    """Raise `UnsupportedLayoutError` for sparse embedding gradients under a layout that reduces gradients."""
     if mesh.world.group is None or layout.strategy == "local_sgd":
         return
     for name, module in model.named_modules():
@@ -170,7 +174,7 @@ def _check_dense_gradients(model: nn.Module, layout: Layout, mesh: Mesh) -> None
 def exact_dropout(
     workload: Workload, layout: Layout, mesh: Mesh, model: nn.Module
 ) -> tuple[ExactDropout | None, list[ContextFactory]]:
-    """(the forward pass as masks of dropout know it, contexts to be entered around it); (None, []) without dropout."""
+    """Set up exact dropout. Returns (its state, contexts to enter around it), or (None, []) without dropout."""
     dropout = apply_exact_dropout(model, workload, layout, mesh, functools.partial(find_blocks, workload, model))
     if dropout is None or not dropout.is_watching:
         return dropout, []
@@ -178,7 +182,7 @@ def exact_dropout(
 
 
 def _batch_norm_world(mesh: Mesh) -> World:
-    """The ranks that have samples, or parts of sequences, of their own, as a world of their own."""
+    """Return a world of the ranks that have different samples or parts of sequences."""
     # on CUDA a communicator of its own: in DDP's its small collectives would wait behind the buckets of gradients
     use = "batch norm" if mesh.world.device.type == "cuda" else ""
     size, group = mesh.size(*DATA_AXES), mesh.group(*DATA_AXES, use=use)
@@ -186,14 +190,14 @@ def _batch_norm_world(mesh: Mesh) -> World:
 
 
 def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
-    """Start every rank from rank 0's parameters and buffers, also where building drew on something unseeded."""
+    """Broadcast parameters and buffers of rank 0, in case building the model used unseeded random numbers."""
     if world.size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0, group=world.group)
 
 
 def find_blocks(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """The modules at `Workload.blocks`, in order; [] where it is None. Raises `WorkloadError` for a wrong path."""
+    """Return the modules at `Workload.blocks`, in order; [] for None. Raises `WorkloadError` for a wrong path."""
     if workload.blocks is None:
         return []
     try:
@@ -211,7 +215,7 @@ def find_blocks(workload: Workload, model: nn.Module) -> list[nn.Module]:
 def _apply_recompute(
     model: nn.Module, workload: Workload, layout: Layout, state: MicroBatchState, dropout: ExactDropout | None
 ) -> None:
-    """Keep only the input of each block; its forward runs again during backward (Chen et al. 2016).
+    """Apply activation checkpointing: keep only the input of each block, run it again in backward (Chen et al. 2016).
 
     Raises `WorkloadError` for a workload without blocks.
     """
@@ -230,7 +234,7 @@ def _apply_recompute(
 
 
 def _as_before(state: MicroBatchState, dropout: ExactDropout) -> contextlib.AbstractContextManager[Any]:
-    """While a block that begins now runs once more, later: it drops what it dropped."""
+    """Return contexts for recomputing a block with the same dropout masks."""
     moment = dropout.moment()
 
     @contextlib.contextmanager
@@ -242,18 +246,18 @@ def _as_before(state: MicroBatchState, dropout: ExactDropout) -> contextlib.Abst
 
 
 def _apply_compile(model: nn.Module, workload: Workload) -> None:
-    """torch.compile for each block, or for the whole model where it has none."""
+    """Apply torch.compile to each block, or to the whole model without blocks."""
     for module in find_blocks(workload, model) or [model]:
         module.compile()
 
 
 def call_model(model: nn.Module, value: Any, kind: type[nn.Module] | None = None) -> Any:
-    """`model` applied to an input as the data set made it.
+    """Call `model` with an input as the dataset made it.
 
-    `kind` is whose `forward` says what it takes, where a wrapper stands around the model.
+    `kind` is the class whose `forward` signature counts, in case `model` is a wrapper.
 
-    A tensor is the only argument. A dict is passed by keyword when `forward` has those names, a tuple in order when
-    `forward` takes that many; else each is the only argument.
+    A tensor is the only argument. A dict is passed by keyword if `forward` has those names, a tuple by position if
+    `forward` takes that many; otherwise they are the only argument.
     """
     if isinstance(value, dict):
         names, takes_any = _keywords((kind or type(model)).forward)

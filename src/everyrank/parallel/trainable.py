@@ -1,8 +1,8 @@
-"""What an update changes: a model, its optimizer, schedule, loss scaler and averages. What all strategies do with them.
+"""The state that an update changes: model, optimizer, schedule, loss scaler and averages.
 
-Gradients are normalised by the global number of loss terms. Backward runs on sum / global_batch (any constant would do
-that is equal on all ranks and in one process; the raw sum would overflow in fp16). Once the count is known the
-gradients are multiplied by global_batch / count, and by the number of ranks where a wrapper has averaged over them.
+Gradients are normalised by the global number of loss terms. Backward runs on sum / global_batch, because the raw sum
+could overflow in fp16 (any constant that is equal on all ranks would do). Once the count is known, the gradients are
+multiplied by global_batch / count, and by the number of ranks if a wrapper has averaged over them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Trainable", "make_trainable"]
 
 @dataclass
 class Trainable:
-    """What training changes in this rank. Strategies step it, checkpoints save it, snapshots copy it.
+    """The training state of this rank. Strategies step it, checkpoints save it, snapshots copy it.
 
     parameters        all of the model's, as they are laid out on this rank
     schedule          steps once per update, or on a plateau of the evaluation
@@ -63,28 +63,28 @@ class Trainable:
     on_restore: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
     def enter_phase(self, phase: str) -> None:
-        """The step enters forward, backward or optimizer: tell whoever measures it."""
+        """Notify observers that the step enters forward, backward or optimizer."""
         for observer in self.phase_observers:
             observer(phase)
 
     def zero_grad(self, *others: nn.Parameter) -> None:
-        """Forget the gradients of the last update, also those of `others`, which are not the model's."""
+        """Clear the gradients of the last update, including those of `others`, which are not the model's."""
         self.enter_phase("forward")
         self.forget_gradients(*others)
 
     def forget_gradients(self, *others: nn.Parameter) -> None:
-        """The same where no update begins: their memory is free for something else."""
+        """Free the memory of the gradients outside an update."""
         for parameter in (*self.parameters, *others):
             parameter.grad = None
 
     def iter_micro_batches(self, batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
-        """(whether it is the last, micro-batch) for each micro-batch of an update."""
+        """Yield (whether it is the last, micro-batch) for each micro-batch of an update."""
         for index, batch in enumerate(batches):
             self.enter_phase("forward")
             yield index == len(batches) - 1, batch
 
     def backward(self, loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
-        """Backward from loss * scale / global_batch, and from `others`: (tensor, its gradient)."""
+        """Run backward from loss * scale / global_batch, and from `others`: (tensor, its gradient)."""
         self.enter_phase("backward")
         # A gradient to start from is what multiplying the loss would come to, without the two operators.
         scale = self.scaler.scale if self.scaler else 1.0
@@ -131,7 +131,7 @@ class Trainable:
         self.advance_schedule()
 
     def _factor(self, total: Tensor, num_averaged: int) -> float | Tensor:
-        """What turns the gradients of sum / global_batch into those of the mean over all terms."""
+        """Return the factor from gradients of sum / global_batch to gradients of the mean over all terms."""
         constant = num_averaged * self.global_batch / (self.scaler.scale if self.scaler else 1.0)
         if total.device.type == "cpu":
             loss_sum, count = total.tolist()
@@ -140,11 +140,11 @@ class Trainable:
         return torch.where(total[1] > 0, constant / total[1], 0.0)  # no terms, no update; the loop will say so
 
     def skip_update(self) -> None:
-        """Leave this update out: its gradients have overflowed, or there are none."""
+        """Skip this update, because its gradients have overflowed or there are none."""
         self.advance_schedule()
 
     def advance_schedule(self, steps: int = 1) -> None:
-        """So many updates are done: a schedule that counts them takes as many steps."""
+        """Advance a schedule that counts updates by this many steps."""
         if self.schedule is None or self.follows_evaluation:
             return
         with warnings.catch_warnings():
@@ -155,34 +155,34 @@ class Trainable:
 
     @property
     def follows_evaluation(self) -> bool:
-        """Whether the schedule follows evaluations, at the end of each epoch, instead of counting updates."""
+        """Whether the schedule depends on the evaluation loss at the end of each epoch, not on updates."""
         return isinstance(self.schedule, ReduceLROnPlateau)
 
     def report_eval_loss(self, eval_loss: float | None) -> None:
-        """The loss of an evaluation, for such a schedule: exact, and so the same number under every layout."""
+        """Step such a schedule with the exact evaluation loss, which is the same under every layout."""
         if isinstance(self.schedule, ReduceLROnPlateau) and eval_loss is not None:
             self.schedule.step(eval_loss)
 
     def snapshot(self) -> dict[str, Any]:
-        """A copy of all that training changes in this rank."""
+        """Copy the training state of this rank."""
         tensors = [*self.parameters, *self.model.buffers()]
         return {
             "tensors": [tensor.detach().clone() for tensor in local_tensors(tensors)],
-            "ema": [own.clone() for own in local_tensors(self.ema.tensors)] if self.ema else [],
+            "ema": [average.clone() for average in local_tensors(self.ema.tensors)] if self.ema else [],
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "schedule": copy.deepcopy(self.schedule.state_dict()) if self.schedule else None,
             "scaler": dataclasses.replace(self.scaler) if self.scaler else None,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Put a snapshot back, and begin anew."""
+        """Restore a snapshot and call `on_restore`."""
         self.load_snapshot(saved)
-        for begin_anew in self.on_restore:
-            begin_anew()
+        for reset in self.on_restore:
+            reset()
 
     @torch.no_grad()
     def load_snapshot(self, saved: dict[str, Any]) -> None:
-        """Put the values of a snapshot back."""
+        """Copy the values of a snapshot back."""
         tensors = local_tensors([*self.parameters, *self.model.buffers()])
         for tensor, copied in zip(tensors, saved["tensors"], strict=True):
             tensor.copy_(copied)
@@ -198,7 +198,9 @@ class Trainable:
 
 
 def _keep_dtypes(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """`load_state_dict` casts what it loads to the dtype of the parameter: NAdam keeps a product in float32."""
+    """Restore dtypes after `load_state_dict`, which casts to the parameter's dtype although NAdam keeps a float32
+    product.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
@@ -208,12 +210,15 @@ def _keep_dtypes(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def make_trainable(
-    workload: Workload, layout: Layout, model: nn.Module, wrap: Callable[[Optimizer], Optimizer] = lambda own: own
+    workload: Workload,
+    layout: Layout,
+    model: nn.Module,
+    wrap: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
 ) -> Trainable:
-    """The person's optimizer over `model`, as it is laid out now: whatever replaces parameters has to come before.
+    """Build the user's optimizer over the laid-out model; everything that replaces parameters must come before.
 
-    `wrap` puts another optimizer around it, which the schedule then drives. Raises `WorkloadError` for an optimizer
-    that cannot train the model.
+    `wrap` wraps the optimizer, and the schedule then drives the wrapper. Raises `WorkloadError` for an optimizer that
+    cannot train the model.
     """
     optimizer = wrap(_make_optimizer(workload, model))
     schedule = workload.schedule(optimizer) if workload.schedule else None
@@ -250,46 +255,46 @@ def _make_optimizer(workload: Workload, model: nn.Module) -> Optimizer:
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
         for group in optimizer.param_groups:
             # the fused kernels of these two know no DTensor; the others are the same arithmetic
-            if group.get("fused") and any(isinstance(one, DTensor) for one in group["params"]):
+            if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
                 group["fused"] = False
     return optimizer
 
 
 @contextlib.contextmanager
 def _groups_by_mesh(optimizer: Optimizer) -> Generator[None]:
-    """While the optimizer steps: a group whose parameters lie on several meshes as one group for each mesh.
+    """While the optimizer steps, split parameter groups whose parameters lie on several device meshes.
 
-    torch's kernels for many tensors at once (foreach, fused) take tensors of one mesh. To whom else looks (a schedule,
-    a checkpoint) the groups are those that the workload made.
+    torch's foreach and fused kernels take tensors of one mesh. Outside the step, a schedule or a checkpoint sees the
+    groups of the workload.
     """
     whole = optimizer.param_groups
-    parts = [(group, own) for group in whole for own in _by_mesh(group["params"])]
+    parts = [(group, parameters) for group in whole for parameters in _by_mesh(group["params"])]
     if len(parts) == len(whole):
         yield
         return
-    split = [{**group, "params": own} for group, own in parts]
+    split = [{**group, "params": parameters} for group, parameters in parts]
     optimizer.param_groups = split
     try:
         yield
     finally:
-        for (group, _), part in zip(parts, split, strict=True):  # some optimizers note something in their groups
-            group.update({key: value for key, value in part.items() if key != "params"})
+        for (group, _), new_group in zip(parts, split, strict=True):  # some optimizers note something in their groups
+            group.update({key: value for key, value in new_group.items() if key != "params"})
         optimizer.param_groups = whole
 
 
 def _by_mesh(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters of each mesh, and those of none, in order; those of an empty group as one list."""
-    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    """Group parameters by device mesh, in order; an empty list stays one empty group."""
+    result: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
-        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return list(found.values()) or [[]]
+        result.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(result.values()) or [[]]
 
 
 def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer) -> None:
-    """Others than the model's own would be trained by no rank, or by each for itself."""
-    own = {id(parameter) for parameter in model.parameters()}
+    """Raise `WorkloadError` for optimizer parameters that are not the model's: they would not be reduced over ranks."""
+    known = {id(parameter) for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = sum(id(parameter) not in own for parameter in given)
+    foreign = sum(id(parameter) not in known for parameter in given)
     if foreign:
         raise WorkloadError(
             f"workload {workload.name}: optimizer() has {foreign} parameters that are not the model's: take those of "
@@ -300,21 +305,21 @@ def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer
 
 
 def _norm(gradients: Sequence[Tensor], total: Tensor) -> Tensor:
-    """The norm of gradients that this rank holds whole: float64, shape ()."""
+    """Return the norm of gradients that this rank holds whole: float64, shape ()."""
     return torch.nn.utils.get_total_norm(gradients).to(total.device).double() if gradients else total.new_zeros(())
 
 
 def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
     """Multiply all gradients in place.
 
-    On CUDA torch takes them all at once where the factor is of their own dtype, on their own device; else one by one.
+    On CUDA torch multiplies all gradients of one dtype and device in one kernel; others one by one.
     """
     if not isinstance(factor, Tensor) or factor.device.type == "cpu":
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]  (documented)
         return
     for device, dtype in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
-        own = [gradient for gradient in gradients if gradient.device == device and gradient.dtype == dtype]
-        torch._foreach_mul_(own, factor.to(device, dtype, non_blocking=True))  # pyright: ignore[reportPrivateUsage]
+        same_kind = [gradient for gradient in gradients if gradient.device == device and gradient.dtype == dtype]
+        torch._foreach_mul_(same_kind, factor.to(device, dtype, non_blocking=True))  # pyright: ignore[reportPrivateUsage]
 
 
 @functools.lru_cache(maxsize=64)

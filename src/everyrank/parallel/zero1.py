@@ -1,7 +1,7 @@
-"""Every rank owns a part of the optimizer: it updates those parameters and broadcasts them.
+"""ZeRO-1: every rank owns a part of the optimizer, updates those parameters and broadcasts them.
 
-torch's ZeroRedundancyOptimizer builds its own optimizer from a class; a workload has a function that builds one, so
-here the person's optimizer is built over everything and then pruned to what this rank owns.
+torch's ZeroRedundancyOptimizer builds its optimizer from a class. A workload has a function that builds one, so here
+the user's optimizer is built over all parameters and then pruned to those that this rank owns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HELD_BYTES = 64 << 20  # of copies on their way: enough to keep links busy
 
 
 def assign_owners(parameters: list[nn.Parameter], count: int) -> list[int]:
-    """The owner of each parameter: the largest first, each to the rank that has the fewest elements so far."""
+    """Assign each parameter to a rank: the largest first, each to the rank with the fewest elements so far."""
     load = [0] * count
     owners = [0] * len(parameters)
     for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].numel()):
@@ -33,7 +33,7 @@ def assign_owners(parameters: list[nn.Parameter], count: int) -> list[int]:
 
 
 def keep_owned_parameters(optimizer: Optimizer, owned: set[nn.Parameter]) -> None:
-    """Keep only `owned` parameters in the optimizer; its groups, and so their schedules, stay."""
+    """Keep only `owned` parameters in the optimizer; its groups stay, so schedules keep working."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in owned]
     for parameter in list(optimizer.state):  # some optimizers fill it before the first step
@@ -45,25 +45,28 @@ def keep_owned_parameters(optimizer: Optimizer, owned: set[nn.Parameter]) -> Non
 def broadcast_from_owners(
     parameters: list[nn.Parameter], owners: list[int], world: World, held_bytes: int = _HELD_BYTES
 ) -> None:
-    """Give every rank the parameters that their owners have just updated: one broadcast per owner and dtype.
+    """Broadcast updated parameters from their owners, one broadcast per owner and dtype.
 
-    What travels is a copy. No more than `held_bytes` of copies are there at a time, or one parameter that is larger: an
-    owner of more sends it in several broadcasts, and the first are written back before the last are made.
+    Copies are sent. At most `held_bytes` of copies exist at a time (or one larger parameter): an owner of more sends
+    several broadcasts, and the first are written back before the last are made.
     """
     waiting: deque[tuple[dist.Work | None, Tensor, list[Tensor]]] = deque()
 
     def write_first_back() -> None:
-        work, flat, own = waiting.popleft()
+        work, flat, tensors = waiting.popleft()
         if work is not None:
             work.wait()
-        write_back(flat, own)
+        write_back(flat, tensors)
 
     for owner in range(world.size):
         owned = [parameter for parameter, who in zip(parameters, owners, strict=True) if who == owner]
-        for own in buckets(owned, held_bytes // 2):
-            while waiting and sum(flat.nbytes for _, flat, _ in waiting) + sum(one.nbytes for one in own) > held_bytes:
+        for bucket in buckets(owned, held_bytes // 2):
+            while (
+                waiting
+                and sum(flat.nbytes for _, flat, _ in waiting) + sum(tensor.nbytes for tensor in bucket) > held_bytes
+            ):
                 write_first_back()
-            flat = flatten(own)
-            waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, own))
+            flat = flatten(bucket)
+            waiting.append((dist.broadcast(flat, src=owner, group=world.group, async_op=True), flat, bucket))
     while waiting:
         write_first_back()

@@ -1,8 +1,8 @@
-"""Which asynchronous collective is read before somebody waits for it: one after the other gets NaN until then.
+"""Find the asynchronous collective whose result is read before `wait()`.
 
-A check runs inside of `nan_until_wait`. Where its numbers are not finite, or differ, one update is run for each line
-that has started an asynchronous collective, and only the buffers of that line hold NaN. The line whose NaN reach the
-loss or a gradient is the one that is read too early.
+A check runs inside `nan_until_wait`, which fills the buffers of asynchronous collectives with NaN until they are
+waited for. If the numbers differ or are not finite, one update runs for each line of code that started an asynchronous
+collective, with NaN only in the buffers of that line. If NaN reaches the loss or a gradient, that line is the cause.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from everyrank.world.collectives import all_gather, all_gather_json
 
 __all__ = ["read_before_wait"]
 
-_PLACES = 16  # of lines that are tried
+_MAX_LINES = 16  # each line costs one update
 _FIRST = "first bad tensor: "
 
 
 def read_before_wait(case: ParityCase, layout: Layout, world: World, update: Update) -> str:
-    """The collective that is read before `wait()`, with its line and where NaN came first; "" where none is.
+    """Return a message that names the collective read before `wait()`, its line and the first NaN tensor, or "".
 
-    A collective. Does nothing outside of `nan_until_wait`, and where user code has started no asynchronous collective.
+    A collective. Does nothing outside `nan_until_wait`, or if user code has started no asynchronous collective.
     """
     calls = active_async_calls()
     if calls is None or layout.axis is None or world.group is None:
         return ""
-    places: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for of_rank in all_gather_json(calls.places, world.group):
-        places |= of_rank
-    if not places:
+        lines |= of_rank
+    if not lines:
         return ""
     with calls.limited_to():
         if _spoilt(case, layout, world, update) is not None:
-            return ""  # not finite without any NaN of ours
-    for place, operation in sorted(places.items())[:_PLACES]:
-        with calls.limited_to(place):
+            return ""  # the update is not finite even without the NaN of this check
+    for line, operation in sorted(lines.items())[:_MAX_LINES]:
+        with calls.limited_to(line):
             spoilt = _spoilt(case, layout, world, update)
         if spoilt is not None:
             first = f"; the first tensor that has it is {spoilt}" if spoilt else ""
             return (
-                f"the result of {operation}, which {place} starts, is read before work.wait(): until then the check "
+                f"the result of {operation}, which {line} starts, is read before work.wait(): until then the check "
                 f"fills it with NaN, and NaN is what comes out{first}; wait for the work before the tensor is read"
             )
     return ""
 
 
 def _spoilt(case: ParityCase, layout: Layout, world: World, update: Update) -> str | None:
-    """Whether the loss or a gradient of this update is not finite: the first bad tensor, or ""; None where all are.
+    """Return the first tensor of this update that is not finite ("" if it is unknown), or None if all are finite.
 
-    The same on all ranks. A collective.
+    The result is identical on all ranks. A collective.
     """
     with wrap_user_errors():
         prepared = prepare(case.workload, dataclasses.replace(layout, precision="float64"), world)
@@ -69,7 +69,7 @@ def _spoilt(case: ParityCase, layout: Layout, world: World, update: Update) -> s
     except NotFiniteError as error:
         is_bad, first = True, str(error).partition(_FIRST)[2]
     else:
-        gradients = [one.grad for one in prepared.trainable.parameters if one.grad is not None]
-        is_bad = not all(bool(one.isfinite().all()) for one in [*shares, *local_tensors(gradients)])
+        gradients = [tensor.grad for tensor in prepared.trainable.parameters if tensor.grad is not None]
+        is_bad = not all(bool(tensor.isfinite().all()) for tensor in [*shares, *local_tensors(gradients)])
     flags = all_gather(torch.tensor([int(is_bad)]), world)
     return first if any(int(flag) for flag in flags) else None

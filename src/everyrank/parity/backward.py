@@ -1,9 +1,9 @@
-"""The gradients of own parallel code, rank by rank: which lack what other ranks have, and where in backward it begins.
+"""Compare the gradients of a custom parallelize function on each rank: missing reductions, first wrong module.
 
-Each rank does one update of its own part, and one of the whole batch in one process, from the weights as they are
-built. A gradient that the ranks hold in different versions is compared with one device by their sum and their mean. Of
-the inputs and outputs of modules, in the order of backward, the first is named whose gradient is no part of that of one
-device, and out of which no right gradient is computed.
+Each rank runs one update on its own slice of the batch, and one on the whole batch in one process, both from the
+initial weights. If the ranks hold different gradients of a tensor, their sum and their mean are compared with one
+device. Module inputs and outputs are then compared in the order of the backward pass. The first whose gradient is not
+a part of that of one device is reported, unless a correct gradient is computed from it later.
 """
 
 from __future__ import annotations
@@ -14,45 +14,51 @@ import torch
 from torch import Tensor
 
 from everyrank.data import Update, batches_for_updates
-from everyrank.layout import Layout, OwnCode, find_own_code
+from everyrank.layout import CustomParallelize, Layout, find_custom_parallelize
 from everyrank.loop import wrap_user_errors
+from everyrank.parallel.custom import clean_name
 from everyrank.parallel.mesh import full_tensor
-from everyrank.parallel.own import clean_name
-from everyrank.parity.by_rank import ByRank, by_rank
 from everyrank.parity.case import ParityCase
-from everyrank.parity.module_events import Key, Recording, ancestors, is_part, shown
+from everyrank.parity.module_events import Key, Recording, ancestors, is_part, module_label
+from everyrank.parity.rank_comparison import RankComparison, compare_ranks
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 from everyrank.world.collectives import all_gather, broadcast_value
 
 __all__ = ["gradients_by_rank"]
 
-_NAMES = 3  # of tensors that are shown
+_MAX_NAMES = 3  # tensor names in a message
 
 
 def gradients_by_rank(case: ParityCase, layout: Layout, world: World, update: Update) -> str:
-    """`the gradients of 3 of 7 tensors (norm.weight first) differ between the ranks along tensor: ...`; "" where none
-    does, or nothing can be said. A collective.
+    """Return a message such as `the gradients of 3 of 7 tensors (norm.weight first) differ between the ranks along
+    tensor: ...`, or "" if none differs or the cause is unknown. A collective.
     """
-    code = find_own_code(layout, world.size)
+    code = find_custom_parallelize(layout, world.size)
     like_layout = dataclasses.replace(layout, precision="float64", accumulate=1)
-    own, of_own = _backward(case, like_layout, world, update)
-    one, of_one = _backward(case, Layout("single", precision="float64"), single_process_world(world), update)
-    names = [name for name in of_one if name in of_own and of_own[name].shape == of_one[name].shape]
-    found = {name: by_rank(of_own[name], of_one[name], code, world) for name in names}
-    said = [_about_parameters(found), _first_in_backward(own, one, code, world)]
-    return "; ".join(text for text in said if text)
+    local, local_gradients = _backward(case, like_layout, world, update)
+    expected, expected_gradients = _backward(
+        case, Layout("single", precision="float64"), single_process_world(world), update
+    )
+    names = [
+        name
+        for name in expected_gradients
+        if name in local_gradients and local_gradients[name].shape == expected_gradients[name].shape
+    ]
+    comparisons = {name: compare_ranks(local_gradients[name], expected_gradients[name], code, world) for name in names}
+    sentences = [_describe_parameters(comparisons), _first_wrong_module(local, expected, code, world)]
+    return "; ".join(text for text in sentences if text)
 
 
 def _backward(case: ParityCase, layout: Layout, world: World, update: Update) -> tuple[Recording, dict[str, Tensor]]:
-    """One update: what modules got and gave, with its gradients; and the gradient of each parameter."""
+    """Run one update. Return the inputs and outputs of modules with their gradients, and the parameters' gradients."""
     with wrap_user_errors():
         prepared = prepare(case.workload, layout, world)
     data = (case.workload, case.train_data, [update], prepared.data_slice, 1, prepared.world, torch.float64)
     [batch] = next(batches_for_updates(*data))
-    found = Recording(range(batch.start, batch.start + batch.size), batch.total, keeps_gradients=True)
-    hooks = found.watch(prepared.model)
-    prepared.trainable.phase_observers.append(lambda phase: setattr(found, "is_on", phase == "forward"))
+    recording = Recording(range(batch.start, batch.start + batch.size), batch.total, keeps_gradients=True)
+    hooks = recording.watch(prepared.model)
+    prepared.trainable.phase_observers.append(lambda phase: setattr(recording, "is_on", phase == "forward"))
     try:
         prepared.step([batch])
     finally:
@@ -63,90 +69,97 @@ def _backward(case: ParityCase, layout: Layout, world: World, update: Update) ->
         for name, parameter in prepared.model.named_parameters()
         if parameter.grad is not None
     }
-    return found, gradients
+    return recording, gradients
 
 
-def _about_parameters(found: dict[str, ByRank]) -> str:
-    differ = [name for name, one in found.items() if one.differ]
+def _describe_parameters(comparisons: dict[str, RankComparison]) -> str:
+    differ = [name for name, comparison in comparisons.items() if comparison.differing_axes]
     if not differ:
         return ""
-    axes = dict.fromkeys(axis for name in differ for axis in found[name].differ)
-    text = f"the gradients of {_listed(differ, len(found))} differ between the ranks along {' and '.join(axes)}"
+    axes = dict.fromkeys(axis for name in differ for axis in comparisons[name].differing_axes)
+    text = (
+        f"the gradients of {_name_list(differ, len(comparisons))} differ between the ranks along {' and '.join(axes)}"
+    )
     for how, why in (("sum", "each rank has a part, and nothing adds them up"), ("mean", "nothing averages them")):
-        completed = [name for name in differ if found[name].how == how]
+        completed = [name for name in differ if comparisons[name].reduction == how]
         if completed:
-            over = " x ".join(found[completed[0]].completes)
-            of_them = "their" if len(completed) == len(differ) else f"of {', '.join(completed[:_NAMES])} the"
+            over = " x ".join(comparisons[completed[0]].reducing_axes)
+            of_them = "their" if len(completed) == len(differ) else f"of {', '.join(completed[:_MAX_NAMES])} the"
             return f"{text}, and {of_them} {how} over {over} is that of one device: {why}"
     return text
 
 
-def _listed(names: list[str], total: int) -> str:
+def _name_list(names: list[str], total: int) -> str:
     """`3 of 7 tensors (norm.weight first)`."""
-    if len(names) <= _NAMES:
+    if len(names) <= _MAX_NAMES:
         return ", ".join(names)
     return f"{'all' if len(names) == total else f'{len(names)} of {total}'} tensors ({names[0]} first)"
 
 
-def _first_in_backward(own: Recording, one: Recording, code: OwnCode, world: World) -> str:
-    """The first module, in the order of backward, whose gradients are none of one device. A collective."""
+def _first_wrong_module(local: Recording, expected: Recording, code: CustomParallelize, world: World) -> str:
+    """Describe the first module, in backward order, whose gradient differs from one device. A collective."""
     if code.contract.scale_loss is not None:
         return ""
-    order = one.backward
-    right = {key: _is_right(own, one, key) for key in own.backward}
-    wrong = [key for key in own.backward if right[key] is False and key in order and not _is_repaired(own, key, right)]
+    order = expected.backward
+    right = {key: _is_right(local, expected, key) for key in local.backward}
+    wrong = [
+        key for key in local.backward if right[key] is False and key in order and not _is_repaired(local, key, right)
+    ]
     first = order.index(wrong[0]) if wrong else len(order)
-    of_ranks = [int(found) for found in all_gather(torch.tensor([first]), world)]
-    place = min(of_ranks)
-    if place == len(order):
+    first_on_ranks = [int(index) for index in all_gather(torch.tensor([first]), world)]
+    earliest = min(first_on_ranks)
+    if earliest == len(order):
         return ""
-    text = _about_backward(own, one, order[place], right) if first == place else ""
-    return str(broadcast_value(of_ranks.index(place), text, world))
+    text = _describe_backward(local, expected, order[earliest], right) if first == earliest else ""
+    return str(broadcast_value(first_on_ranks.index(earliest), text, world))
 
 
-def _is_right(own: Recording, one: Recording, key: Key) -> bool | None:
-    event, other = own.events[key], one.events.get(key)
-    if other is None or not own.rows or not own.has_same_calls(one, key.name):
+def _is_right(local: Recording, expected: Recording, key: Key) -> bool | None:
+    event, other = local.events[key], expected.events.get(key)
+    if other is None or not local.rows or not local.has_same_calls(expected, key.name):
         return None
-    return is_part(event.gradients, other.gradients, own.rows)
+    return is_part(event.gradients, other.gradients, local.rows)
 
 
-def _is_repaired(own: Recording, key: Key, right: dict[Key, bool | None]) -> bool:
-    """Whether a tensor that this one is computed from gets the right gradient: parts of a sum, added up on the way."""
-    event = own.events[key]
+def _is_repaired(local: Recording, key: Key, right: dict[Key, bool | None]) -> bool:
+    """Whether an ancestor of this tensor has the right gradient: an all-reduce on the way has added up the parts."""
+    event = local.events[key]
     before = ancestors(event.nodes)
-    if any(node in before for other, is_right in right.items() if is_right for node in own.events[other].nodes):
+    if any(node in before for other, is_right in right.items() if is_right for node in local.events[other].nodes):
         return True
     around = event.parent
     while around is not None:
         if right.get(around._replace(role="input")):
             return True
-        around = own.events[around].parent if around in own.events else None
+        around = local.events[around].parent if around in local.events else None
     return False
 
 
-def _about_backward(own: Recording, one: Recording, key: Key, right: dict[Key, bool | None]) -> str:
-    """In which module's backward it goes wrong: where modules take the tensor, in theirs; else in the one around it."""
-    event = own.events[key]
+def _describe_backward(local: Recording, expected: Recording, key: Key, right: dict[Key, bool | None]) -> str:
+    """Name the module whose backward is wrong: one that takes the tensor as input, else the module around it."""
+    event = local.events[key]
     nodes = {node for node in event.nodes if node is not None}
     takers = [
         other
-        for other, taken in own.events.items()
+        for other, taken in local.events.items()
         if other.role == "input" and nodes.intersection(taken.nodes) and right.get(other._replace(role="output"))
     ]
     if takers:
-        module = shown(takers[0], own.events[takers[0]].kind)
+        module = module_label(takers[0], local.events[takers[0]].kind)
         return (
             f"in backward it goes wrong in {module}: its output gets the right gradient, and what it hands back to its "
             "input is another one"
         )
-    around = one.events[key].parent
-    inside = shown(around, one.events[around].kind) if around is not None and around in one.events else "the model"
-    text = (
-        f"in backward the first {key.role} that gets another gradient is that of {shown(key, event.kind)}, in {inside}"
+    around = expected.events[key].parent
+    inside = (
+        module_label(around, expected.events[around].kind)
+        if around is not None and around in expected.events
+        else "the model"
     )
-    done = own.backward[: own.backward.index(key)]
+    module = module_label(key, event.kind)
+    text = f"in backward the first {key.role} that gets another gradient is that of {module}, in {inside}"
+    done = local.backward[: local.backward.index(key)]
     before = [other for other in done if right[other] and other.name not in ("", key.name)]
     if not before:
         return text
-    return text + f"; the one before, {shown(before[-1], own.events[before[-1]].kind)}, gets the right one"
+    return text + f"; the one before, {module_label(before[-1], local.events[before[-1]].kind)}, gets the right one"

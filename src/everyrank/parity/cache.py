@@ -1,9 +1,9 @@
-"""Runs of `single` on the disk, under a name that changes with whatever they depend on.
+"""Cache the runs of `single` on disk, under a name that is a hash of everything they depend on.
 
-The name is a hash of everyrank's own code and of every file of the person's that is imported, of all that is installed
-and the machine, of the settings, the weights and the optimizer as built, and of every batch that is read. A loss that
-depends on something else (an environment variable, a file of class weights) is not seen: so a kept run never convicts,
-`single` is run anew first; and `verify --fresh` reads none.
+The hash covers the code of everyrank, every imported file of the user, the installed packages, the machine, the
+settings, the initial weights, the optimizer, and every batch. It does not cover other inputs of a loss, such as an
+environment variable or a file of class weights. A difference from a cached run is therefore never reported: `single`
+runs again first. `verify --fresh` ignores the cache.
 """
 
 from __future__ import annotations
@@ -35,32 +35,37 @@ from everyrank.parity.rows import leaves
 from everyrank.parity.trace import Trace
 from everyrank.world import World
 
-__all__ = ["decode_segments", "encode_segments", "load_references", "name_of", "save"]
+__all__ = ["cache_name", "decode_segments", "encode_segments", "load_references", "save_references"]
 
-_LARGEST = 1 << 29  # bytes of one file; what is larger is run again
-_TOTAL = 1 << 31  # of all files: the oldest go
+_MAX_FILE_BYTES = 1 << 29  # a larger run is not cached
+_MAX_TOTAL_BYTES = 1 << 31  # the oldest files are removed above this
 _PACKAGE = Path(__file__).parents[1]
 
 
-def folder() -> Path:
-    """Where they are kept."""
+def cache_folder() -> Path:
+    """Return the folder of cached runs."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    # without a home it stays as it is, and nothing is there and nothing can be kept
-    return Path(os.path.expanduser(base)) / "everyrank" / "references"  # noqa: PTH111  (which raises then)
+    # without a home folder the path keeps its `~`, is not absolute, and nothing is read or written
+    return Path(os.path.expanduser(base)) / "everyrank" / "references"  # noqa: PTH111  (Path.expanduser raises)
 
 
-def name_of(case: ParityCase, single: Layout, world: World) -> str | None:
-    """The file's name; None for a workload that came by value: what its functions do stands in no file."""
+def cache_name(case: ParityCase, single: Layout, world: World) -> str | None:
+    """Return the file's name, or None for a workload without a source: the code of its functions cannot be hashed."""
     workload = case.workload
     if workload.source is None:
         return None
     content = hashlib.sha256()
 
-    def add(*what: object) -> None:
-        content.update(repr(what).encode() + b"\n")
+    def add(*values: object) -> None:
+        content.update(repr(values).encode() + b"\n")
 
     add(
-        _own_code(), _packages(), torch.__version__, platform.python_version(), platform.processor(), platform.machine()
+        _package_hash(),
+        _packages(),
+        torch.__version__,
+        platform.python_version(),
+        platform.processor(),
+        platform.machine(),
     )
     add(torch.__config__.show(), torch.get_num_threads(), str(world.device), _device_name(world.device))
     add(
@@ -72,14 +77,14 @@ def name_of(case: ParityCase, single: Layout, world: World) -> str | None:
         workload.order,
         workload.dropout,
     )
-    for path in sorted(_files_of_the_person()):
+    for path in sorted(_user_files()):
         content.update(path.encode() + hashlib.sha256(Path(path).read_bytes()).digest())
     with wrap_user_errors():
         seed_everything(workload.seed)
         model = on_cpu(workload)
         optimizer = workload.optimizer(model)
         schedule = workload.schedule(optimizer) if workload.schedule else None
-    add([getattr(module, "p", None) for module in model.modules()])  # of dropout
+    add([getattr(module, "p", None) for module in model.modules()])  # dropout probabilities
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
             add(name, tensor.dtype, tuple(tensor.shape))
@@ -97,15 +102,15 @@ def _batches(case: ParityCase, single: Layout, world: World) -> Iterator[Any]:
     whole = Slice(0, 1)
     for updates in case.planned(single.precision):
         data = (case.workload, case.train_data, updates, whole, single.accumulate, world, torch.float64)
-        for parts in batches_for_updates(*data):
-            yield from ((part.input, part.target) for part in parts)
+        for batches in batches_for_updates(*data):
+            yield from ((batch.input, batch.target) for batch in batches)
     if case.eval_ends is not None:
-        for part in batches_for_evaluation(case.workload, case.eval_ends, whole, world, torch.float64):
-            yield part.input, part.target
+        for batch in batches_for_evaluation(case.workload, case.eval_ends, whole, world, torch.float64):
+            yield batch.input, batch.target
 
 
 @functools.cache
-def _own_code() -> str:
+def _package_hash() -> str:
     content = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         content.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
@@ -114,14 +119,14 @@ def _own_code() -> str:
 
 @functools.cache
 def _packages() -> list[tuple[str, str]]:
-    """All that is installed, with versions: a model may come out of any of it."""
-    return sorted({(one.name, one.version) for one in importlib.metadata.distributions()})
+    """List all installed packages with versions: any of them may define the model."""
+    return sorted({(package.name, package.version) for package in importlib.metadata.distributions()})
 
 
-def _files_of_the_person() -> set[str]:
-    """Files of all modules that are imported and that neither we, nor Python, nor a package have brought."""
-    found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {file for file in found if file and file.endswith(".py") and is_own(file) and Path(file).is_file()}
+def _user_files() -> set[str]:
+    """Return the files of imported modules that belong to the user, not to everyrank, Python or a package."""
+    paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {file for file in paths if file and file.endswith(".py") and is_own(file) and Path(file).is_file()}
 
 
 def _device_name(device: torch.device) -> str:
@@ -133,75 +138,82 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def load_references(name: str) -> tuple[Trace, dict[str, Any]] | None:
-    """(the run, the other fields of its `Reference`); None where there is none that can be read."""
+    """Return (the run, the other fields of its `Reference`), or None if there is no readable file."""
     try:
-        with safe_open(folder() / name, framework="pt") as file:
-            about = json.loads(file.metadata()["about"])
+        with safe_open(cache_folder() / name, framework="pt") as file:
+            metadata = json.loads(file.metadata()["about"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no dict)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
     with contextlib.suppress(OSError):
-        os.utime(folder() / name)  # the oldest go first
-    finals: list[dict[str, Tensor]] = [{} for _ in about["segments"]]
-    nulls: dict[str, Tensor] = {}
+        os.utime(cache_folder() / name)  # mark it as used: `_prune` removes the oldest files first
+    finals: list[dict[str, Tensor]] = [{} for _ in metadata["segments"]]
+    zero_gradient_masks: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        kind, _, rest = key.partition("/")
+        kind, _, name_in_file = key.partition("/")
         if kind == "null":
-            nulls[rest] = tensor
+            zero_gradient_masks[name_in_file] = tensor
         else:
-            number, _, tensor_name = rest.partition("/")
+            number, _, tensor_name = name_in_file.partition("/")
             finals[int(number)][tensor_name] = tensor
-    evaluation = {key: (total, count) for key, (total, count) in about["evaluation"].items()}
-    run = Trace(about["losses"], about["counts"], evaluation, finals, True, moved=about["moved"])
-    rest = {key: about[key] for key in ("loss_floors", "floors", "is_cut", "reversed", "evaluation_floors")}
-    return run, {**rest, "segments": decode_segments(about["segments"]), "nulls": nulls}
+    evaluation = {key: (total, count) for key, (total, count) in metadata["evaluation"].items()}
+    run = Trace(metadata["losses"], metadata["counts"], evaluation, finals, True, moved=metadata["moved"])
+    fields = {
+        key: metadata[key]
+        for key in ("loss_floors", "floors", "is_truncated", "reversed_differences", "evaluation_floors")
+    }
+    return run, {
+        **fields,
+        "segments": decode_segments(metadata["segments"]),
+        "zero_gradient_masks": zero_gradient_masks,
+    }
 
 
-def save(name: str, run: Trace, rest: dict[str, Any]) -> None:
-    """Keep a run; a disk that is full or read-only keeps nothing, and nothing is lost for it."""
+def save_references(name: str, run: Trace, fields: dict[str, Any]) -> None:
+    """Write a run to the cache. A full or read-only disk is ignored: the run is only repeated next time."""
     tensors = {f"final/{n}/{key}": value for n, final in enumerate(run.finals) for key, value in final.items()}
-    tensors |= {f"null/{key}": value for key, value in rest["nulls"].items()}
-    if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > _LARGEST:
+    tensors |= {f"null/{key}": value for key, value in fields["zero_gradient_masks"].items()}
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > _MAX_FILE_BYTES:
         return
-    about = {
+    metadata = {
         "losses": run.losses,
         "counts": run.counts,
         "evaluation": run.evaluation,
         "moved": run.moved,
-        "loss_floors": rest["loss_floors"],
-        "floors": rest["floors"],
-        "is_cut": rest["is_cut"],
-        "reversed": rest["reversed"],
-        "evaluation_floors": rest["evaluation_floors"],
-        "segments": encode_segments(rest["segments"]),
+        "loss_floors": fields["loss_floors"],
+        "floors": fields["floors"],
+        "is_truncated": fields["is_truncated"],
+        "reversed_differences": fields["reversed_differences"],
+        "evaluation_floors": fields["evaluation_floors"],
+        "segments": encode_segments(fields["segments"]),
     }
-    place = folder() / name
-    partial = place.with_suffix(f".{os.getpid()}")
+    path = cache_folder() / name
+    partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError, SafetensorError):
-        if not place.is_absolute():
+        if not path.is_absolute():
             return
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        save_file({key: value.contiguous() for key, value in tensors.items()}, partial, {"about": json.dumps(about)})
-        partial.replace(place)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        save_file({key: value.contiguous() for key, value in tensors.items()}, partial, {"about": json.dumps(metadata)})
+        partial.replace(path)
         _prune()
     with contextlib.suppress(OSError):
         partial.unlink(missing_ok=True)
 
 
 def _prune() -> None:
-    files = sorted(folder().iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    files = sorted(cache_folder().iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     total = 0
     for path in files:
         total += path.stat().st_size
-        if total > _TOTAL:
+        if total > _MAX_TOTAL_BYTES:
             path.unlink(missing_ok=True)
 
 
 def encode_segments(segments: Segments) -> list[list[list[int]]]:
-    """As JSON has them."""
+    """Convert segments to lists that JSON can hold."""
     return [[[update.step, update.epoch, update.index] for update in segment] for segment in segments]
 
 
 def decode_segments(rows: list[list[list[int]]]) -> Segments:
-    """What `encode_segments` made."""
+    """Convert the result of `encode_segments` back."""
     return [[Update(*row) for row in segment] for segment in rows]

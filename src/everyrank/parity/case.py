@@ -1,4 +1,4 @@
-"""What is compared: a workload made quiet, its data, and few updates that still meet what goes wrong."""
+"""The workload without dropout, its data, and the few updates that a check compares."""
 
 from __future__ import annotations
 
@@ -22,31 +22,39 @@ from everyrank.parallel.dropout.apply import count_dropouts
 from everyrank.parallel.init_model import on_cpu, on_meta
 from everyrank.workload import Workload, changed
 
-__all__ = ["QUICK_STEPS", "ParityCase", "Segments", "by_gradient", "chosen_updates", "parity_case", "single_like"]
+__all__ = [
+    "QUICK_STEPS",
+    "ParityCase",
+    "Segments",
+    "chosen_updates",
+    "parity_case",
+    "single_like",
+    "with_gradient_update",
+]
 
 Segments = list[list[Update]]
-"""Updates to run; each segment begins from the initial state."""
+"""Updates to run. Each segment starts from the initial state."""
 
 QUICK_STEPS = 6
-_LOW_STEPS = 8  # in a precision below float64, where rounding has grown over most of what could be seen by then
-_EVAL_BATCHES = 4  # at either end of the evaluation data, and not fewer
-_EVAL_SAMPLES = 32  # than so many samples
+_LOW_PRECISION_STEPS = 8  # below float64 rounding errors hide most mistakes after more updates
+_EVAL_BATCHES = 4  # batches from each end of the evaluation data
+_EVAL_SAMPLES = 32  # the smallest number of samples from each end
 
 
 @dataclass
 class ParityCase:
-    """What is compared: a workload with its data, the updates to run, and the runs of `single` made so far.
+    """A workload with its data, the updates to run, and the runs of `single` so far.
 
-    eval_ends    the first and the last batches of the evaluation data, which are evaluated; the whole of a stream
-    segments     of each kind of `single` (its layout as text): the updates that can be compared
-    from_disk    kinds of `single` that an earlier call had left
-    names        of each kind of `single`: the file in which it is kept between calls
-    references   of each kind of `single`: its `Reference`; rank 0 alone has them
-    precisions   beside float64, those of the layouts themselves are compared
-    by_gradient  nothing moved (a learning rate of 0): the optimizer is replaced by one whose update is the gradient
-    of_gradients the same with such an optimizer, for own parallel code; made when it is first asked for
-    reference    the layout that stands in for `single`, where one device cannot hold the model
-    accumulate   micro-batches of `single`, where the whole batch did not fit
+    eval_ends    the first and last batches of the evaluation data, which are evaluated; the whole of a stream
+    segments     layout of `single` as text -> the updates that can be compared
+    from_disk    layouts of `single` whose run was read from the cache
+    names        layout of `single` -> its file in the cache
+    references   layout of `single` -> its `Reference`, on rank 0 only
+    compares_gradients   the optimizer is replaced by one whose update is the gradient, because the learning rate is 0
+                 and nothing moves, or for a custom parallelize function
+    gradient_case   this case with such an optimizer; made at the first call of `gradient_case`
+    reference    the layout that substitutes `single` if one device cannot hold the model
+    accumulate   micro-batches of `single` if the whole batch does not fit
     """
 
     workload: Workload
@@ -58,37 +66,37 @@ class ParityCase:
     has_batch_norm: bool
     is_quick: bool = False
     is_cached: bool = False
-    by_gradient: bool = False
+    compares_gradients: bool = False
     segments: dict[str, Segments] = field(default_factory=dict[str, Segments])
     from_disk: set[str] = field(default_factory=set[str])
     names: dict[str, str | None] = field(default_factory=dict[str, Any])
     references: dict[str, Any] = field(default_factory=dict[str, Any])
-    of_gradients: ParityCase | None = None
+    gradient_case: ParityCase | None = None
     reference: Layout | None = None
     accumulate: int = 1
 
-    def look(self) -> nn.Module:
-        """The model for a look at it; without memory where no rank is to hold all of it."""
-        return _look(self.workload, self.reference)
+    def build_for_inspection(self) -> nn.Module:
+        """Build the model to inspect its modules; on the meta device if no rank can hold all of it."""
+        return _build_for_inspection(self.workload, self.reference)
 
     def precisions(self, layout: Layout) -> list[str]:
-        """In which precisions a layout is compared: float64, and its own."""
+        """Return the precisions to compare a layout in: float64 and its own."""
         return ["float64"] if self.is_quick else list(dict.fromkeys(["float64", layout.precision]))
 
-    def forget_kept(self, single: str) -> bool:
-        """Let go of what earlier calls have left, where this kind of `single` is among it: it is run anew."""
+    def forget_cached(self, single: str) -> bool:
+        """Drop all runs that came from the cache if this layout's is one of them, so that `single` runs again."""
         if single not in self.from_disk:
             return False
-        for kept in self.from_disk:
-            self.segments.pop(kept)
-            self.references.pop(kept, None)
+        for layout_text in self.from_disk:
+            self.segments.pop(layout_text)
+            self.references.pop(layout_text, None)
         self.from_disk.clear()
-        self.is_cached = False  # to be read; what is made is kept under the names that are known
+        self.is_cached = False  # stop reading; new runs are still written under the names in `names`
         return True
 
     def planned(self, precision: str) -> Segments:
-        """The updates to begin with."""
-        steps = self.steps if precision == "float64" else min(self.steps, _LOW_STEPS)
+        """Return the updates to try first, as one segment."""
+        steps = self.steps if precision == "float64" else min(self.steps, _LOW_PRECISION_STEPS)
         return [chosen_updates(epoch_of(self.workload, self.train_data), steps)]
 
 
@@ -102,16 +110,16 @@ def parity_case(
     is_cached: bool = False,
     reference: Layout | None = None,
 ) -> ParityCase:
-    """The workload as it is checked: few updates that still cross an epoch and a ragged batch.
+    """Prepare a workload for the check: a few updates that include the end of an epoch and an uneven last batch.
 
-    Exact dropout stays on; where torch draws the masks it is set to 0.
+    Exact dropout stays on. Dropout whose masks torch draws is set to 0.
     """
     is_exact, quiet = workload.dropout == "exact", workload
     with wrap_user_errors():
-        model = _look(workload, reference)
+        model = _build_for_inspection(workload, reference)
         num_dropouts = count_dropouts(model) if is_exact else _without_dropout(model)
     if not is_exact:
-        quiet = changed(workload, model=lambda *devices: _quiet(workload.model(*devices)))
+        quiet = changed(workload, model=lambda *devices: _drop_dropout(workload.model(*devices)))
     steps = min(steps, planned_updates(workload, train_data))
     is_on = "compared with dropout on" if is_exact else "dropout set to 0"
     notes = [f"{is_on} in {num_dropouts} modules"] if num_dropouts else []
@@ -135,14 +143,14 @@ def parity_case(
     )
 
 
-def _look(workload: Workload, reference: Layout | None) -> nn.Module:
+def _build_for_inspection(workload: Workload, reference: Layout | None) -> nn.Module:
     return on_meta(workload) if reference is not None and reference.read(BuildOptions).meta else on_cpu(workload)
 
 
 def chosen_updates(epoch: Epoch, steps: int) -> list[Update]:
-    """`steps` updates: the first of epoch 0, its last (which may be ragged), and the first of epoch 1.
+    """Choose `steps` updates: the first of epoch 0, its last (perhaps uneven) one, and the first of epoch 1.
 
-    The order of samples is a function of seed, epoch and step alone, so the updates between can be left out.
+    The updates in between can be skipped: the sample order depends only on seed, epoch and step.
     """
     per_epoch = epoch.updates
     if per_epoch <= steps // 2 or steps < 3:
@@ -154,14 +162,14 @@ def chosen_updates(epoch: Epoch, steps: int) -> list[Update]:
 
 
 def single_like(case: ParityCase, layout: Layout, precision: str, world_size: int) -> Layout:
-    """The layout of one process with the mathematics of `layout` on so many ranks, in this precision.
+    """Return the one-process layout that should train the same model as `layout` on `world_size` ranks.
 
-    That is `single`, or the layout that stands in for it, unless `layout` changes the mathematics: then its own
-    simulation. With batch norm, cutting a batch into micro-batches is another mathematics, too: then `single` does it.
-    Where the whole batch does not fit it is cut as well, but not as the layout does: a loss that is a mean over what
-    it gets would be the same in equal parts.
+    This is `single` or its substitute. For a different algorithm, such as local SGD, it is the simulation. With batch
+    norm, micro-batches change the result, so `single` uses as many as the layout. If the whole batch does not fit,
+    `single` uses micro-batches too, but of a different number than the layout's parts: with equal parts, a loss that
+    wrongly takes a local mean would agree.
 
-    Raises `LayoutError` for a reference that is none for this layout.
+    Raises `LayoutError` for a reference that does not suit this layout.
     """
     if case.reference is not None:
         check_reference(layout, case.reference, world_size)
@@ -184,16 +192,16 @@ def single_like(case: ParityCase, layout: Layout, precision: str, world_size: in
 
 
 def _ends(data: Any, batch: int) -> Any:
-    """The first and the last batches of the evaluation data; all of it where it is not longer, or a stream."""
+    """Return the first and last batches of the evaluation data, or all of it if it is short or a stream."""
     if data is None or isinstance(data, Streamed):
         return data
     length, some = len(data), max(_EVAL_BATCHES, -(-_EVAL_SAMPLES // batch)) * batch
-    last = -(-length // batch) * batch - some  # where the last batches begin, the ragged one with them
+    last = -(-length // batch) * batch - some  # start of the last batches, including the uneven one
     return _Ends(data, [*range(some), *range(last, length)]) if last > some else data
 
 
 class _Ends(Dataset[Any]):
-    """Some samples of a dataset."""
+    """A dataset with only these samples of another."""
 
     def __init__(self, dataset: Any, samples: Sequence[int]) -> None:
         self.dataset, self.samples = dataset, samples
@@ -206,13 +214,13 @@ class _Ends(Dataset[Any]):
         return self.dataset[self.samples[index]]
 
 
-def _quiet(model: nn.Module) -> nn.Module:
+def _drop_dropout(model: nn.Module) -> nn.Module:
     _without_dropout(model)
     return model
 
 
 def _without_dropout(model: nn.Module) -> int:
-    """Set every dropout to 0; how many modules that changed."""
+    """Set every dropout to 0. Return the number of changed modules."""
     changed = 0
     for module in model.modules():
         for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("dropout",):  # pyright: ignore[reportPrivateUsage]
@@ -223,10 +231,10 @@ def _without_dropout(model: nn.Module) -> int:
     return changed
 
 
-def by_gradient(workload: Workload) -> Workload:
-    """The workload whose update is the gradient itself: plain SGD of learning rate 1."""
+def with_gradient_update(workload: Workload) -> Workload:
+    """Return the workload with SGD of learning rate 1, so that an update equals the gradient."""
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0)
+        return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0)
 
     return changed(workload, optimizer=optimizer, schedule=None)

@@ -13,14 +13,14 @@ import torch
 from everyrank.backends.async_buffers import nan_until_wait
 from everyrank.errors import CannotRunError, LayoutError, NotFiniteError, UnsupportedLayoutError
 from everyrank.layout import Layout
-from everyrank.parallel.own_precision import full_precision
+from everyrank.parallel.custom_precision import full_precision
 from everyrank.parity.async_reads import read_before_wait
 from everyrank.parity.case import ParityCase, single_like
 from everyrank.parity.compare import Comparison, compare
+from everyrank.parity.custom_gradients import cause_after_gradients, gradient_case
 from everyrank.parity.diagnose import GRADIENTS_DIFFER, locate
-from everyrank.parity.own_code import cause_after_gradients, gradients_of
 from everyrank.parity.reference import ensure_references
-from everyrank.parity.trace import Trace, trace_in_place
+from everyrank.parity.trace import Trace, trace_on_its_ranks
 from everyrank.record import Parity
 from everyrank.world import World, from_rank_0
 
@@ -33,18 +33,18 @@ _OPTIMIZER_DIFFERS = (
 
 
 def check_layout(
-    case: ParityCase, layout: Layout, world: World, key: str, by_name: bool = True
+    case: ParityCase, layout: Layout, world: World, key: str, explicit: bool = True
 ) -> tuple[Parity, list[float]]:
     """Compare `layout` with `single`, or what stands in for it.
 
     Gives the outcome on every rank, and the losses in the layout's own precision.
     `key` is a name used once; the losses of a layout of one process are on rank 0 alone. A layout that cannot run
     here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
-    `by_name`, else `not_verified`. A collective.
+    `explicit`, else `not_verified`. A collective.
     """
     with _without_tf32(), full_precision() as casts, nan_until_wait():
-        parity, losses = _check_layout(case, layout, world, key, by_name)
-    if casts and not case.by_gradient:
+        parity, losses = _check_layout(case, layout, world, key, explicit)
+    if casts and not case.compares_gradients:
         text = f"left out: the mixed precision of fully_shard ({'; '.join(sorted(casts))})"
         parity = dataclasses.replace(parity, checks=[text, *parity.checks])
     if case.reference is not None and parity.reference is None and parity.scope is not None:
@@ -65,44 +65,46 @@ def _without_tf32() -> Generator[None]:
 
 
 def _check_layout(
-    case: ParityCase, layout: Layout, world: World, key: str, by_name: bool
+    case: ParityCase, layout: Layout, world: World, key: str, explicit: bool
 ) -> tuple[Parity, list[float]]:
-    of_gradients: Parity | None = None
-    if layout.row.any_axes and not case.by_gradient:
-        of_gradients, _ = check_layout(gradients_of(case), layout, world, f"{key}/gradients", by_name)
-        if of_gradients.status != "equal":
-            return of_gradients, []
+    gradient_parity: Parity | None = None
+    if layout.row.any_axes and not case.compares_gradients:
+        gradient_parity, _ = check_layout(gradient_case(case), layout, world, f"{key}/gradients", explicit)
+        if gradient_parity.status != "equal":
+            return gradient_parity, []
     try:
         ensure_references(case, layout, world, key)
     except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
         # what `single` cannot have either, where it takes as many micro-batches
-        return _left_out(error, by_name), []
+        return _left_out(error, explicit), []
     checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else [])]
-    checks += [f"gradients, {text}" for text in of_gradients.checks] if of_gradients is not None else []
+    checks += [f"gradients, {text}" for text in gradient_parity.checks] if gradient_parity is not None else []
     finding: Comparison | None = None
     losses: list[float] = []
     not_compared: list[str] = []
     for precision in case.precisions(layout):
         variant = dataclasses.replace(layout.repeatable(), precision=precision)
         single = str(single_like(case, layout, precision, world.size))
-        here = f"{key}/{precision}"
+        run_key = f"{key}/{precision}"
         try:
-            run = trace_in_place(case, variant, world, here, case.segments[single], evaluates=precision == "float64")
+            run = trace_on_its_ranks(
+                case, variant, world, run_key, case.segments[single], evaluates=precision == "float64"
+            )
         except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
             typed = type(error)(str(error).replace(str(variant), str(layout)))
-            return _left_out(typed, by_name), []
+            return _left_out(typed, explicit), []
         except NotFiniteError as error:
             return _not_a_number(error, case, variant, world, checks), []
         losses = run.losses if run is not None else []
         compared = functools.partial(_compare, case, single, precision, run)
-        own = Comparison(**from_rank_0(world, f"{here}/compare", compared))
+        comparison = Comparison(**from_rank_0(world, f"{run_key}/compare", compared))
         not_compared = list(run.not_compared) if run is not None else []
-        if not own.is_equal and case.forget_kept(single):  # a kept run does not convict alone
-            return check_layout(case, layout, world, f"{key}/anew", by_name)
-        if not own.is_equal:
-            return _explained(own, case, variant, world, here, of_gradients, checks), losses
-        checks.append(f"{precision}, {own.scope}: {own.text}")
-        finding = finding or own  # float64 decides; the layout's own precision can only refuse
+        if not comparison.is_equal and case.forget_cached(single):  # a kept run does not convict alone
+            return check_layout(case, layout, world, f"{key}/anew", explicit)
+        if not comparison.is_equal:
+            return _explained(comparison, case, variant, world, run_key, gradient_parity, checks), losses
+        checks.append(f"{precision}, {comparison.scope}: {comparison.text}")
+        finding = finding or comparison  # float64 decides; the layout's own precision can only refuse
     assert finding is not None
     if not layout.is_exact:
         finding = dataclasses.replace(finding, scope=f"{finding.scope}, beside its simulation in one process")
@@ -115,15 +117,15 @@ def _equal(finding: Comparison, case: ParityCase, checks: list[str]) -> Parity:
         bitwise=finding.loss_difference == 0.0,
         max_relative_difference=finding.difference,
         tolerance=finding.tolerance,
-        scope="the gradients alone" if case.by_gradient else finding.scope,
+        scope="the gradients alone" if case.compares_gradients else finding.scope,
         checks=checks,
     )
 
 
-def _left_out(error: CannotRunError | UnsupportedLayoutError | LayoutError, by_name: bool) -> Parity:
-    if by_name and isinstance(error, LayoutError):
+def _left_out(error: CannotRunError | UnsupportedLayoutError | LayoutError, explicit: bool) -> Parity:
+    if explicit and isinstance(error, LayoutError):
         raise error
-    is_refused = by_name and isinstance(error, UnsupportedLayoutError)
+    is_refused = explicit and isinstance(error, UnsupportedLayoutError)
     return Parity("refused" if is_refused else "not_verified", reason=str(error))
 
 
@@ -147,15 +149,15 @@ def _explained(
     layout: Layout,
     world: World,
     key: str,
-    of_gradients: Parity | None,
+    gradient_parity: Parity | None,
     checks: list[str],
 ) -> Parity:
     """A difference with its place and its likely cause. A collective."""
     first, cause = locate(case, layout, world, key, finding)
-    if of_gradients is not None and layout.precision == "float64" and ", tensor " in first:
-        cause = cause_after_gradients(case, layout, world, of_gradients.not_compared)
-    if cause == GRADIENTS_DIFFER and not case.by_gradient:
-        gradients, _ = check_layout(gradients_of(case), layout, world, f"{key}/gradients")
+    if gradient_parity is not None and layout.precision == "float64" and ", tensor " in first:
+        cause = cause_after_gradients(case, layout, world, gradient_parity.not_compared)
+    if cause == GRADIENTS_DIFFER and not case.compares_gradients:
+        gradients, _ = check_layout(gradient_case(case), layout, world, f"{key}/gradients")
         cause = _OPTIMIZER_DIFFERS if gradients.status == "equal" else cause
     return _different(finding, f"{first} ({layout.precision})", cause, checks)
 

@@ -1,4 +1,4 @@
-"""The rules: hold the trace of a run against `single`. Pure arithmetic, no ranks."""
+"""Compare the trace of a run with `single`: tolerances and the first divergence. Plain arithmetic on one rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everyrank.parity.reference import UNSTEADY, Reference, relative, tensor_distance
+from everyrank.parity.reference import MAX_REVERSED_DIFFERENCE, Reference, relative, tensor_distance
 from everyrank.parity.trace import Trace
 
 __all__ = ["Comparison", "compare", "largest", "tensor_tolerance"]
 
 _LOSS_BASE = {"float64": 1e-10, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
-# how many times farther than perturbed runs of `single` a run may be: in float64 these are few, and close
+# allowed multiple of the distance between perturbed runs; larger in float64, which has only two perturbed runs
 _LOSS_FACTOR = {"float64": 100.0, "float32": 10.0, "bf16": 10.0, "fp16": 10.0}
-_TENSOR_BASE = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  # of the largest element
-_MOVED_BASE = 1e-7  # of how far it moved, float64: a mistake changes the update itself
+_TENSOR_BASE = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  # relative to the largest element
+_MOVED_BASE = 1e-7  # relative to the distance moved, float64; a mistake changes the update by much more
 _TENSOR_FACTOR = 10.0
 _EVALUATION_BASE = 1e-9
 _METRIC_BASE = 1e-6  # `1.0 / rank` of integers is float32 in any run: its sum depends on how the samples are cut
@@ -25,12 +25,11 @@ _METRIC_BASE = 1e-6  # `1.0 / rank` of integers is float32 in any run: its sum d
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a run compares with `single`.
+    """The result of comparing a run with `single`.
 
-    `difference` and `tolerance` are those that decided: of the first thing that differs, or where nothing does, of
-    the loss that came closest to its tolerance. `what` and `update` (counted over all segments; -1: outside the
-    updates) say what differs, `kind` is count, single, loss, replicas, tensor or evaluation, and `cause` is set where
-    that alone gives it away.
+    `difference` and `tolerance` belong to the first divergence, or if there is none, to the loss that came closest to
+    its tolerance. `location` and `update` (counted over all segments; -1 outside the updates) say where they differ.
+    `category` is count, single, loss, replicas, tensor or evaluation. `cause` is set if the divergence alone shows it.
     """
 
     is_equal: bool
@@ -39,18 +38,18 @@ class Comparison:
     loss_difference: float = 0.0
     scope: str = ""
     text: str = ""
-    kind: str = ""
-    what: str = ""
+    category: str = ""
+    location: str = ""
     update: int = -1
     cause: str | None = None
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where something differs, by how much, and what was allowed."""
+class _Divergence:
+    """Where a run differs, by how much, and the tolerance."""
 
-    kind: str
-    what: str
+    category: str
+    location: str
     difference: float | None
     tolerance: float | None
     update: int = -1
@@ -58,12 +57,12 @@ class _Place:
 
 
 def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
-    """Hold `run` against `single`, with what rounding does to that as the measure."""
+    """Compare `run` with `single`, with tolerances from the perturbed runs."""
     single = reference.trace
     base, factor = _LOSS_BASE[precision], _LOSS_FACTOR[precision]
     tolerances = [max(base, factor * floor) for floor in reference.loss_floors]
     differences = [relative(a, b) for a, b in zip(single.losses, run.losses, strict=True)]
-    place = (
+    divergence = (
         _first_count(reference, run)
         or _unsteady(reference, precision)
         or _first_loss(reference, differences, tolerances)
@@ -72,89 +71,97 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
         or _evaluation(reference, run, precision)
     )
     worst, scope = max(differences), _scope(reference, run)
-    if place is not None:
+    if divergence is not None:
         return Comparison(
             False,
-            place.difference,
-            place.tolerance,
+            divergence.difference,
+            divergence.tolerance,
             worst,
             scope,
-            kind=place.kind,
-            what=place.what,
-            update=place.update,
-            cause=place.cause,
+            category=divergence.category,
+            location=divergence.location,
+            update=divergence.update,
+            cause=divergence.cause,
         )
     _, difference, tolerance = max((d / t, d, t) for d, t in zip(differences, tolerances, strict=True))
     text = f"{len(differences)} losses differ by at most {worst:.1e} (tolerance {tolerance:.0e}), "
-    text += _about_tensors(reference, run, precision)
+    text += _describe_tensors(reference, run, precision)
     text += f"; not compared: {', '.join(run.not_compared)}" if run.not_compared else ""
     return Comparison(True, difference, tolerance, worst, scope, text)
 
 
 def _scope(reference: Reference, run: Trace) -> str:
-    """`20 updates`, or `to update 5, rounding grows beyond`; and which tensors were not compared."""
+    """Return the compared range, such as `20 updates` or `to update 5; rounding grows beyond`, and the tensors left
+    out.
+    """
     lengths = [len(segment) for segment in reference.segments]
-    left_out = f"; not compared: {_listed(run.not_compared)}" if run.not_compared else ""
-    if not reference.is_cut:
+    left_out = f"; not compared: {_name_list(run.not_compared)}" if run.not_compared else ""
+    if not reference.is_truncated:
         return f"{sum(lengths)} update{'s' * (sum(lengths) != 1)}{left_out}"
     again = f", {lengths[1]} more at the epoch's end" if len(lengths) > 1 else ""
     return f"to update {lengths[0]}{again}; rounding grows beyond{left_out}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Three of them, and how many more there are."""
+def _name_list(names: Sequence[str]) -> str:
+    """Return the first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _first_count(reference: Reference, run: Trace) -> _Place | None:
+def _first_count(reference: Reference, run: Trace) -> _Divergence | None:
     single = reference.trace
-    for index, (here, there) in enumerate(zip(single.counts, run.counts, strict=True)):
-        difference = relative(here, there)
+    for index, (expected_count, count) in enumerate(zip(single.counts, run.counts, strict=True)):
+        difference = relative(expected_count, count)
         if difference > 1e-6:
             cause = None
             if set(single.counts) == {1.0}:  # one term, whatever the batch
                 cause = (
-                    f"the loss counted {there:g} terms over all ranks and {here:g} {reference.where}: it returns a "
-                    "mean over its own slice (a local mean); return (sum over terms, number of terms)"
+                    f"the loss counted {count:g} terms over all ranks and {expected_count:g} {reference.where}: it "
+                    "returns a mean over its own slice (a local mean); return (sum over terms, number of terms)"
                 )
-            what = f"{_update(reference, index)}, count of loss terms ({there:g}, and {here:g} {reference.where})"
-            return _Place("count", what, difference, 1e-6, index, cause)
+            counts = f"{count:g}, and {expected_count:g} {reference.where}"
+            location = f"{_update(reference, index)}, count of loss terms ({counts})"
+            return _Divergence("count", location, difference, 1e-6, index, cause)
     return None
 
 
-def _unsteady(reference: Reference, precision: str) -> _Place | None:
-    """Where already the first loss from equal weights is not that of the same samples in reverse."""
+def _unsteady(reference: Reference, precision: str) -> _Divergence | None:
+    """Return a divergence if reversing the samples already changes the first loss of `single`."""
     if precision != "float64":
         return None
     index = 0
-    for segment, floor in zip(reference.segments, reference.reversed, strict=True):
-        if floor > UNSTEADY:
+    for segment, floor in zip(reference.segments, reference.reversed_differences, strict=True):
+        if floor > MAX_REVERSED_DIFFERENCE:
             cause = (
                 f"with the samples of the batch in reverse, {reference.name}'s own loss differs by {floor:.1e} from "
                 "equal weights: the model draws random numbers (dropout as a function?), or the loss is no sum over "
                 "samples"
             )
-            return _Place(
-                "single", f"{_update(reference, index)}, {reference.name} itself", floor, UNSTEADY, index, cause
+            return _Divergence(
+                "single",
+                f"{_update(reference, index)}, {reference.name} itself",
+                floor,
+                MAX_REVERSED_DIFFERENCE,
+                index,
+                cause,
             )
         index += len(segment)
     return None
 
 
-def _first_loss(reference: Reference, differences: list[float], tolerances: list[float]) -> _Place | None:
+def _first_loss(reference: Reference, differences: list[float], tolerances: list[float]) -> _Divergence | None:
     for index, (difference, tolerance) in enumerate(zip(differences, tolerances, strict=True)):
         if not difference <= tolerance:  # NaN differs from everything
-            return _Place("loss", f"{_update(reference, index)}, loss", difference, tolerance, index)
+            return _Divergence("loss", f"{_update(reference, index)}, loss", difference, tolerance, index)
     return None
 
 
-def _replicas(run: Trace) -> _Place | None:
+def _replicas(run: Trace) -> _Divergence | None:
     if run.replicas_equal:
         return None
-    return _Place("replicas", "the replicas, bit by bit", None, None, len(run.losses) - 1)
+    return _Divergence("replicas", "the replicas, bit by bit", None, None, len(run.losses) - 1)
 
 
-def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Place | None:
+def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
     last = -1
     for number, final in enumerate(reference.trace.finals):
         last += len(reference.segments[number])
@@ -165,16 +172,20 @@ def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Place | 
             if tolerance is None:
                 continue
             other = run.finals[number].get(name)
-            found = math.inf if other is None else tensor_distance(tensor, other, reference.nulls.get(name))
-            if not found <= tolerance:
+            difference = (
+                math.inf if other is None else tensor_distance(tensor, other, reference.zero_gradient_masks.get(name))
+            )
+            if not difference <= tolerance:
                 scale = largest(tensor)
-                what = f"{_update(reference, last)}, tensor {name}"
-                return _Place("tensor", what, found / scale, tolerance / scale, last)
+                location = f"{_update(reference, last)}, tensor {name}"
+                return _Divergence("tensor", location, difference / scale, tolerance / scale, last)
     return None
 
 
 def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tensor, precision: str) -> float | None:
-    """How far an element may be from `single` after segment `number`; None for a tensor that rounding alone moves."""
+    """Return the largest allowed difference of an element after segment `number`; None if only rounding moves the
+    tensor.
+    """
     floor, moved = reference.floors[number][name], reference.trace.moved[number].get(name, 0.0)
     base = _TENSOR_BASE[precision] * largest(tensor)
     if precision == "float64":
@@ -185,14 +196,14 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
 
 
 def largest(tensor: Tensor) -> float:
-    """The magnitude of its largest element, above 0."""
+    """Return the magnitude of the largest element, at least 1e-300."""
     # without a copy in float64, and none of magnitudes
     return max(*map(abs, map(float, tensor.aminmax())), 1e-300) if tensor.numel() else 1e-300
 
 
-def _about_tensors(reference: Reference, run: Trace, precision: str) -> str:
-    """How far the tensors are, and how many of them could not be compared."""
-    worst, left_out = 0.0, set(reference.nulls)
+def _describe_tensors(reference: Reference, run: Trace, precision: str) -> str:
+    """Return the largest difference of tensors, and the number that could not be compared."""
+    worst, left_out = 0.0, set(reference.zero_gradient_masks)
     for number, final in enumerate(reference.trace.finals):
         for name, tensor in final.items():
             if name in run.not_compared:
@@ -200,23 +211,23 @@ def _about_tensors(reference: Reference, run: Trace, precision: str) -> str:
             if tensor_tolerance(reference, number, name, tensor, precision) is None:
                 left_out.add(name)
             else:
-                found = tensor_distance(tensor, run.finals[number][name], reference.nulls.get(name))
-                worst = max(worst, found / largest(tensor))
+                difference = tensor_distance(tensor, run.finals[number][name], reference.zero_gradient_masks.get(name))
+                worst = max(worst, difference / largest(tensor))
     text = f"{len(reference.trace.finals[0])} tensors by at most {worst:.1e} of their largest element"
     if left_out:
         text += f" ({len(left_out)} of them, in part, are moved by rounding alone: {min(left_out)}, for one)"
     return text
 
 
-def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | None:
+def _evaluation(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
     if precision != "float64":
         return None
     grown = 100 * max(reference.loss_floors)
     for name, (total, count) in reference.trace.evaluation.items():
         run_total, run_count = run.evaluation[name]
         if relative(count, run_count) > 1e-12:
-            what = f"evaluation, count of {name} ({run_count:g}, and {count:g} {reference.where})"
-            return _Place("evaluation", what, relative(count, run_count), 1e-12)
+            location = f"evaluation, count of {name} ({run_count:g}, and {count:g} {reference.where})"
+            return _Divergence("evaluation", location, relative(count, run_count), 1e-12)
         if math.isnan(total) and math.isnan(run_total):
             continue
         base = _EVALUATION_BASE if name == "loss" else _METRIC_BASE
@@ -225,16 +236,16 @@ def _evaluation(reference: Reference, run: Trace, precision: str) -> _Place | No
         # numbers of hits: a tie that rounding breaks another way is one more, or one less
         is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)
         if not (difference <= tolerance or is_a_tie):
-            return _Place("evaluation", f"evaluation, sum of {name}", difference, tolerance)
+            return _Divergence("evaluation", f"evaluation, sum of {name}", difference, tolerance)
     return None
 
 
 def _update(reference: Reference, index: int) -> str:
-    """`update 3`, as the updates of all segments are numbered; of a later one, what it is."""
+    """Return `update 3`, and for segments after the first its batch and epoch too."""
     for number, segment in enumerate(reference.segments):
         if index < len(segment):
             update = segment[index]
-            place = f" (batch {update.index} of epoch {update.epoch}, from the initial state)" if number else ""
-            return f"update {update.step}{place}"
+            position = f" (batch {update.index} of epoch {update.epoch}, from the initial state)" if number else ""
+            return f"update {update.step}{position}"
         index -= len(segment)
     raise AssertionError("no such update")

@@ -1,4 +1,4 @@
-"""The first tensor that differs, and the likely cause: run again up to where the runs parted, keeping the tensors."""
+"""Find the first tensor that differs and the likely cause: run again up to the divergence and keep all tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from everyrank.data import Update
-from everyrank.layout import Layout, find_own_code
+from everyrank.layout import Layout, find_custom_parallelize
 from everyrank.layout.options import BuildOptions
 from everyrank.parallel.expert import expert_pattern
 from everyrank.parallel.init_model import shared_parameters
@@ -18,13 +18,13 @@ from everyrank.parity.async_reads import read_before_wait
 from everyrank.parity.backward import gradients_by_rank
 from everyrank.parity.case import ParityCase, Segments, single_like
 from everyrank.parity.compare import Comparison, largest
-from everyrank.parity.initial_state import StateChanges, changes_by_parallelize, listed
+from everyrank.parity.custom_gradients import cause_in_gradients
+from everyrank.parity.initial_state import StateChanges, changes_by_parallelize, name_list
 from everyrank.parity.outputs import first_output_that_differs
-from everyrank.parity.own_code import cause_in_gradients
 from everyrank.parity.probes import probe_evaluation, probe_update
-from everyrank.parity.reference import BY_NOISE, Reference, relative, tensor_distance
-from everyrank.parity.rows import missing_rows
-from everyrank.parity.trace import Trace, distance, trace, trace_in_place
+from everyrank.parity.reference import NOISE_FRACTION, Reference, relative, tensor_distance
+from everyrank.parity.rows import count_missing_rows
+from everyrank.parity.trace import Trace, distance, trace, trace_on_its_ranks
 from everyrank.world import World, from_rank_0, single_process_world
 from everyrank.world.collectives import all_gather
 
@@ -43,11 +43,10 @@ _FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first u
 
 @dataclass(frozen=True)
 class _Evidence:
-    """A run that differs, beside one of `single` over the same updates, and the samples that each rank computed on.
+    """A run that differs, `single` over the same updates, and the samples that each rank computed on.
 
-    Of own parallel code `output` says, where the loss differs, which module's output is the first that does, and
-    `gradients`, where they differ, between which ranks, and what of them together is that of one device, and `state`
-    what `parallelize` has changed before the first update.
+    For a custom parallelize function, `output` describes the first module whose output differs, `gradients` the axes
+    along which gradients differ, and `state` what the function changed before the first update.
     """
 
     case: ParityCase
@@ -62,161 +61,174 @@ class _Evidence:
     state: StateChanges = field(default_factory=lambda: StateChanges(""))
 
 
-def locate(case: ParityCase, layout: Layout, world: World, key: str, finding: Comparison) -> tuple[str, str | None]:
-    """("update 3, tensor layers.0.weight", the likely cause) of a finding. A collective."""
+def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison: Comparison) -> tuple[str, str | None]:
+    """Return the location of a divergence, such as "update 3, tensor layers.0.weight", and its likely cause. A
+    collective.
+    """
     single = single_like(case, layout, layout.precision, world.size)
-    number, segments, done = _up_to(case, case.segments[str(single)], finding.update)
-    if finding.kind == "single":  # the workload itself: no layout has to run for it
+    number, segments, done = _truncate(case, case.segments[str(single)], comparison.update)
+    if comparison.category == "single":  # the workload itself: no layout has to run for it
         update = segments[0][done - 1]
         probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(case, single_process_world(world), update))
-        return finding.what, probed or finding.cause
-    if finding.cause is not None:
-        return finding.what, finding.cause
+        return comparison.location, probed or comparison.cause
+    if comparison.cause is not None:
+        return comparison.location, comparison.cause
     early = read_before_wait(case, layout, world, segments[0][done - 1])
     if early:
-        return finding.what.replace("tensor ", "gradient of " if case.by_gradient else "values of "), early
-    run = trace_in_place(case, layout, world, f"{key}/again", segments, keep=True)
+        return comparison.location.replace(
+            "tensor ", "gradient of " if case.compares_gradients else "values of "
+        ), early
+    run = trace_on_its_ranks(case, layout, world, f"{key}/again", segments, keep=True)
     # of a layout of one process, rank 0 has all there is
-    rows = [row.tolist() for row in _rows_of_all(run, world)] if layout.axis is not None else []
+    rows = [row.tolist() for row in _gather_rows(run, world)] if layout.axis is not None else []
 
-    stand_in = _stand_in(case, single, world, f"{key}/reference", segments)
+    stand_in = _run_reference(case, single, world, f"{key}/reference", segments)
     is_whole = case.reference is None  # one device can be asked
     state = None
     if is_whole and layout.row.any_axes and not layout.read(BuildOptions).meta:
         state = changes_by_parallelize(case, layout, world)
-    is_loss_of_own_code = is_whole and layout.row.any_axes and finding.kind == "loss"
-    output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_own_code else ""
+    is_loss_of_custom_function = is_whole and layout.row.any_axes and comparison.category == "loss"
+    output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_custom_function else ""
 
-    is_of_gradients = is_whole and layout.row.any_axes and case.by_gradient and finding.kind in ("replicas", "tensor")
+    is_of_gradients = (
+        is_whole and layout.row.any_axes and case.compares_gradients and comparison.category in ("replicas", "tensor")
+    )
     gradients = gradients_by_rank(case, layout, world, segments[0][0]) if is_of_gradients else ""
 
-    def look() -> tuple[str, str | None]:
+    def diagnose() -> tuple[str, str | None]:
         assert run is not None
         reference = stand_in or trace(case, single, single_process_world(world), segments, keep=True)
-        all_rows = rows or [_counted(run.rows)]
+        all_rows = rows or [_flatten_rows(run.rows)]
         evidence = _Evidence(
             case, layout, world, segments[0], reference, run, all_rows, output, gradients, state or StateChanges("")
         )
-        return _look(evidence, finding, case.references.get(str(single)), number, done)
+        return _diagnose(evidence, comparison, case.references.get(str(single)), number, done)
 
-    first, cause = from_rank_0(world, f"{key}/look", look)
+    first, cause = from_rank_0(world, f"{key}/diagnose", diagnose)
     return first, cause
 
 
-def _look(
-    evidence: _Evidence, finding: Comparison, known: Reference | None, number: int, done: int
+def _diagnose(
+    evidence: _Evidence, comparison: Comparison, known: Reference | None, number: int, done: int
 ) -> tuple[str, str | None]:
-    """What differs first, and the likely cause; on rank 0."""
+    """Return the first divergence and the likely cause, on rank 0."""
     case, run, updates = evidence.case, evidence.run, evidence.updates
-    if finding.kind == "evaluation":
+    if comparison.category == "evaluation":
         cause = probe_evaluation(case, single_process_world(evidence.world))
-        return finding.what, cause or _about_rows(evidence, len(updates), "evaluation") or _EVALUATION
-    about_weights = evidence.state.of_weights()
+        return comparison.location, cause or _sample_cause(evidence, len(updates), "evaluation") or _EVALUATION_DIFFERS
+    about_weights = evidence.state.weight_cause()
     if about_weights:
         return f"before any update, {next(iter({**evidence.state.weights, **evidence.state.copies}))}", about_weights
     first = _first_difference(evidence.reference.states, run.states, known, number, run.not_compared)
-    if finding.kind == "count" or first is None or first[0] > done:
-        return finding.what, _with_others(evidence, _cause_in_loss(evidence, done - 1))
+    if comparison.category == "count" or first is None or first[0] > done:
+        return comparison.location, _with_state_changes(evidence, _loss_cause(evidence, done - 1))
     moved, names = first
     where = f"update {updates[moved - 1].step}" if moved else "before any update"
-    kind = "gradient of " if moved and evidence.layout.row.any_axes and case.by_gradient else "tensor "
-    name = _name_of(evidence, names)
-    about_training = evidence.state.of_training(names)
+    kind = "gradient of " if moved and evidence.layout.row.any_axes and case.compares_gradients else "tensor "
+    name = _tensor_to_report(evidence, names)
+    about_training = evidence.state.requires_grad_cause(names)
     if about_training:
         return f"{where}, {kind}{name}", about_training
-    return f"{where}, {kind}{name}", _with_others(evidence, _cause(evidence, moved, names))
+    return f"{where}, {kind}{name}", _with_state_changes(evidence, _tensor_cause(evidence, moved, names))
 
 
-def _name_of(evidence: _Evidence, names: Sequence[str]) -> str:
-    """The tensor to name of those that differ: one with another requires_grad, or the first.
+def _tensor_to_report(evidence: _Evidence, names: Sequence[str]) -> str:
+    """Choose the tensor to report: one whose requires_grad was changed, or the first.
 
-    Gradients go wrong from the last layer to the first. Where not all of them differ, the last one that does is
-    nearest to the mistake.
+    The backward pass goes from the last layer to the first. If only some gradients differ, the last of them is nearest
+    to the mistake.
     """
     changed = [name for name in names if name in (*evidence.state.frozen, *evidence.state.unfrozen)]
-    is_of_gradients = evidence.layout.row.any_axes and evidence.case.by_gradient
+    is_of_gradients = evidence.layout.row.any_axes and evidence.case.compares_gradients
     compared = [name for name in evidence.reference.states[0] if name not in evidence.run.not_compared]
     if changed or not is_of_gradients or len(names) >= len(compared):
         return next(iter(changed), names[0])
-    tied = {f"{module}.{name}".lstrip(".") for one in shared_parameters(evidence.case.look()) for module, name in one}
+    tied = {
+        f"{module}.{name}".lstrip(".")
+        for names_of_tensor in shared_parameters(evidence.case.build_for_inspection())
+        for module, name in names_of_tensor
+    }
     return next((name for name in reversed(names) if name not in tied), names[0])
 
 
-def _with_others(evidence: _Evidence, cause: str) -> str:
-    """The cause, and what else `parallelize` has changed: dtypes and buffers."""
-    others = evidence.state.of_others()
+def _with_state_changes(evidence: _Evidence, cause: str) -> str:
+    """Append other changes by `parallelize` to the cause: dtypes and buffers."""
+    others = evidence.state.dtype_and_buffer_cause()
     return f"{cause}; {others}" if others else cause
 
 
-_EVALUATION = (
+_EVALUATION_DIFFERS = (
     "every rank evaluated the samples it should: the model computes something else in evaluation than in one process, "
     "or a metric is no sum over samples"
 )
 
 
-def _stand_in(case: ParityCase, single: Layout, world: World, key: str, segments: Segments) -> Trace | None:
-    """The run of what stands in for `single`, with the rows of all its ranks; None where nothing does. A collective."""
+def _run_reference(case: ParityCase, single: Layout, world: World, key: str, segments: Segments) -> Trace | None:
+    """Run the layout that substitutes `single`, with the rows of all its ranks; None without one. A collective."""
     if case.reference is None:
         return None
-    run = trace_in_place(case, single, world, key, segments, keep=True)
+    run = trace_on_its_ranks(case, single, world, key, segments, keep=True)
     if run is None or single.axis is None:
         return run
-    of_ranks = [_rows_at(row.tolist()) for row in _rows_of_all(run, world)]
-    rows = [torch.cat([torch.tensor(own, dtype=torch.float64) for own in each]) for each in zip(*of_ranks, strict=True)]
+    of_ranks = [_unflatten_rows(row.tolist()) for row in _gather_rows(run, world)]
+    rows = [
+        torch.cat([torch.tensor(local_rows, dtype=torch.float64) for local_rows in each])
+        for each in zip(*of_ranks, strict=True)
+    ]
     return dataclasses.replace(run, rows=rows)
 
 
-def _up_to(case: ParityCase, segments: Segments, index: int) -> tuple[int, Segments, int]:
-    """Number, updates and length of the segment, up to update `index` (counted over all of them; -1: the last one)."""
+def _truncate(case: ParityCase, segments: Segments, index: int) -> tuple[int, Segments, int]:
+    """Return number, updates and length of the segment up to update `index` (counted over all; -1: the last)."""
     number = 0
     while len(segments[number]) <= index:
         index -= len(segments[number])
         number += 1
     number = number if index >= 0 else len(segments) - 1
     segment = segments[number]
-    size = sum(parameter.numel() * parameter.element_size() for parameter in case.look().parameters())
+    size = sum(parameter.numel() * parameter.element_size() for parameter in case.build_for_inspection().parameters())
     count = min((index if index >= 0 else len(segment) - 1) + 1, max(1, _KEEP_BYTES // (3 * size)))
     return number, [segment[:count]], count
 
 
-def _counted(rows: Sequence[Tensor]) -> list[float]:
-    """The rows in one list, each update's after how many they are."""
+def _flatten_rows(rows: Sequence[Tensor]) -> list[float]:
+    """Flatten the rows into one list, with the length of each update's rows before them."""
     return [value for row in rows for value in (float(len(row)), *row.tolist())]
 
 
-def _rows_at(numbers: list[float]) -> list[list[float]]:
-    """What `_counted` made one list of."""
-    found: list[list[float]] = []
+def _unflatten_rows(numbers: list[float]) -> list[list[float]]:
+    """Split the list that `_flatten_rows` made."""
+    rows: list[list[float]] = []
     while numbers:
         count = int(numbers[0])
-        found.append(numbers[1 : 1 + count])
+        rows.append(numbers[1 : 1 + count])
         numbers = numbers[1 + count :]
-    return found
+    return rows
 
 
-def _rows_of_all(run: Trace | None, world: World) -> list[Tensor]:
+def _gather_rows(run: Trace | None, world: World) -> list[Tensor]:
     assert run is not None
-    return all_gather(torch.tensor(_counted(run.rows), dtype=torch.float64), world)
+    return all_gather(torch.tensor(_flatten_rows(run.rows), dtype=torch.float64), world)
 
 
-def _about_rows(evidence: _Evidence, place: int, what: str) -> str | None:
-    """Samples that no rank computed on, or that several did; None where each one had its own."""
+def _sample_cause(evidence: _Evidence, index: int, subject: str) -> str | None:
+    """Return a message about samples that no rank or several ranks computed on, or None."""
     expected = evidence.reference.rows
-    found: list[float] = []
+    rows: list[float] = []
     for numbers in evidence.watched:
         start = 0
-        for _ in range(place):
+        for _ in range(index):
             start += int(numbers[start]) + 1 if start < len(numbers) else 0
         if start < len(numbers):
-            found += numbers[start + 1 : start + 1 + int(numbers[start])]
-    if place >= len(expected):
+            rows += numbers[start + 1 : start + 1 + int(numbers[start])]
+    if index >= len(expected):
         return None
-    missing = missing_rows(expected[place], torch.tensor(found, dtype=torch.float64))
-    total = len(expected[place])
-    if missing or len(found) != total:
+    missing = count_missing_rows(expected[index], torch.tensor(rows, dtype=torch.float64))
+    total = len(expected[index])
+    if missing or len(rows) != total:
         return (
-            f"ranks do not read the samples they should: of the {total} samples of {what}, {missing} were read by no "
-            f"rank, and {len(found)} were read in all"
+            f"ranks do not read the samples they should: of the {total} samples of {subject}, {missing} were read by "
+            f"no rank, and {len(rows)} were read in all"
         )
     return None
 
@@ -224,44 +236,44 @@ def _about_rows(evidence: _Evidence, place: int, what: str) -> str | None:
 def _first_difference(
     reference: list[_State], run: list[_State], known: Reference | None, number: int, left_out: Sequence[str]
 ) -> tuple[int, list[str]] | None:
-    """(number of updates done, names) of the first tensors that differ by more than rounding."""
-    for done, (here, there) in enumerate(zip(reference, run, strict=True)):
+    """Return (number of updates done, names) of the first tensors that differ by more than rounding, or None."""
+    for done, (expected_state, state) in enumerate(zip(reference, run, strict=True)):
         names: list[str] = []
-        for name, tensor in here.items():
+        for name, tensor in expected_state.items():
             if name in left_out:
                 continue
-            nulls = known.nulls.get(name) if known is not None else None
+            zero_gradient_masks = known.zero_gradient_masks.get(name) if known is not None else None
             moved = distance(reference[0][name], tensor)
             floor = known.floors[number].get(name, 0.0) if known is not None else 0.0
-            if moved and floor > BY_NOISE * moved:
+            if moved and floor > NOISE_FRACTION * moved:
                 continue  # rounding alone moves it
             tolerance = max(_FIRST_TENSOR * moved, 1e-12 * largest(tensor), 10 * floor)
-            if not (name in there and tensor_distance(tensor, there[name], nulls) <= tolerance):
+            if not (name in state and tensor_distance(tensor, state[name], zero_gradient_masks) <= tolerance):
                 names.append(name)
         if names:
             return done, names
     return None
 
 
-def _cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
-    """The likely cause, from the tensors that differ first, after `done` updates."""
+def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
+    """Return the likely cause, given the tensors that differ first after `done` updates."""
     if done == 0:
         return "the ranks did not start from the same weights: building the model draws on something unseeded"
     index, reference, run = done - 1, evidence.reference, evidence.run
     size = evidence.world.size - evidence.layout.servers
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
-        return _cause_in_loss(evidence, index)
-    about_buffers = _about_buffers(evidence, names)
+        return _loss_cause(evidence, index)
+    about_buffers = _buffer_cause(evidence, names)
     if about_buffers is not None:
         return about_buffers
     if not run.replicas_equal:
-        what = "ranks hold different weights: gradients are not added up over the ranks"
-        return f"{what}: {evidence.gradients}" if evidence.gradients else what
-    if evidence.layout.row.any_axes and evidence.case.by_gradient:
-        before, after = ((reference.states[place], run.states[place]) for place in (index, done))
-        code, model = find_own_code(evidence.layout, size), evidence.case.look()
+        cause = "ranks hold different weights: gradients are not added up over the ranks"
+        return f"{cause}: {evidence.gradients}" if evidence.gradients else cause
+    if evidence.layout.row.any_axes and evidence.case.compares_gradients:
+        before, after = ((reference.states[number], run.states[number]) for number in (index, done))
+        code, model = find_custom_parallelize(evidence.layout, size), evidence.case.build_for_inspection()
         return cause_in_gradients(before, after, code, model, evidence.gradients)
-    of_experts = _about_experts(evidence, reference.states[index : done + 1], run.states[index : done + 1])
+    of_experts = _expert_cause(evidence, reference.states[index : done + 1], run.states[index : done + 1])
     if of_experts is not None:
         return of_experts
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
@@ -274,9 +286,9 @@ def _cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
     return GRADIENTS_DIFFER
 
 
-def _about_buffers(evidence: _Evidence, names: Sequence[str]) -> str | None:
-    """Why buffers differ, where no parameter does yet; None where one does."""
-    model = evidence.case.look()
+def _buffer_cause(evidence: _Evidence, names: Sequence[str]) -> str | None:
+    """Return the cause if only buffers differ and no parameter does, else None."""
+    model = evidence.case.build_for_inspection()
     buffers = {name: module for module, name in _buffers(model)}
     if not names or not all(name in buffers for name in names):
         return None
@@ -284,7 +296,7 @@ def _about_buffers(evidence: _Evidence, names: Sequence[str]) -> str | None:
         return "only batch norm differs: its statistics are not those of all ranks"
     name, kind = names[0], type(buffers[names[0]]).__name__
     return (
-        f"the parameters are those of one device, and buffers are not ({listed(names)}): {kind} writes {name} in "
+        f"the parameters are those of one device, and buffers are not ({name_list(names)}): {kind} writes {name} in "
         "forward, from the samples of one rank only; all-reduce what it is computed from, over all ranks"
     )
 
@@ -295,13 +307,13 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield module, f"{path}.{name}".lstrip(".")
 
 
-def _about_experts(evidence: _Evidence, reference: list[_State], run: list[_State]) -> str | None:
-    """What is wrong with the update of experts, where nothing else differs; each run's states before and after it."""
-    place = evidence.case.workload.experts
+def _expert_cause(evidence: _Evidence, reference: list[_State], run: list[_State]) -> str | None:
+    """Return the cause if only experts differ, else None; each run's states before and after the update."""
+    experts_pattern = evidence.case.workload.experts
     degree = evidence.layout.mesh(evidence.world.size).get("expert", 1)
-    if place is None or degree == 1:
+    if experts_pattern is None or degree == 1:
         return None
-    is_expert = {name: expert_pattern(place).fullmatch(name.rpartition(".")[0]) for name in reference[0]}
+    is_expert = {name: expert_pattern(experts_pattern).fullmatch(name.rpartition(".")[0]) for name in reference[0]}
     for name in (name for name in reference[0] if not is_expert[name]):
         moved = distance(reference[0][name], reference[1][name])
         if distance(reference[1][name], run[1][name]) > _FIRST_TENSOR * moved:
@@ -309,9 +321,9 @@ def _about_experts(evidence: _Evidence, reference: list[_State], run: list[_Stat
     pairs = (
         [{name: state[name] for name in is_expert if is_expert[name]} for state in run] for run in (reference, run)
     )
-    here, there = pairs
-    ratio = _update_ratio(here, there)
-    is_multiple = _distance_of_updates(here, there, ratio) < 0.3  # weight decay stays the same
+    expected_states, states = pairs
+    ratio = _update_ratio(expected_states, states)
+    is_multiple = _distance_of_updates(expected_states, states, ratio) < 0.3  # weight decay stays the same
     text = f"only experts differ, and their update is {ratio:.3g} times that of one device: "
     if is_multiple and abs(ratio / degree - 1) < 0.05:
         return f"{text}a sum over the {degree} ranks of the expert axis, which is to be divided by their number"
@@ -323,22 +335,24 @@ def _about_experts(evidence: _Evidence, reference: list[_State], run: list[_Stat
     )
 
 
-def _cause_in_loss(evidence: _Evidence, index: int) -> str:
-    """The likely cause of a loss, or a count of its terms, that differs before any weight does."""
-    place = min(index, len(evidence.updates) - 1)
-    update, reference, run = evidence.updates[place], evidence.reference, evidence.run
-    found = probe_update(evidence.case, single_process_world(evidence.world), update)
-    if found is not None:
-        return found
-    about_rows = _about_rows(evidence, place, f"update {update.step}")
-    if about_rows is not None and _begins_second_epoch(evidence.updates, place):
+def _loss_cause(evidence: _Evidence, index: int) -> str:
+    """Return the likely cause of a loss or count that differs before any weight does."""
+    position = min(index, len(evidence.updates) - 1)
+    update, reference, run = evidence.updates[position], evidence.reference, evidence.run
+    cause = probe_update(evidence.case, single_process_world(evidence.world), update)
+    if cause is not None:
+        return cause
+    about_rows = _sample_cause(evidence, position, f"update {update.step}")
+    if about_rows is not None and _begins_second_epoch(evidence.updates, position):
         why = "it begins with the second epoch: the epoch does not reach the order of the samples (set_epoch)"
         return f"{why}; {about_rows}"
     if about_rows is not None:
         return about_rows
     if relative(reference.counts[index], run.counts[index]) > 1e-6:
-        there, here = run.counts[index], reference.counts[index]
-        return f"every rank read its samples, but {there:g} loss terms were counted and {here:g} in one process"
+        count, expected_count = run.counts[index], reference.counts[index]
+        return (
+            f"every rank read its samples, but {count:g} loss terms were counted and {expected_count:g} in one process"
+        )
     if evidence.output:
         return f"every rank read the samples it should, and the loss differs before the weights do: {evidence.output}"
     norm = "batch norm over one rank's samples only, or " if evidence.case.has_batch_norm else ""
@@ -353,22 +367,22 @@ def _begins_second_epoch(updates: Sequence[Update], index: int) -> bool:
 
 
 def _update_ratio(reference: list[_State], run: list[_State]) -> float:
-    """How many times larger the update of `run` is, by least squares over all floating-point tensors."""
+    """Return the size of the update of `run` relative to `reference`, by least squares over floating-point tensors."""
     product = square = 0.0
     for name, before in reference[0].items():
         if before.is_floating_point() and "running_" not in name:
-            own = (reference[1][name] - before).double()
-            other = (run[1][name] - run[0][name]).double()
-            product += float((own * other).sum())
-            square += float((own * own).sum())
+            expected_update = (reference[1][name] - before).double()
+            update = (run[1][name] - run[0][name]).double()
+            product += float((expected_update * update).sum())
+            square += float((expected_update * expected_update).sum())
     return product / square if square else 1.0
 
 
 def _distance_of_updates(reference: list[_State], run: list[_State], ratio: float) -> float:
-    """How far the update of `run` is from `ratio` times that of `reference`, as a part of its own norm."""
+    """Return the distance of the update of `run` from `ratio` times that of `reference`, relative to its norm."""
     far = square = 0.0
     for name, before in reference[0].items():
-        own, other = (reference[1][name] - before).double(), (run[1][name] - run[0][name]).double()
-        far += float((other - ratio * own).square().sum())
-        square += float(other.square().sum())
+        expected_update, update = (reference[1][name] - before).double(), (run[1][name] - run[0][name]).double()
+        far += float((update - ratio * expected_update).square().sum())
+        square += float(update.square().sum())
     return (far / square) ** 0.5 if square else 0.0

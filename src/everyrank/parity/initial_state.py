@@ -1,7 +1,7 @@
-"""What a custom `parallelize` has changed before the first update: weights, requires_grad, dtypes, buffers, copies.
+"""Find what a custom `parallelize` changed before the first update: weights, requires_grad, dtypes, buffers, copies.
 
-The model is built once more, and every tensor of it compared to the last bit before and after the call. A training that
-differs because a layer came back frozen, or filled again, is then named by that, and not by what follows from it.
+The model is built once more, and every tensor is compared bit by bit before and after the call. If the function froze
+or reinitialised a layer, the report names this cause and not its consequences.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from everyrank.layout import Layout, OwnCode, find_own_code
-from everyrank.parallel.full_state import without_advice
-from everyrank.parallel.init_model import init_model
-from everyrank.parallel.mesh import full_tensor, local_tensor
-from everyrank.parallel.own import (
-    apply_own_code,
+from everyrank.layout import CustomParallelize, Layout, find_custom_parallelize
+from everyrank.parallel.custom import (
+    call_parallelize,
     clean_name,
+    custom_device_mesh,
+    gatherable_tensors,
     gathered_state,
-    lying,
-    own_device_mesh,
     replicated_axes,
     unwrapped,
 )
+from everyrank.parallel.full_state import without_advice
+from everyrank.parallel.init_model import init_model
+from everyrank.parallel.mesh import full_tensor, local_tensor
 from everyrank.parallel.parallelize import broadcast_from_rank_0
 from everyrank.parity.case import ParityCase
 from everyrank.world import World
 from everyrank.world.collectives import all_gather, fingerprint
 
-__all__ = ["StateChanges", "changes_by_parallelize", "listed"]
+__all__ = ["StateChanges", "changes_by_parallelize", "name_list"]
 
 
 @dataclass
 class StateChanges:
-    """What `parallelize` has changed; names are those of the model as it was built.
+    """Changes made by `parallelize`. Names are those of the model as built.
 
     weights   parameter -> how its values differ from those it was built with
     copies    tensor -> the axis along which ranks hold different copies of it
@@ -47,7 +47,7 @@ class StateChanges:
     buffers   buffers with other values than they were built with
     """
 
-    place: str
+    path: str
     weights: dict[str, str] = field(default_factory=dict[str, str])
     copies: dict[str, str] = field(default_factory=dict[str, str])
     frozen: list[str] = field(default_factory=list[str])
@@ -55,14 +55,14 @@ class StateChanges:
     dtypes: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     buffers: list[str] = field(default_factory=list[str])
 
-    def of_weights(self) -> str:
-        """Weights that are filled again, or differ between ranks that should hold the same; "" where none do."""
+    def weight_cause(self) -> str:
+        """Describe weights that were reinitialised, or differ between ranks that should be replicas; "" for none."""
         parts: list[str] = []
         if self.weights:
             names = list(self.weights)
             how = self.weights[names[0]]
             parts.append(
-                f"{self.place} leaves {listed(names)} with other values than the model was built with: {how}"
+                f"{self.path} leaves {name_list(names)} with other values than the model was built with: {how}"
                 + (
                     ". If they are to lie in another order, the contract's gather can put them back"
                     if "another order" in how
@@ -71,38 +71,38 @@ class StateChanges:
             )
         for axis in dict.fromkeys(self.copies.values()):
             names = [name for name, along in self.copies.items() if along == axis]
-            parts.append(f"the ranks along {axis} start with different copies of {listed(names)}")
+            parts.append(f"the ranks along {axis} start with different copies of {name_list(names)}")
         return "; ".join(parts)
 
-    def of_training(self, names: Sequence[str]) -> str:
-        """Which of these parameters have another requires_grad than they were built with; "" where none has."""
-        frozen, unfrozen = ([one for one in own if one in names] for own in (self.frozen, self.unfrozen))
+    def requires_grad_cause(self, names: Sequence[str]) -> str:
+        """Describe which of these parameters have a different requires_grad than as built; "" for none."""
+        frozen, unfrozen = ([name for name in changed if name in names] for changed in (self.frozen, self.unfrozen))
         parts: list[str] = []
         if frozen:
             parts.append(
-                f"{listed(frozen)}: trained as the model was built, and frozen (requires_grad=False) as {self.place} "
+                f"{name_list(frozen)}: trained as the model was built, and frozen (requires_grad=False) as {self.path} "
                 "leaves it"
             )
         if unfrozen:
             parts.append(
-                f"{listed(unfrozen)}: frozen as the model was built, and trained (requires_grad=True) as "
-                f"{self.place} leaves it: a new nn.Parameter is trained unless it is told not to be"
+                f"{name_list(unfrozen)}: frozen as the model was built, and trained (requires_grad=True) as "
+                f"{self.path} leaves it: a new nn.Parameter is trained unless it is told not to be"
             )
         return "; ".join(parts)
 
-    def of_others(self) -> str:
-        """Dtypes and buffers that were changed; "" where none were."""
+    def dtype_and_buffer_cause(self) -> str:
+        """Describe changed dtypes and buffers; "" for none."""
         parts: list[str] = []
         if self.dtypes:
             before, after = next(iter(self.dtypes.values()))
-            parts.append(f"{listed(list(self.dtypes))}: {before} as built, and {after} as {self.place} leaves it")
+            parts.append(f"{name_list(list(self.dtypes))}: {before} as built, and {after} as {self.path} leaves it")
         if self.buffers:
-            parts.append(f"{self.place} changes the buffer {listed(self.buffers)}")
+            parts.append(f"{self.path} changes the buffer {name_list(self.buffers)}")
         return "; ".join(parts)
 
 
-def listed(names: Sequence[str]) -> str:
-    """`norm.weight`, or `norm.weight and 3 more tensors`."""
+def name_list(names: Sequence[str]) -> str:
+    """Return `norm.weight`, or `norm.weight and 3 more tensors`."""
     if len(names) < 3:
         return " and ".join(names)
     return f"{names[0]} and {len(names) - 1} more tensors"
@@ -110,7 +110,7 @@ def listed(names: Sequence[str]) -> str:
 
 @dataclass
 class _Built:
-    """The model before the call: its tensors, which are parameters, and which of those are trained."""
+    """The model before the call: its tensors, which of them are buffers, and which parameters are trained."""
 
     tensors: dict[str, Tensor]
     trained: dict[str, bool]
@@ -119,7 +119,7 @@ class _Built:
 
 def changes_by_parallelize(case: ParityCase, layout: Layout, world: World) -> StateChanges:
     """Build the model, call `parallelize`, and compare every tensor before and after. A collective."""
-    code = find_own_code(layout, world.size)
+    code = find_custom_parallelize(layout, world.size)
     model, _ = init_model(case.workload, dataclasses.replace(layout, precision="float64"), world)
     broadcast_from_rank_0(model, world)
     built = _Built(
@@ -127,34 +127,34 @@ def changes_by_parallelize(case: ParityCase, layout: Layout, world: World) -> St
         {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)},
         {name for name, _ in model.named_buffers(remove_duplicate=False)},
     )
-    mesh = own_device_mesh(code, world)
-    wrapped = apply_own_code(code, model, mesh, world)
+    mesh = custom_device_mesh(code, world)
+    wrapped = call_parallelize(code, model, mesh, world)
     shapes = {name: tensor.shape for name, tensor in built.tensors.items()}
     gathered = gathered_state(code, wrapped, mesh, shapes)
     made = unwrapped(wrapped)
-    known = lying(made, shapes)
-    found = StateChanges(code.place)
-    _compare_training(found, built, made, world)
-    _compare_values(found, built, known, gathered, world)
-    _compare_copies(found, {name: one for name, one in known.items() if name not in gathered}, code, world)
-    return found
+    known = gatherable_tensors(made, shapes)
+    changes = StateChanges(code.path)
+    _compare_training(changes, built, made, world)
+    _compare_values(changes, built, known, gathered, world)
+    _compare_copies(changes, {name: tensor for name, tensor in known.items() if name not in gathered}, code, world)
+    return changes
 
 
-def _compare_training(found: StateChanges, built: _Built, model: nn.Module, world: World) -> None:
+def _compare_training(changes: StateChanges, built: _Built, model: nn.Module, world: World) -> None:
     names = {clean_name(name): name for name in built.trained}
-    now = {names.get(clean_name(name), ""): one.requires_grad for name, one in model.named_parameters()}
+    now = {names.get(clean_name(name), ""): parameter.requires_grad for name, parameter in model.named_parameters()}
     flags = [int(now[name]) if name in now else -1 for name in built.trained]
     rows = torch.stack(all_gather(torch.tensor(flags, dtype=torch.int64), world)) if flags else torch.zeros(1, 0)
     for index, (name, was_trained) in enumerate(built.trained.items()):
         column = rows[:, index].tolist()
         if was_trained and 0 in column:
-            found.frozen.append(name)
+            changes.frozen.append(name)
         elif not was_trained and 1 in column:
-            found.unfrozen.append(name)
+            changes.unfrozen.append(name)
 
 
 def _compare_values(
-    found: StateChanges, built: _Built, known: Mapping[str, Tensor], gathered: Mapping[str, Tensor], world: World
+    changes: StateChanges, built: _Built, known: Mapping[str, Tensor], gathered: Mapping[str, Tensor], world: World
 ) -> None:
     names = [name for name in built.tensors if name in known or name in gathered]
     flags: list[int] = []
@@ -164,7 +164,7 @@ def _compare_values(
             whole: Any = gathered[name] if name in gathered else full_tensor(known[name].detach())
         before = built.tensors[name]
         if whole.dtype != before.dtype:
-            found.dtypes[name] = (_text(before.dtype), _text(whole.dtype))
+            changes.dtypes[name] = (_text(before.dtype), _text(whole.dtype))
             before = before.to(whole.dtype)
         flags.append(int(not torch.equal(torch.nan_to_num(whole), torch.nan_to_num(before))))
         how[name] = _difference(before, whole) if flags[-1] else ""
@@ -176,47 +176,47 @@ def _compare_values(
         if not ranks:
             continue
         if name in built.buffers:
-            found.buffers.append(name)
+            changes.buffers.append(name)
         else:
             where = "" if len(ranks) == world.size else f" on rank {', '.join(map(str, ranks))}"
-            found.weights[name] = (how[name] or "they are not the same") + where
+            changes.weights[name] = (how[name] or "they are not the same") + where
 
 
 def _difference(before: Tensor, after: Tensor) -> str:
-    """How the values of a tensor have changed, as far as that can be told."""
+    """Describe how the values of a tensor changed: scaled, permuted or different."""
     if not before.is_floating_point():
         return "other values"
-    one, other = before.double(), after.double()
-    square = float(one.square().sum())
-    ratio = float((one * other).sum()) / square if square else 0.0
-    if ratio and float((other - ratio * one).abs().max()) <= 1e-9 * abs(ratio) * float(one.abs().max()):
+    old, new = before.double(), after.double()
+    square = float(old.square().sum())
+    ratio = float((old * new).sum()) / square if square else 0.0
+    if ratio and float((new - ratio * old).abs().max()) <= 1e-9 * abs(ratio) * float(old.abs().max()):
         return f"they are {ratio:.4g} times those"
-    for dim in range(min(one.dim(), 2)):
-        rows = [tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) for tensor in (one, other)]
+    for dim in range(min(old.dim(), 2)):
+        rows = [tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) for tensor in (old, new)]
         if torch.equal(rows[0].sort(0).values, rows[1].sort(0).values):
             return f"the same {'rows' if dim == 0 else 'columns'} in another order"
-    spread = [float(tensor.std()) for tensor in (one, other)] if one.numel() > 1 else [0.0, 0.0]
+    spread = [float(tensor.std()) for tensor in (old, new)] if old.numel() > 1 else [0.0, 0.0]
     if spread[0] and spread[1]:
         return f"other numbers, whose standard deviation is {spread[1]:.3g} (it was {spread[0]:.3g})"
     return "other numbers"
 
 
-def _compare_copies(found: StateChanges, known: Mapping[str, Tensor], code: OwnCode, world: World) -> None:
-    """Whether ranks that should hold the same part of a tensor do."""
+def _compare_copies(changes: StateChanges, known: Mapping[str, Tensor], code: CustomParallelize, world: World) -> None:
+    """Record tensors whose replicas differ between ranks. A collective."""
     if not known:
         return
-    own = torch.stack([fingerprint(local_tensor(one)) for one in known.values()])
-    rows = torch.stack(all_gather(own, world)).reshape(*code.axes.values(), len(known))
+    local_fingerprints = torch.stack([fingerprint(local_tensor(tensor)) for tensor in known.values()])
+    rows = torch.stack(all_gather(local_fingerprints, world)).reshape(*code.axes.values(), len(known))
     for index, (name, tensor) in enumerate(known.items()):
-        for place, axis in enumerate(code.axes):
+        for dim, axis in enumerate(code.axes):
             column = rows[..., index]
             is_copy = axis in replicated_axes(tensor, code.axes)
-            if is_copy and not bool((column == column.narrow(place, 0, 1)).all()) and _is_known(tensor, code):
-                found.copies.setdefault(name, axis)
+            if is_copy and not bool((column == column.narrow(dim, 0, 1)).all()) and _is_known(tensor, code):
+                changes.copies.setdefault(name, axis)
 
 
-def _is_known(tensor: Tensor, code: OwnCode) -> bool:
-    """Whether the mesh of a DTensor has the names of these axes; a plain tensor is whole on every rank."""
+def _is_known(tensor: Tensor, code: CustomParallelize) -> bool:
+    """Whether the mesh of a DTensor uses the axis names of the contract; a plain tensor is whole on every rank."""
     return not isinstance(tensor, DTensor) or set(tensor.device_mesh.mesh_dim_names or ()) <= set(code.axes)
 
 

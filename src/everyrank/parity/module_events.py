@@ -1,8 +1,8 @@
-"""What goes into each module and comes out of it, in the order of a forward pass: values, gradients, and the graph.
+"""Record the inputs and outputs of each module in forward order: values, gradients and autograd nodes.
 
-The same pass is recorded on a rank and in one process. What a rank has of a tensor may be some of the samples, of the
-positions or of the features, also in another order: a part of the whole is looked for. What it has may also be a part
-of a sum that a function adds up later. Such a difference is repaired: a tensor computed from it is right again.
+The same pass is recorded on a rank and in one process. The local tensor of a rank may hold some samples, positions or
+features of the whole, perhaps in a different order, so `is_part` searches for it. It may also be one term of a sum that
+is all-reduced later. A difference is repaired if a tensor computed from it is equal again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from everyrank.parallel.own import clean_name
-from everyrank.parity.by_rank import ROUNDING
+from everyrank.parallel.custom import clean_name
+from everyrank.parity.rank_comparison import ROUNDING
 from everyrank.parity.rows import leaves
 
-__all__ = ["Key", "ModuleEvent", "Recording", "ancestors", "is_part", "local_part", "of_rows", "parts_of", "shown"]
+__all__ = [
+    "Key",
+    "ModuleEvent",
+    "Recording",
+    "ancestors",
+    "equal_parts",
+    "is_part",
+    "local_part",
+    "local_samples",
+    "module_label",
+]
 
 
 class Key(NamedTuple):
@@ -33,7 +43,7 @@ class Key(NamedTuple):
 
 @dataclass
 class ModuleEvent:
-    """The floating-point tensors that a module gets, or gives, in one call.
+    """The floating-point tensors of the input or output of one module call.
 
     kind        the module's type
     parent      the call that the module is called in; None for the model itself
@@ -54,7 +64,8 @@ class ModuleEvent:
 
 @dataclass
 class Recording:
-    """The events of one forward pass, in order, for the `rows` of a batch of `total`; in backward, those that got one.
+    """The events of one forward pass, in order, for samples `rows` of a batch of `total`; `backward` is the order of
+    gradients.
 
     is_on   whether forward passes are recorded now: blocks that run again in backward are not
     """
@@ -70,11 +81,11 @@ class Recording:
 
     @property
     def has_all(self) -> bool:
-        """Whether these are all samples of the batch."""
+        """Whether the rank has all samples of the batch."""
         return len(self.rows) == self.total
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Hooks on every module; to be removed afterwards. Of a module and its wrappers only the outermost."""
+        """Register hooks on every module and return them for removal. A wrapper and its module count as one."""
         hooks: list[Any] = []
         seen: set[str] = set()
         for path, module in model.named_modules():
@@ -89,7 +100,7 @@ class Recording:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_on:
                 call = self.calls[name] = self.calls.get(name, -1) + 1
-                self._note(module, Key(name, call, "input"), (args, kwargs))
+                self._record_event(module, Key(name, call, "input"), (args, kwargs))
                 self.stack.append(Key(name, call, "output"))
 
         return enter
@@ -97,14 +108,14 @@ class Recording:
     def _leave(self, name: str) -> Any:
         def leave(module: nn.Module, _: Any, output: Any) -> None:
             if self.is_on and self.stack and self.stack[-1].name == name:
-                event = self._note(module, self.stack.pop(), output)
+                event = self._record_event(module, self.stack.pop(), output)
                 bias = getattr(module, "bias", None)
                 if isinstance(bias, Tensor) and not isinstance(bias, DTensor):
                     event.bias = bias.detach().clone()
 
         return leave
 
-    def _note(self, module: nn.Module, key: Key, value: Any) -> ModuleEvent:
+    def _record_event(self, module: nn.Module, key: Key, value: Any) -> ModuleEvent:
         tensors = [leaf for leaf in leaves(value) if leaf.is_floating_point()]
         event = ModuleEvent(
             key,
@@ -120,10 +131,10 @@ class Recording:
         if self.keeps_gradients:
             for index, tensor in enumerate(tensors):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._catch(event, index))
+                    tensor.register_hook(self._keep_gradient(event, index))
         return event
 
-    def _catch(self, event: ModuleEvent, index: int) -> Any:
+    def _keep_gradient(self, event: ModuleEvent, index: int) -> Any:
         def catch(gradient: Tensor) -> None:
             event.gradients[index] = local_part(gradient)
             if event.key not in self.backward:
@@ -132,29 +143,29 @@ class Recording:
         return catch
 
     def has_same_calls(self, other: Recording, name: str) -> bool:
-        """Whether both have called this module as often: else nothing tells which call is which."""
+        """Whether both recordings have the same number of calls of this module, so that calls can be matched."""
         return self.calls.get(name) == other.calls.get(name)
 
 
-def shown(key: Key, kind: str) -> str:
-    """`blocks.0.norm (LayerNorm)`, `the model (Decoder)`."""
+def module_label(key: Key, kind: str) -> str:
+    """Return `blocks.0.norm (LayerNorm)` or `the model (Decoder)`."""
     return f"{key.name or 'the model'} ({kind})"
 
 
 def ancestors(nodes: Iterable[Any]) -> set[Any]:
-    """Everything that these nodes of autograd's graph are computed from; they themselves are not among it."""
-    found: set[Any] = set()
+    """Return all autograd nodes that these nodes are computed from, without the nodes themselves."""
+    result: set[Any] = set()
     left = [following for node in nodes if node is not None for following, _ in node.next_functions]
     while left:
         node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in result:
+            result.add(node)
             left += [following for following, _ in node.next_functions]
-    return found
+    return result
 
 
 def local_part(tensor: Tensor) -> Tensor | None:
-    """The rank's own part; None of one that waits to be added up over ranks."""
+    """Return the rank's local tensor; None for a DTensor with a pending reduction."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     if any(placement.is_partial() for placement in tensor.placements):
@@ -163,63 +174,76 @@ def local_part(tensor: Tensor) -> Tensor | None:
 
 
 def is_part(
-    own: Sequence[Tensor | None],
+    local: Sequence[Tensor | None],
     expected: Sequence[Tensor | None],
     rows: range,
     is_whole: bool = False,
     in_order: bool = False,
 ) -> bool | None:
-    """Whether each tensor is a part of what one device has for the same samples; None where that cannot be told.
+    """Whether each local tensor is a part of the one-device tensor for the same samples; None if it cannot be decided.
 
     is_whole   these are all samples, at all positions: a single number, a loss, is the same
     in_order   rows in another order are no part
     """
-    if len(own) != len(expected):
+    if len(local) != len(expected):
         return None
     known = False
-    for part, whole in zip(own, expected, strict=True):
-        if part is None or whole is None or part.dim() != whole.dim() or not (part.dim() or is_whole):
+    for local_value, whole in zip(local, expected, strict=True):
+        if (
+            local_value is None
+            or whole is None
+            or local_value.dim() != whole.dim()
+            or not (local_value.dim() or is_whole)
+        ):
             continue
-        whole = of_rows(part, whole, rows)
-        is_cut = not any(large % small for small, large in zip(part.shape, whole.shape, strict=True) if small)
-        is_right = is_cut and any(_is_near(part, one, whole) for _, one in parts_of(whole, part.shape) if one.numel())
-        is_right = is_right or (not in_order and _has_rows_of(part, whole))
-        if is_cut and not is_right:
+        whole = local_samples(local_value, whole, rows)
+        divides_evenly = not any(
+            large % small for small, large in zip(local_value.shape, whole.shape, strict=True) if small
+        )
+        is_right = divides_evenly and any(
+            _is_near(local_value, candidate, whole)
+            for _, candidate in equal_parts(whole, local_value.shape)
+            if candidate.numel()
+        )
+        is_right = is_right or (not in_order and _has_rows_of(local_value, whole))
+        if divides_evenly and not is_right:
             return False
         known = known or is_right
     return True if known else None
 
 
-def of_rows(part: Tensor, whole: Tensor, rows: range) -> Tensor:
-    """The samples of one device's tensor that this rank has."""
-    if part.dim() and len(part) == len(rows) < len(whole):
+def local_samples(local: Tensor, whole: Tensor, rows: range) -> Tensor:
+    """Select the samples of the one-device tensor that this rank has."""
+    if local.dim() and len(local) == len(rows) < len(whole):
         return whole[rows.start : rows.stop]
     return whole
 
 
-def _is_near(part: Tensor, one: Tensor, whole: Tensor) -> bool:
-    return float((part - one).abs().max()) <= ROUNDING * max(float(whole.abs().max()), 1e-300)
+def _is_near(local: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    return float((local - expected).abs().max()) <= ROUNDING * max(float(whole.abs().max()), 1e-300)
 
 
-def parts_of(whole: Tensor, shape: torch.Size) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """All parts of this shape that equal cuts along its dimensions give, and where each begins."""
-    places = [range(0, large, small) if small else range(1) for small, large in zip(shape, whole.shape, strict=True)]
-    for starts in itertools.product(*places):
+def equal_parts(whole: Tensor, shape: torch.Size) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yield all parts of this shape from splitting `whole` equally along its dimensions, and their start indices."""
+    starts_of_dims = [
+        range(0, large, small) if small else range(1) for small, large in zip(shape, whole.shape, strict=True)
+    ]
+    for starts in itertools.product(*starts_of_dims):
         yield starts, whole[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
 
 
-def _has_rows_of(part: Tensor, whole: Tensor) -> bool:
-    """Whether each row (along the last dimension) of `part` is one of `whole`: positions or tokens in another order."""
-    if part.dim() < 2 or part.shape[-1] != whole.shape[-1] or part.shape[-1] < 2 or not part.numel():
+def _has_rows_of(local: Tensor, whole: Tensor) -> bool:
+    """Whether each row (last dimension) of `local` occurs in `whole`: positions or tokens in a different order."""
+    if local.dim() < 2 or local.shape[-1] != whole.shape[-1] or local.shape[-1] < 2 or not local.numel():
         return False
-    own, rows = part.reshape(-1, part.shape[-1]).double(), whole.reshape(-1, whole.shape[-1]).double()
+    local_rows, rows = local.reshape(-1, local.shape[-1]).double(), whole.reshape(-1, whole.shape[-1]).double()
     allowed = ROUNDING * max(float(rows.abs().max()), 1e-300)
-    weights = torch.cos(torch.arange(own.shape[-1], dtype=torch.float64, device=own.device) * 1.7 + 0.3)
+    weights = torch.cos(torch.arange(local_rows.shape[-1], dtype=torch.float64, device=local_rows.device) * 1.7 + 0.3)
     order = (rows @ weights).argsort()
     values = (rows @ weights)[order]
-    found = torch.searchsorted(values, own @ weights)
-    is_found = torch.zeros(len(own), dtype=torch.bool, device=own.device)
+    positions = torch.searchsorted(values, local_rows @ weights)
+    is_found = torch.zeros(len(local_rows), dtype=torch.bool, device=local_rows.device)
     for shift in (-2, -1, 0, 1):
-        candidates = rows[order[(found + shift).clamp(0, len(rows) - 1)]]
-        is_found |= (candidates - own).abs().amax(-1) <= allowed
+        candidates = rows[order[(positions + shift).clamp(0, len(rows) - 1)]]
+        is_found |= (candidates - local_rows).abs().amax(-1) <= allowed
     return bool(is_found.all())

@@ -1,9 +1,9 @@
-"""The first module inside which a forward pass goes wrong: for a loss that differs before any weight does.
+"""Find the first module whose forward pass differs, for a loss that differs before any weight does.
 
-Each rank runs one forward pass of its own part, and one of the whole batch in one process, from the weights as they are
-built. Inputs and outputs of all modules are compared. The first that differs, and out of which nothing right is
-computed, is where it goes wrong. It is said what it is instead, where that can be told: a part of a sum, a bias that
-was added several times, features of other samples.
+Each rank runs one forward pass on its slice of the batch, and one on the whole batch in one process, from the initial
+weights. Inputs and outputs of all modules are compared. The first one that differs is reported, unless a correct tensor
+is computed from it later. If possible the message describes the difference: one term of a sum, a bias that was added
+several times, features of different samples.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 
 from everyrank.data import Update, batches_for_updates
-from everyrank.layout import Layout, OwnCode, find_own_code
-from everyrank.parity.by_rank import ROUNDING, by_rank, long_axes
+from everyrank.layout import CustomParallelize, Layout, find_custom_parallelize
 from everyrank.parity.case import ParityCase
-from everyrank.parity.module_events import Key, ModuleEvent, Recording, ancestors, is_part, of_rows, parts_of, shown
+from everyrank.parity.module_events import (
+    Key,
+    ModuleEvent,
+    Recording,
+    ancestors,
+    equal_parts,
+    is_part,
+    local_samples,
+    module_label,
+)
+from everyrank.parity.rank_comparison import ROUNDING, axis_sets, compare_ranks
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 from everyrank.world.collectives import all_gather, broadcast_value
@@ -27,26 +36,25 @@ __all__ = ["first_output_that_differs"]
 
 
 def first_output_that_differs(case: ParityCase, layout: Layout, world: World, update: Update) -> str:
-    """`the first output that differs is that of blocks.0.norm (BatchNorm1d), on rank 0`; "" where none does.
-
-    A collective.
+    """Return `the first output that differs is that of blocks.0.norm (BatchNorm1d), on rank 0: ...`, or "". A
+    collective.
     """
-    code = find_own_code(layout, world.size)
-    own = _forward(case, layout, world, update)
-    one = _forward(case, Layout("single", precision="float64"), single_process_world(world), update)
-    is_whole = own.has_all and not any(code.contract.reads(axis) == "sequence" for axis in code.axes)
-    right = _compared(own, one, is_whole)
-    keys = list(one.events)
-    wrong = _unrepaired(own, right)
+    code = find_custom_parallelize(layout, world.size)
+    local = _forward(case, layout, world, update)
+    expected = _forward(case, Layout("single", precision="float64"), single_process_world(world), update)
+    is_whole = local.has_all and not any(code.contract.reads(axis) == "sequence" for axis in code.axes)
+    right = _compare_modules(local, expected, is_whole)
+    keys = list(expected.events)
+    wrong = _unrepaired(local, right)
     first = keys.index(wrong[0]) if wrong else len(keys)
-    of_ranks = [int(found) for found in all_gather(torch.tensor([first]), world)]
-    place = min(of_ranks)
-    if place == len(keys):
+    first_on_ranks = [int(index) for index in all_gather(torch.tensor([first]), world)]
+    earliest = min(first_on_ranks)
+    if earliest == len(keys):
         has_output = [row.tolist() == [1] for row in all_gather(torch.tensor([int(_has_right_output(right))]), world)]
         return "the output of the model is that of one device: it goes wrong in the loss" if all(has_output) else ""
-    ranks = [rank for rank, found in enumerate(of_ranks) if found == place]
-    text = _about(own, one, keys[place], right, code, world, ranks)
-    padded = _padded(own, one, keys[:place], code)
+    ranks = [rank for rank, index in enumerate(first_on_ranks) if index == earliest]
+    text = _describe(local, expected, keys[earliest], right, code, world, ranks)
+    padded = _padded_layer(local, expected, keys[:earliest], code)
     return str(broadcast_value(ranks[0], text + (f"; {padded}" if padded else ""), world))
 
 
@@ -58,188 +66,205 @@ def _forward(case: ParityCase, layout: Layout, world: World, update: Update) -> 
     prepared = prepare(case.workload, layout, world)
     data = (case.workload, case.train_data, [update], prepared.data_slice, 1, prepared.world, torch.float64)
     batch = next(batches_for_updates(*data))[0]
-    found = Recording(range(batch.start, batch.start + batch.size), batch.total)
-    hooks = found.watch(prepared.model)
+    recording = Recording(range(batch.start, batch.start + batch.size), batch.total)
+    hooks = recording.watch(prepared.model)
     try:
         prepared.predict(batch)  # with autograd's graph, which tells what is computed from what
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return recording
 
 
-def _compared(own: Recording, one: Recording, is_whole: bool) -> dict[Key, bool | None]:
-    """Of each input and output whether it is a part of that of one device; None where that cannot be told."""
-    found: dict[Key, bool | None] = {}
-    for key, event in own.events.items():
-        other = one.events.get(key)
-        is_known = other is not None and bool(own.rows) and own.has_same_calls(one, key.name)
-        found[key] = (
-            is_part(event.values, other.values, own.rows, is_whole, in_order=not key.name)
+def _compare_modules(local: Recording, expected: Recording, is_whole: bool) -> dict[Key, bool | None]:
+    """For each input and output: whether it is a part of the one-device tensor; None if it cannot be decided."""
+    result: dict[Key, bool | None] = {}
+    for key, event in local.events.items():
+        other = expected.events.get(key)
+        is_known = other is not None and bool(local.rows) and local.has_same_calls(expected, key.name)
+        result[key] = (
+            is_part(event.values, other.values, local.rows, is_whole, in_order=not key.name)
             if is_known and other is not None
             else None
         )
-    return found
+    return result
 
 
-def _unrepaired(own: Recording, right: dict[Key, bool | None]) -> list[Key]:
-    """What differs and out of which nothing right is computed, in order.
+def _unrepaired(local: Recording, right: dict[Key, bool | None]) -> list[Key]:
+    """Return the differing tensors from which no correct tensor is computed, in order.
 
-    A part of a sum that a function adds up, positions that come back into order: what follows is right again.
+    Terms of a sum are correct again after an all-reduce, and permuted positions after they are reordered.
     """
-    repaired = ancestors(node for key, event in own.events.items() if right[key] for node in event.nodes)
-    found: list[Key] = []
-    for key, event in own.events.items():
+    repaired = ancestors(node for key, event in local.events.items() if right[key] for node in event.nodes)
+    result: list[Key] = []
+    for key, event in local.events.items():
         if right[key] is not False or any(node in repaired for node in event.nodes if node is not None):
             continue
         around = event.parent
         while around is not None and not right.get(around):
-            around = own.events[around].parent if around in own.events else None
+            around = local.events[around].parent if around in local.events else None
         if around is None:
-            found.append(key)
-    return found
+            result.append(key)
+    return result
 
 
-def _about(
-    own: Recording,
-    one: Recording,
+def _describe(
+    local: Recording,
+    expected: Recording,
     key: Key,
     right: dict[Key, bool | None],
-    code: OwnCode,
+    code: CustomParallelize,
     world: World,
     ranks: Sequence[int],
 ) -> str:
-    """Where it goes wrong, and what is there instead; that of `ranks[0]` counts. A collective."""
-    event, expected = own.events.get(key), one.events[key]
-    module, where = shown(key, (event or expected).kind), f"on rank {', '.join(map(str, ranks))}"
-    instead = _instead(own, event, expected, code, world)
+    """Describe the module that differs and how; the message of `ranks[0]` is used. A collective."""
+    event, expected_event = local.events.get(key), expected.events[key]
+    module, where = module_label(key, (event or expected_event).kind), f"on rank {', '.join(map(str, ranks))}"
+    instead = _describe_difference(local, event, expected_event, code, world)
     if key.role == "input":
-        around = one.events.get(expected.parent) if expected.parent is not None else None
-        inside = shown(around.key, around.kind) if around is not None else "the model"
-        what = f"the first input that differs is that of {module}, {where}: it goes wrong in {inside}, before that"
-        return what + (f"; {instead}" if instead else "")
-    what = f"the first output that differs is that of {module}, {where}"
-    if "BatchNorm" in expected.kind:
-        return f"{what}: batch norm over one rank's samples alone (SyncBatchNorm spans all)"
-    if "Dropout" in expected.kind and event is not None and _is_smaller(event, expected):
+        around = expected.events.get(expected_event.parent) if expected_event.parent is not None else None
+        inside = module_label(around.key, around.kind) if around is not None else "the model"
+        text = f"the first input that differs is that of {module}, {where}: it goes wrong in {inside}, before that"
+        return text + (f"; {instead}" if instead else "")
+    text = f"the first output that differs is that of {module}, {where}"
+    if "BatchNorm" in expected_event.kind:
+        return f"{text}: batch norm over one rank's samples alone (SyncBatchNorm spans all)"
+    if "Dropout" in expected_event.kind and event is not None and _is_smaller(event, expected_event):
         return (
-            f"{what}: its masks are others. It gets a plain tensor that {code.place} has split, and takes it for a "
+            f"{text}: its masks are others. It gets a plain tensor that {code.path} has split, and takes it for a "
             'whole one: make it a DTensor, or compare without dropout (Workload(dropout="torch"))'
         )
     is_input_right = right.get(key._replace(role="input")) is True
-    return what + (", whose input is right" if is_input_right else "") + (f": {instead}" if instead else "")
+    return text + (", whose input is right" if is_input_right else "") + (f": {instead}" if instead else "")
 
 
 def _is_smaller(event: ModuleEvent, expected: ModuleEvent) -> bool:
     return any(
-        part is not None and whole is not None and part.numel() < whole.numel()
-        for part, whole in zip(event.values, expected.values, strict=False)
+        local is not None and whole is not None and local.numel() < whole.numel()
+        for local, whole in zip(event.values, expected.values, strict=False)
     )
 
 
 # --- what it is instead
 
 
-def _instead(own: Recording, event: ModuleEvent | None, expected: ModuleEvent, code: OwnCode, world: World) -> str:
-    """What the first tensor that differs is, where one device has another; on this rank. A collective."""
+def _describe_difference(
+    recording: Recording, event: ModuleEvent | None, expected: ModuleEvent, code: CustomParallelize, world: World
+) -> str:
+    """Describe how the first differing tensor of this rank relates to the one-device tensor. A collective."""
     values = zip(event.values, expected.values, strict=False) if event is not None else ()
-    pairs = [(part, whole) for part, whole in values if part is not None and whole is not None]
-    part, whole = next((one for one in pairs if is_part([one[0]], [one[1]], own.rows) is False), (None, None))
-    if part is None or whole is None:
-        part, whole = pairs[0] if pairs else (None, None)
-    can_add = part is not None and whole is not None and part.shape == of_rows(part, whole, own.rows).shape
-    sizes = all_gather(torch.tensor([part.numel() if part is not None and can_add else -1]), world)
-    if len({int(size) for size in sizes}) == 1 and part is not None and whole is not None and can_add:
-        found = by_rank(part, of_rows(part, whole, own.rows), code, world)
-        if found.how:
-            over = " x ".join(found.completes)
-            why = "each rank has a part, and nothing adds them up" if found.how == "sum" else "nothing averages them"
-            return f"the {found.how} of the ranks' over {over} is that of one device: {why}"
-    if part is None or whole is None:
-        return ""
-    return _times(part, whole, own, expected.bias, code) or _of_others(part, whole, own.rows)
-
-
-def _is_near(part: Tensor, one: Tensor, whole: Tensor) -> bool:
-    return float((part - one).abs().max()) <= ROUNDING * max(float(whole.abs().max()), 1e-300)
-
-
-def _times(part: Tensor, whole: Tensor, own: Recording, bias: Tensor | None, code: OwnCode) -> str:
-    """Whether it is a multiple of what it should be, or has a multiple of the layer's bias too much."""
-    expected = of_rows(part, whole, own.rows)
-    if part.shape != expected.shape:
-        return ""
-    if not part.dim():
-        return _about_number(float(part), float(whole), code)
-    times = _multiple(part, expected, expected)
-    if times is not None:
-        return f"it is {times:.4g} times that of one device{_as_many(code, times)}"
-    if bias is not None and bias.dim() == 1 and part.shape[-1] == len(bias):
-        more = _multiple(part - expected, bias.expand_as(part), expected)
-        if more is not None:
-            return (
-                f"as if its bias were added {1 + more:.4g} times{_as_many(code, 1 + more)}: add it after the all-reduce"
+    pairs = [(local, whole) for local, whole in values if local is not None and whole is not None]
+    local, whole = next(
+        (pair for pair in pairs if is_part([pair[0]], [pair[1]], recording.rows) is False), (None, None)
+    )
+    if local is None or whole is None:
+        local, whole = pairs[0] if pairs else (None, None)
+    can_add = (
+        local is not None and whole is not None and local.shape == local_samples(local, whole, recording.rows).shape
+    )
+    sizes = all_gather(torch.tensor([local.numel() if local is not None and can_add else -1]), world)
+    if len({int(size) for size in sizes}) == 1 and local is not None and whole is not None and can_add:
+        comparison = compare_ranks(local, local_samples(local, whole, recording.rows), code, world)
+        if comparison.reduction:
+            over = " x ".join(comparison.reducing_axes)
+            why = (
+                "each rank has a part, and nothing adds them up"
+                if comparison.reduction == "sum"
+                else "nothing averages them"
             )
+            return f"the {comparison.reduction} of the ranks' over {over} is that of one device: {why}"
+    if local is None or whole is None:
+        return ""
+    return _multiple_cause(local, whole, recording, expected.bias, code) or _misplaced_features(
+        local, whole, recording.rows
+    )
+
+
+def _is_near(local: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    return float((local - expected).abs().max()) <= ROUNDING * max(float(whole.abs().max()), 1e-300)
+
+
+def _multiple_cause(
+    local: Tensor, whole: Tensor, recording: Recording, bias: Tensor | None, code: CustomParallelize
+) -> str:
+    """Describe a tensor that is a multiple of the expected one, or has the layer's bias added several times."""
+    expected = local_samples(local, whole, recording.rows)
+    if local.shape != expected.shape:
+        return ""
+    if not local.dim():
+        return _describe_scalar(float(local), float(whole), code)
+    times = _multiple(local, expected, expected)
+    if times is not None:
+        return f"it is {times:.4g} times that of one device{_matching_axes(code, times)}"
+    if bias is not None and bias.dim() == 1 and local.shape[-1] == len(bias):
+        more = _multiple(local - expected, bias.expand_as(local), expected)
+        if more is not None:
+            axes = _matching_axes(code, 1 + more)
+            return f"as if its bias were added {1 + more:.4g} times{axes}: add it after the all-reduce"
     return ""
 
 
-def _about_number(own: float, one: float, code: OwnCode) -> str:
-    text = f"{own:.6g}, and {one:.6g} on one device"
-    for axes in long_axes(code):
+def _describe_scalar(local: float, expected: float, code: CustomParallelize) -> str:
+    text = f"{local:.6g}, and {expected:.6g} on one device"
+    for axes in axis_sets(code):
         size = math.prod(code.axes[axis] for axis in axes)
-        if abs(own - one - math.log(size)) <= ROUNDING * max(1.0, abs(own)):
+        if abs(local - expected - math.log(size)) <= ROUNDING * max(1.0, abs(local)):
             return (
                 f"{text}, more by log({size}): a softmax counts each class {size} times, once along {' x '.join(axes)}"
             )
     return text
 
 
-def _multiple(part: Tensor, unit: Tensor, whole: Tensor) -> float | None:
-    """c, where `part` is c times `unit`; None where it is no multiple."""
+def _multiple(local: Tensor, unit: Tensor, whole: Tensor) -> float | None:
+    """Return c if `local` is c times `unit`, else None."""
     square = float((unit * unit).sum())
-    times = float((part * unit).sum()) / square if square else 0.0
-    return times if times and _is_near(part, times * unit, whole) else None
+    times = float((local * unit).sum()) / square if square else 0.0
+    return times if times and _is_near(local, times * unit, whole) else None
 
 
-def _as_many(code: OwnCode, times: float) -> str:
-    for axes in long_axes(code):
+def _matching_axes(code: CustomParallelize, times: float) -> str:
+    for axes in axis_sets(code):
         size = math.prod(code.axes[axis] for axis in axes)
         if min(abs(times / size - 1), abs(times * size - 1)) < 1e-6:
             return f", as many as there are ranks along {' x '.join(axes)}"
     return ""
 
 
-def _of_others(part: Tensor, whole: Tensor, rows: range) -> str:
-    """Whether a half (a third, ...) of its features are features of other samples, or other features."""
-    if part.dim() < 2 or len(part) != len(rows) or part.shape[1:] != whole.shape[1:] or len(whole) % len(rows):
+def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
+    """Describe features that belong to other samples or other features, if an equal part of them does."""
+    if local.dim() < 2 or len(local) != len(rows) or local.shape[1:] != whole.shape[1:] or len(whole) % len(rows):
         return ""
-    width = part.shape[-1]
+    width = local.shape[-1]
     for count in (count for count in range(2, width + 1) if width % count == 0):
         size = width // count
-        pieces = [part[..., start : start + size] for start in range(0, width, size)]
-        found = [next((at for at, one in parts_of(whole, p.shape) if _is_near(p, one, whole)), None) for p in pieces]
-        for number, at in enumerate(found):
-            if at is not None and None not in found and (at[0], at[-1]) != (rows.start, number * size):
-                there = f"features {at[-1]} to {at[-1] + size - 1} of samples {at[0]} to {at[0] + len(rows) - 1}"
+        pieces = [local[..., start : start + size] for start in range(0, width, size)]
+        starts_of_pieces = [
+            next((at for at, candidate in equal_parts(whole, p.shape) if _is_near(p, candidate, whole)), None)
+            for p in pieces
+        ]
+        for number, at in enumerate(starts_of_pieces):
+            if at is not None and None not in starts_of_pieces and (at[0], at[-1]) != (rows.start, number * size):
+                others = f"features {at[-1]} to {at[-1] + size - 1} of samples {at[0]} to {at[0] + len(rows) - 1}"
                 return (
-                    f"its features {number * size} to {number * size + size - 1} are {there}, and the samples are "
+                    f"its features {number * size} to {number * size + size - 1} are {others}, and the samples are "
                     f"{rows.start} to {rows.stop - 1}: gathered over another axis than it was split along"
                 )
     return ""
 
 
-def _padded(own: Recording, one: Recording, keys: Sequence[Key], code: OwnCode) -> str:
-    """A layer before that gives more features in parts than one device has: the padding may be counted."""
-    for key in (key for key in keys if key.role == "output" and key in own.events):
-        pairs = zip(own.events[key].values[:1], one.events[key].values[:1], strict=False)
-        for part, whole in pairs:
-            if part is None or whole is None or not part.dim() or part.dim() != whole.dim():
+def _padded_layer(local: Recording, expected: Recording, keys: Sequence[Key], code: CustomParallelize) -> str:
+    """Describe an earlier layer with more features over all ranks than on one device: its padding may be included."""
+    for key in (key for key in keys if key.role == "output" and key in local.events):
+        pairs = zip(local.events[key].values[:1], expected.events[key].values[:1], strict=False)
+        for output, whole in pairs:
+            if output is None or whole is None or not output.dim() or output.dim() != whole.dim():
                 continue
-            for axes in long_axes(code):
-                wide, size = part.shape[-1] * math.prod(code.axes[axis] for axis in axes), whole.shape[-1]
-                if size < wide < size + part.shape[-1] and size % part.shape[-1]:
+            for axes in axis_sets(code):
+                wide, size = output.shape[-1] * math.prod(code.axes[axis] for axis in axes), whole.shape[-1]
+                if size < wide < size + output.shape[-1] and size % output.shape[-1]:
+                    module = module_label(key, local.events[key].kind)
                     return (
-                        f"{shown(key, own.events[key].kind)} gives {wide} features in parts along {' x '.join(axes)}, "
+                        f"{module} gives {wide} features in parts along {' x '.join(axes)}, "
                         f"and {size} on one device: does what is padded count?"
                     )
     return ""

@@ -1,6 +1,6 @@
-"""Why a workload is not the same in parts as it is as a whole: its collate, its loss and its model, asked one by one.
+"""Find the part of a workload that is not a sum over samples: collate, loss or model.
 
-All in one process, with the weights as they are built: a batch, and the same batch in two halves.
+All in one process, with the initial weights: a batch is compared with the same batch in two halves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everyrank.data import Batch, Slice, Update, batches_for_evaluation, batches
 from everyrank.layout import Layout
 from everyrank.parallel.batch_gather import watch_gather
 from everyrank.parity.case import ParityCase
-from everyrank.parity.rows import cut_rows, leaves, row_values
+from everyrank.parity.rows import leaves, row_values, slice_rows
 from everyrank.strategies import Prepared, prepare
 from everyrank.world import World
 
@@ -27,28 +27,28 @@ _Read = Callable[[Slice], Batch]
 
 
 def probe_update(case: ParityCase, world: World, update: Update) -> str | None:
-    """What about the workload is no sum over the samples of this update; None where everything is.
+    """Return a message about the part of the workload that is not a sum over this update's samples, or None.
 
-    None, too, where one device cannot hold the model: nothing is asked of it then.
+    Also None if one device cannot hold the model.
     """
     if case.reference is not None:
         return None
 
-    def read(part: Slice) -> Batch:
-        data = (case.workload, case.train_data, [update], part, 1, world, torch.float64)
+    def read(data_slice: Slice) -> Batch:
+        data = (case.workload, case.train_data, [update], data_slice, 1, world, torch.float64)
         return next(batches_for_updates(*data))[0]
 
     return _probe(case, world, read, "train")
 
 
 def probe_evaluation(case: ParityCase, world: World) -> str | None:
-    """The same of the evaluation: of its first batch, and its last."""
+    """The same for the first and the last batch of the evaluation."""
     if case.reference is not None:
         return None
 
     def reader(index: int) -> _Read:
-        def read(part: Slice) -> Batch:
-            return list(batches_for_evaluation(case.workload, case.eval_ends, part, world, torch.float64))[index]
+        def read(data_slice: Slice) -> Batch:
+            return list(batches_for_evaluation(case.workload, case.eval_ends, data_slice, world, torch.float64))[index]
 
         return read
 
@@ -61,24 +61,24 @@ def _probe(case: ParityCase, world: World, read: _Read, mode: str) -> str | None
         return None
     padding = _padding(whole, halves)
     mixing = None if padding else _mixing(whole, halves, read)
-    with contextlib.suppress(Exception), torch.no_grad():  # a person's code may not take such parts
+    with contextlib.suppress(Exception), torch.no_grad():  # user code may not accept such small batches
         layout = Layout("single", precision="float64")
         prepared = prepare(case.workload, layout, world)
         prepared.model.train(mode == "train")
         output = prepared.predict(whole)
-        found = _loss_in_parts(case, output, whole, halves)
-        if found is not None:
-            return found
+        cause = _loss_in_parts(case, output, whole, halves)
+        if cause is not None:
+            return cause
         if not case.has_batch_norm or mode == "eval":
-            found = _model_in_parts(prepared, output, whole, halves)
-        if padding is not None and (found is not None or case.has_batch_norm):
+            cause = _model_in_parts(prepared, output, whole, halves)
+        if padding is not None and (cause is not None or case.has_batch_norm):
             return padding
-        return mixing or found
+        return mixing or cause
     return padding or mixing
 
 
 def _padding(whole: Batch, halves: list[Batch]) -> str | None:
-    """Whether collate makes other shapes of the same samples in another batch."""
+    """Return a message if collate pads the same samples to a different shape in a different batch."""
     for index, leaf in enumerate(leaves((whole.input, whole.target))):
         for half in halves:
             other = leaves((half.input, half.target))[index]
@@ -92,7 +92,7 @@ def _padding(whole: Batch, halves: list[Batch]) -> str | None:
 
 
 def _mixing(whole: Batch, halves: list[Batch], read: _Read) -> str | None:
-    """Whether collate makes other values of the same samples in another batch."""
+    """Return a message if collate gives the same samples different values in a different batch."""
     values = torch.cat([row_values(half) for half in halves])
     expected = row_values(whole)
     if len(values) == len(expected) and torch.allclose(values, expected, rtol=1e-9, atol=1e-9):
@@ -115,20 +115,20 @@ def _sum_and_count(case: ParityCase, output: Any, target: Any) -> tuple[float, f
 
 
 def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
-    """Whether the loss of one output is the sum of those of its rows."""
-    with watch_gather() as asked:
+    """Return a message if the loss of a batch is not the sum of the losses of its halves."""
+    with watch_gather() as gather_calls:
         total, count = _sum_and_count(case, output, whole.target)
-    if asked:
+    if gather_calls:
         return None  # it is meant to look at the whole batch, and gets that
     parts: list[tuple[float, float]] = []
     start = 0
     for half in halves:
         rows = slice(start, start + half.size)
-        target = cut_rows(whole.target, whole.size, rows)
-        parts.append(_sum_and_count(case, cut_rows(output, whole.size, rows), target))
+        target = slice_rows(whole.target, whole.size, rows)
+        parts.append(_sum_and_count(case, slice_rows(output, whole.size, rows), target))
         start += half.size
-    in_parts = sum(part[0] for part in parts)
-    terms = sum(part[1] for part in parts)
+    in_parts = sum(sum_and_count[0] for sum_and_count in parts)
+    terms = sum(sum_and_count[1] for sum_and_count in parts)
     scale = max(abs(total), abs(in_parts), 1e-300)
     if abs(in_parts - total) <= _ROUNDING * scale and abs(terms - count) <= 1e-6 * max(count, 1):
         return None
@@ -145,13 +145,13 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
 
 
 def _model_in_parts(prepared: Prepared, output: Any, whole: Batch, halves: list[Batch]) -> str | None:
-    """Whether the model's output for a sample depends on the others of its batch."""
+    """Return a message if the model's output for a sample depends on the other samples of its batch."""
     if not _is_same(output, prepared.predict(whole), slice(None), whole.size):
         return "the model draws random numbers: the same batch, run twice, gives two outputs (dropout as a function?)"
     start = 0
     for half in halves:
         rows = slice(start, start + half.size)
-        if not _is_same(cut_rows(output, whole.size, rows), prepared.predict(half), slice(None), half.size):
+        if not _is_same(slice_rows(output, whole.size, rows), prepared.predict(half), slice(None), half.size):
             return (
                 "the model's output for a sample depends on which others are in its batch (a statistic over the batch, "
                 "or something that is carried from one call to the next)"
@@ -160,8 +160,8 @@ def _model_in_parts(prepared: Prepared, output: Any, whole: Batch, halves: list[
     return None
 
 
-def _is_same(one: Any, other: Any, rows: slice, size: int) -> bool:
-    pairs: Iterator[tuple[Tensor, Tensor]] = zip(leaves(one), leaves(other), strict=False)
+def _is_same(expected: Any, other: Any, rows: slice, size: int) -> bool:
+    pairs: Iterator[tuple[Tensor, Tensor]] = zip(leaves(expected), leaves(other), strict=False)
     for left, right in pairs:
         if not left.is_floating_point() or not left.dim() or left.shape[0] != size:
             continue

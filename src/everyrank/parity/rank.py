@@ -1,4 +1,4 @@
-"""Each layout compared with one device, all in one set of ranks."""
+"""The work of one rank for `everyrank verify`: compare each layout with one device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from everyrank.data import UnevenStreams
 from everyrank.launch import Launch, RankInfo
-from everyrank.layout import Layout, ParallelContract, check_reference, give_own_code, parse_layout
+from everyrank.layout import Layout, ParallelContract, check_reference, parse_layout, register_custom_parallelize
 from everyrank.loop import open_data
 from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
 from everyrank.parallel.mesh import open_mesh
-from everyrank.parity import ParityCase, check_layout, gradients_of, parity_case
+from everyrank.parity import ParityCase, check_layout, gradient_case, parity_case
 from everyrank.parity.samples import check_samples
 from everyrank.progress import progress, row_known, said_once
 from everyrank.record import Parity, Record
@@ -23,24 +23,26 @@ from everyrank.world import World, on_rank_0, open_world, single_process_world
 __all__ = ["verify_gradients_rank", "verify_rank"]
 
 
-_BY_RANK = "with order=shard the ranks decide which update has which samples; --samples checks that each is read once"
+_SHARD_ORDER = (
+    "with order=shard the ranks decide which update has which samples; --samples checks that each is read once"
+)
 
 
 def verify_rank(
     info: RankInfo,
-    what: Source | Workload,
+    workload_or_source: Source | Workload,
     layouts: Sequence[Layout],
     launch: Launch,
     options: VerifyOptions,
 ) -> list[Record] | None:
-    """Compare each layout with `single`; one Record for each on rank 0, None elsewhere."""
+    """Compare each layout with `single`. Returns one Record per layout on rank 0, None elsewhere."""
     reference = parse_layout(options.reference) if options.reference else None
-    for layout in layouts if options.by_name else ():  # what nobody asked for is left out, and says why
+    for layout in layouts if options.explicit else ():  # what nobody asked for is left out, and says why
         layout.mesh(info.size)
         if reference is not None:
             check_reference(layout, reference, info.size)
     with open_world(info, launch) as world:
-        workload = load(what)
+        workload = load(workload_or_source)
         train_data, eval_data = open_data(workload, world)
         case = parity_case(
             workload,
@@ -53,10 +55,10 @@ def verify_rank(
         )
         records: list[Record] = []
         is_shown = options.show and world.rank == 0
-        with progress(len(layouts), is_shown) as begin, said_once(world.rank == 0):
+        with progress(len(layouts), is_shown) as advance, said_once(world.rank == 0):
             for index, layout in enumerate(layouts):
-                begin(f"verify {workload.name} · {layout}")
-                parity, losses = _compared(case, layout, world, index, options)
+                advance(f"verify {workload.name} · {layout}")
+                parity, losses = _compare_layout(case, layout, world, index, options)
                 records.append(
                     Record(
                         workload=workload.name,
@@ -75,29 +77,29 @@ def verify_rank(
         return records if world.rank == 0 else None
 
 
-def _compared(
+def _compare_layout(
     case: ParityCase, layout: Layout, world: World, index: int, options: VerifyOptions
 ) -> tuple[Parity, list[float]]:
     """The parity of a layout, with the check of its samples where that was asked for, and its losses. A collective."""
-    is_cut_by_rank = case.workload.order == "shard" and not isinstance(case.train_data, UnevenStreams)
-    is_by_rank = is_cut_by_rank and layout.axis is not None and world.size > 1
-    if is_by_rank:
-        parity, losses = Parity("not_verified", reason=_BY_RANK), []
+    is_split_by_rank = case.workload.order == "shard" and not isinstance(case.train_data, UnevenStreams)
+    depends_on_ranks = is_split_by_rank and layout.axis is not None and world.size > 1
+    if depends_on_ranks:
+        parity, losses = Parity("not_verified", reason=_SHARD_ORDER), []
     else:
-        parity, losses = check_layout(case, layout, world, f"verify/{index}", options.by_name)
-    if options.samples and (is_by_rank or parity.status in ("equal", "different")):
+        parity, losses = check_layout(case, layout, world, f"verify/{index}", options.explicit)
+    if options.samples and (depends_on_ranks or parity.status in ("equal", "different")):
         parity = _with_samples(parity, case, layout, world, f"samples/{index}")
     return parity, losses
 
 
 def _with_samples(parity: Parity, case: ParityCase, layout: Layout, world: World, key: str) -> Parity:
-    """The parity with what the check of the samples found."""
+    """Add the result of the sample check to the parity."""
     data = (case.workload, case.train_data, case.eval_data)
     if layout.axis is None:
-        found = on_rank_0(
+        problems_on_rank_0 = on_rank_0(
             world, key, lambda: check_samples(*data, layout, open_mesh(layout, single_process_world(world)))
         )
-        problems, text = found or ([], "")
+        problems, text = problems_on_rank_0 or ([], "")
     else:
         problems, text = check_samples(*data, layout, open_mesh(layout, world))
     if not problems:
@@ -120,8 +122,8 @@ def verify_gradients_rank(
     launch: Launch,
 ) -> Parity:
     """Compare the gradients of one update under a `parallelize` function with those of one device."""
-    give_own_code(layout.strategy, function, contract)
+    register_custom_parallelize(layout.strategy, function, contract)
     with open_world(info, launch) as world:
         case = parity_case(workload, *open_data(workload, world), 1, is_quick=True)
         is_clipped = workload.clip_norm is not None  # then the clipped update is compared, too, after the gradients
-        return check_layout(case if is_clipped else gradients_of(case), layout, world, "gradients")[0]
+        return check_layout(case if is_clipped else gradient_case(case), layout, world, "gradients")[0]

@@ -1,9 +1,9 @@
-"""`single`, and how far rounding alone moves it: what a layout is held against.
+"""Run `single` and its perturbed runs, to measure how far rounding moves the results.
 
-Rounding grows along a training: two runs that differ in the last bit part, slowly or fast, until nothing can be told
-from a mistake. What can be compared is how far `single` stays close to perturbed runs of itself. Where that is not all
-of the updates, they are cut into segments of that length which all begin from the initial state, so that the ragged
-batch and the next epoch are compared, too.
+Rounding errors grow during training: two runs that differ in the last bit diverge until a mistake cannot be told from
+rounding. So a layout is compared over the updates for which `single` stays close to perturbed runs of itself. If these
+are not all updates, they are divided into segments of that length that start from the initial state, so that the uneven
+last batch and the next epoch are compared too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyrank.errors import NoRoomError, NotFiniteError, UnsupportedLayoutError
+from everyrank.errors import NotFiniteError, OutOfMemoryError, UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.parity import cache
-from everyrank.parity.case import ParityCase, Segments, by_gradient, single_like
+from everyrank.parity.case import ParityCase, Segments, single_like, with_gradient_update
 from everyrank.parity.trace import Trace, distance, trace
 from everyrank.world import World, from_rank_0, on_each_rank, single_process_world
 
 __all__ = [
-    "BY_NOISE",
-    "UNSTEADY",
+    "MAX_REVERSED_DIFFERENCE",
+    "NOISE_FRACTION",
     "Reference",
     "ensure_references",
     "make_reference",
@@ -41,18 +41,18 @@ __all__ = [
 
 # how far perturbed runs of `single` may be from it in the loss where it still judges others
 _LIMITS = {"float64": 1e-12, "float32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
-UNSTEADY = 1e-8  # in float64 and from equal weights, reversed: more is no rounding
+MAX_REVERSED_DIFFERENCE = 1e-8  # float64, equal weights, samples in reverse: rounding stays far below
 # a gradient that is smaller than this part of the largest one is what rounding leaves of a sum that is zero
-_NULL = {"float64": 1e-11, "float32": 1e-6}
-_IN_PARTS = "single took its batch in several micro-batches: the whole did not fit"
-BY_NOISE = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
-_KEPT = (
+_ZERO_GRADIENT = {"float64": 1e-11, "float32": 1e-6}
+_MICRO_BATCHED = "single took its batch in several micro-batches: the whole did not fit"
+NOISE_FRACTION = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
+_CACHED_FIELDS = (
     "segments",
     "loss_floors",
     "floors",
-    "nulls",
-    "is_cut",
-    "reversed",
+    "zero_gradient_masks",
+    "is_truncated",
+    "reversed_differences",
     "evaluation_floors",
 )  # in files, beside the run itself
 _PERTURBED: dict[str, list[dict[str, Any]]] = {
@@ -63,16 +63,16 @@ _PERTURBED: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """What `single` leaves, and how far rounding alone moves that.
+    """The run of `single`, and how far rounding moves it.
 
     segments      the updates that were run
     loss_floors   for each update: the largest distance of a perturbed run's loss, relative; within a segment it does
                   not shrink
     floors        of each segment: name -> the largest distance of a perturbed run's tensor, null elements left out
-    nulls         elements of parameters whose true gradient is zero: they move by rounding alone
-    is_cut        whether rounding has grown too much for all of the updates
+    zero_gradient_masks         elements of parameters whose true gradient is zero: they move by rounding alone
+    is_truncated        whether rounding has grown too much for all of the updates
     evaluation_floors   of the loss and each metric: the largest distance of a perturbed run's sum, relative
-    reversed      of each segment: how far the first loss is from that of the same samples in reverse, relative
+    reversed_differences   of each segment: relative difference of the first loss from that of the samples in reverse
     name          the layout that was run: `single`, or what stood in for it
     """
 
@@ -80,9 +80,9 @@ class Reference:
     segments: Segments
     loss_floors: list[float]
     floors: list[dict[str, float]]
-    nulls: dict[str, Tensor]
-    is_cut: bool = False
-    reversed: tuple[float, ...] = ()
+    zero_gradient_masks: dict[str, Tensor]
+    is_truncated: bool = False
+    reversed_differences: tuple[float, ...] = ()
     evaluation_floors: dict[str, float] = field(default_factory=dict[str, float])
     name: str = "single"
 
@@ -92,25 +92,26 @@ class Reference:
         return "in one process" if self.name == "single" else f"under {self.name}"
 
     def is_noise(self, number: int, name: str) -> bool:
-        """Whether rounding alone moves this tensor so far in a segment that nothing can be told from where it ends."""
+        """Whether rounding moves this tensor so far in a segment that its final value cannot be compared."""
         moved = self.trace.moved[number].get(name, 0.0)
-        return bool(moved) and self.floors[number][name] > BY_NOISE * moved
+        return bool(moved) and self.floors[number][name] > NOISE_FRACTION * moved
 
 
 def ensure_references(case: ParityCase, layout: Layout, world: World, key: str) -> None:
-    """Run `single` as `layout` needs it, where that has not been done yet, and see how far it can be compared.
+    """Run `single` for this layout if it has not run yet, and find the updates that can be compared.
 
-    `key` is a name used once. A collective. Raises `NotFiniteError` where `single` has no number to compare with, and
-    `CannotRunError` where it does not fit: its batch is cut into ever more parts first, where that changes nothing.
+    `key` must be unique. A collective. Raises `NotFiniteError` if the loss of `single` is not finite, and
+    `CannotRunError` if it does not fit into memory; before that, its batch is split into more micro-batches if this
+    does not change the result.
     """
     try:
         _ensure_references(case, layout, world, key)
-    except NoRoomError as error:
+    except OutOfMemoryError as error:
         parts = case.accumulate * 2 if case.accumulate > 2 else case.accumulate + 1
         if case.has_batch_norm or case.reference is not None or parts > case.workload.global_batch:
             raise
         case.accumulate = parts
-        case.notes += [] if _IN_PARTS in case.notes else [_IN_PARTS]
+        case.notes += [] if _MICRO_BATCHED in case.notes else [_MICRO_BATCHED]
         gc.collect()
         try:
             ensure_references(case, layout, world, f"{key}/{parts} parts")
@@ -127,87 +128,100 @@ def _ensure_references(case: ParityCase, layout: Layout, world: World, key: str)
         missing = {text: single for text, single in wanted.items() if text not in case.segments}
         if not missing:
             return
-        here = f"{key}/references/{attempt}"
-        told = from_rank_0(
-            world, f"{here}/kept", functools.partial(_from_cache, case, missing, single_process_world(world))
+        attempt_key = f"{key}/references/{attempt}"
+        cached = from_rank_0(
+            world, f"{attempt_key}/kept", functools.partial(_from_cache, case, missing, single_process_world(world))
         )
-        for text, segments in told.items():
+        for text, segments in cached.items():
             case.segments[text] = cache.decode_segments(segments)
             case.from_disk.add(text)
             missing.pop(text)
-        made = _run(case, missing, world, here)
-        if from_rank_0(world, f"{here}/moved", lambda made=made: _tells_nothing(made)) and not case.by_gradient:
-            case.by_gradient = True
-            case.workload = by_gradient(case.workload)
+        made = _run(case, missing, world, attempt_key)
+        if (
+            from_rank_0(world, f"{attempt_key}/moved", lambda made=made: _nothing_moved(made))
+            and not case.compares_gradients
+        ):
+            case.compares_gradients = True
+            case.workload = with_gradient_update(case.workload)
             case.notes.append("nothing moves (a learning rate of 0): the gradients alone are compared")
             case.references.clear()
             case.segments.clear()
             case.from_disk.clear()
             case.names.clear()
             continue
-        for text, segments in from_rank_0(world, f"{here}/cut", functools.partial(_keep, case, made)).items():
+        for text, segments in from_rank_0(
+            world, f"{attempt_key}/cut", functools.partial(_store_references, case, made)
+        ).items():
             case.segments[text] = cache.decode_segments(segments)
 
 
 def _from_cache(case: ParityCase, singles: dict[str, Layout], world: World) -> dict[str, Any]:
-    """Those that an earlier call has left on the disk, on rank 0: their segments."""
-    found: dict[str, Any] = {}
+    """Read runs of earlier calls from disk on rank 0. Returns their segments."""
+    result: dict[str, Any] = {}
     for text, single in singles.items() if case.is_cached else ():
-        case.names[text] = cache.name_of(case, single, world)
-        kept = cache.load_references(case.names[text] or "")
-        if kept is not None:
-            case.references[text] = Reference(kept[0], **kept[1])
-            found[text] = cache.encode_segments(case.references[text].segments)
-    return found
+        case.names[text] = cache.cache_name(case, single, world)
+        cached = cache.load_references(case.names[text] or "")
+        if cached is not None:
+            case.references[text] = Reference(cached[0], **cached[1])
+            result[text] = cache.encode_segments(case.references[text].segments)
+    return result
 
 
 def _run(case: ParityCase, singles: dict[str, Layout], world: World, key: str) -> dict[str, Any]:
-    """Each of these and its perturbed runs, spread over the ranks, cut until rounding is small; on rank 0."""
+    """Run each layout and its perturbed runs, spread over the ranks; shorten segments until rounding is small. On rank
+    0.
+    """
     planned = {text: _plan(case, single.precision) for text, single in singles.items()}
     plans = dict(planned)
     done: dict[str, Any] = {}
     attempt = 0
     while left := {text: plan for text, plan in plans.items() if text not in done}:
         attempt += 1
-        jobs = [(text, options) for text in left for options in _runs_of(singles[text])]
+        jobs = [(text, options) for text in left for options in _run_options(singles[text])]
         traces = run_on_all_ranks(case, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
-        found: dict[str, Reference] = {}
+        references: dict[str, Reference] = {}
         if world.rank == 0:
             for text in left:
-                own = [one for (name, _), one in zip(jobs, traces, strict=True) if name == text]
-                found[text] = make_reference(own[0], own[1:], plans[text], singles[text].precision)
+                runs = [run for (name, _), run in zip(jobs, traces, strict=True) if name == text]
+                references[text] = make_reference(runs[0], runs[1:], plans[text], singles[text].precision)
         lengths = from_rank_0(
             world,
             f"{key}/{attempt}/lengths",
-            lambda found=found: {text: _steady_length(one, singles[text].precision) for text, one in found.items()},
+            lambda references=references: {
+                text: _comparable_steps(run, singles[text].precision) for text, run in references.items()
+            },
         )
         for text, plan in left.items():
             shorter = plan if lengths[text] is None else shorten_segments(planned[text], lengths[text])
             if shorter == plan:
-                is_cut = plan != planned[text]
+                is_truncated = plan != planned[text]
                 name = "single" if singles[text].axis is None else str(replace(singles[text], precision="float32"))
-                done[text] = replace(found[text], is_cut=is_cut, name=name) if world.rank == 0 else None
+                done[text] = (
+                    replace(references[text], is_truncated=is_truncated, name=name) if world.rank == 0 else None
+                )
             plans[text] = shorter
     return done
 
 
 def _plan(case: ParityCase, precision: str) -> Segments:
     planned = case.planned(precision)
-    if not case.by_gradient:
+    if not case.compares_gradients:
         return planned
     # an update of the gradient's own size leads nowhere: each one begins anew
     flat = [update for segment in planned for update in segment]
     return [[flat[index]] for index in sorted({0, len(flat) // 2, len(flat) - 1})]
 
 
-def _runs_of(single: Layout) -> list[dict[str, Any]]:
-    """`single` as it is, then perturbed; the evaluation is compared in float64 alone."""
+def _run_options(single: Layout) -> list[dict[str, Any]]:
+    """Return the options of the plain run, then of the perturbed ones. Only float64 runs evaluate."""
     perturbed = _PERTURBED.get(single.precision, _PERTURBED["lower"])
-    return [{**one, "evaluates": single.precision == "float64"} for one in ({"measure": True}, *perturbed)]
+    return [{**options, "evaluates": single.precision == "float64"} for options in ({"measure": True}, *perturbed)]
 
 
 def shorten_segments(segments: Segments, length: int) -> Segments:
-    """The updates in segments of at most `length`: the first ones, and those from the last one of an epoch on."""
+    """Divide the updates into segments of at most `length`: the first updates, and those from an epoch's last update
+    on.
+    """
     if all(len(segment) <= length for segment in segments):
         return segments
     flat = [update for segment in segments for update in segment]
@@ -216,36 +230,35 @@ def shorten_segments(segments: Segments, length: int) -> Segments:
     return [flat[start : start + length] for start in starts if start < len(flat)]
 
 
-def _steady_length(reference: Reference, precision: str) -> int | None:
-    """How many updates after a start rounding stays small, at least one: from equal weights all can be compared.
-
-    None where that is all of the updates.
-    """
+def _comparable_steps(reference: Reference, precision: str) -> int | None:
+    """Return how many updates from the start stay within the rounding limits (at least one), or None for all."""
     lengths: list[int] = []
     floors = iter(reference.loss_floors)
     for segment in reference.segments:
-        own = list(itertools.islice(floors, len(segment)))
-        lengths += [max(1, index) for index, floor in enumerate(own) if floor > _LIMITS[precision]][:1]
+        floors_of_segment = list(itertools.islice(floors, len(segment)))
+        lengths += [max(1, index) for index, floor in enumerate(floors_of_segment) if floor > _LIMITS[precision]][:1]
     shortest = min(lengths, default=None)
     return None if shortest is None or max(map(len, reference.segments)) <= shortest else shortest
 
 
 def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments, precision: str) -> Reference:
-    """What `single` left beside its perturbed runs. Raises `NotFiniteError` where it has no number."""
+    """Combine a run of `single` with its perturbed runs. Raises `NotFiniteError` for a loss that is not finite."""
     for run in (single, *perturbed):
         for index, loss in enumerate(run.losses):
             if not math.isfinite(loss):
                 raise NotFiniteError(
                     f"update {index}: the loss of single in {precision} is {loss}; nothing to compare with"
                 )
-    nulls = _nulls(single.gradients, precision)
+    zero_gradient_masks = _zero_gradient_masks(single.gradients, precision)
     spreads = iter([max(relative(a, other.losses[i]) for other in perturbed) for i, a in enumerate(single.losses)])
     loss_floors: list[float] = []
     for segment in segments:
         loss_floors += itertools.accumulate(itertools.islice(spreads, len(segment)), max)
     floors = [
         {
-            name: max(tensor_distance(final[name], run.finals[n][name], nulls.get(name)) for run in perturbed)
+            name: max(
+                tensor_distance(final[name], run.finals[n][name], zero_gradient_masks.get(name)) for run in perturbed
+            )
             for name in final
         }
         for n, final in enumerate(single.finals)
@@ -256,32 +269,40 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
         name: max((relative(total, run.evaluation[name][0]) for run in perturbed if run.evaluation), default=0.0)
         for name, (total, _) in single.evaluation.items()
     }
-    return Reference(single, segments, loss_floors, floors, nulls, reversed=reverse, evaluation_floors=spreads_of_sums)
+    return Reference(
+        single,
+        segments,
+        loss_floors,
+        floors,
+        zero_gradient_masks,
+        reversed_differences=reverse,
+        evaluation_floors=spreads_of_sums,
+    )
 
 
-def _nulls(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
-    """Elements of parameters whose gradient was never more than rounding leaves of zero; where there are some."""
-    part = _NULL.get(precision, 0.0)
-    scale = max((float(one.max()) for one in gradients.values() if one.numel()), default=0.0)
-    found = {name: (one > 0) & (one < part * scale) for name, one in gradients.items()}
-    return {name: mask for name, mask in found.items() if bool(mask.any())}
+def _zero_gradient_masks(gradients: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
+    """Return masks of the elements whose true gradient is zero, for parameters that have any."""
+    limit = _ZERO_GRADIENT.get(precision, 0.0)
+    scale = max((float(largest.max()) for largest in gradients.values() if largest.numel()), default=0.0)
+    masks = {name: (largest > 0) & (largest < limit * scale) for name, largest in gradients.items()}
+    return {name: mask for name, mask in masks.items() if bool(mask.any())}
 
 
-def tensor_distance(one: Tensor, other: Tensor, nulls: Tensor | None) -> float:
-    """The largest difference between elements, those left out that rounding alone moves; inf for another shape."""
-    return distance(one, other, nulls) if one.shape == other.shape else float("inf")
+def tensor_distance(reference: Tensor, tensor: Tensor, zero_gradient_masks: Tensor | None) -> float:
+    """Return the largest difference between elements, without zero-gradient ones; inf for different shapes."""
+    return distance(reference, tensor, zero_gradient_masks) if reference.shape == tensor.shape else float("inf")
 
 
 def relative(reference: float, value: float) -> float:
-    """The distance of `value` from `reference`, relative to that; inf where one of them is NaN."""
+    """Return the relative distance of `value` from `reference`; inf for NaN."""
     if reference == value:
         return 0.0
     difference = abs(value - reference) / max(abs(reference), 1e-300)
     return difference if difference == difference else float("inf")
 
 
-def _tells_nothing(made: dict[str, Any]) -> bool:
-    """Whether there were gradients, and no parameter moved by more than rounding."""
+def _nothing_moved(made: dict[str, Any]) -> bool:
+    """Whether there were gradients but no parameter moved by more than rounding."""
 
     def is_told(reference: Reference) -> bool:
         return any(
@@ -293,14 +314,14 @@ def _tells_nothing(made: dict[str, Any]) -> bool:
     return any(reference.trace.gradients and not is_told(reference) for reference in made.values())
 
 
-def _keep(case: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
-    """Keep what was made, on the disk too; the segments of each."""
+def _store_references(case: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
+    """Store the runs in the case and on disk. Returns the segments of each."""
     case.references.update(made)
     for text, reference in made.items():
         name = case.names.get(text)
         if name is not None:
-            rest = {key: getattr(reference, key) for key in _KEPT}
-            cache.save(name, reference.trace, rest)
+            fields = {key: getattr(reference, key) for key in _CACHED_FIELDS}
+            cache.save_references(name, reference.trace, fields)
     return {text: cache.encode_segments(reference.segments) for text, reference in made.items()}
 
 
@@ -310,29 +331,29 @@ def _keep(case: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
 def run_on_all_ranks(
     case: ParityCase, jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], world: World, key: str
 ) -> list[Trace]:
-    """The runs, each done by one rank on its own device; all of them on rank 0, [] elsewhere."""
+    """Distribute the runs over the ranks, each on its own device. Returns all traces on rank 0, [] elsewhere."""
     if any(single.axis is not None for single, _, _ in jobs):
         runs = [trace(case, single, world, segments, **options) for single, segments, options in jobs]
         return runs if world.rank == 0 else []
-    here = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
-    holders = _shared_out(jobs, world.size, world.device.type == "cuda" and world.backend == "gloo")
+    alone = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
+    holders = _assign_ranks(jobs, world.size, world.device.type == "cuda" and world.backend == "gloo")
 
     def work() -> dict[int, Trace]:
         mine = [index for index, rank in enumerate(holders) if rank == world.rank]
-        return {index: trace(case, jobs[index][0], here, jobs[index][1], **jobs[index][2]) for index in mine}
+        return {index: trace(case, jobs[index][0], alone, jobs[index][1], **jobs[index][2]) for index in mine}
 
-    own = on_each_rank(world, f"{key}/work", work)
-    found: list[Trace] = []
+    local_runs = on_each_rank(world, f"{key}/work", work)
+    runs_in_order: list[Trace] = []
     for index, holder in enumerate(holders):
         if world.rank == 0:
-            found.append(own[index] if holder == 0 else _received(world, holder, f"{key}/{index}"))
+            runs_in_order.append(local_runs[index] if holder == 0 else _receive(world, holder, f"{key}/{index}"))
         elif world.rank == holder:
-            _send(own.pop(index), world, f"{key}/{index}")
-    return found
+            _send(local_runs.pop(index), world, f"{key}/{index}")
+    return runs_in_order
 
 
-def _shared_out(jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], size: int, is_shared: bool) -> list[int]:
-    """The rank of each run: always the one that has least to do so far; float64 takes about twice as long."""
+def _assign_ranks(jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], size: int, is_shared: bool) -> list[int]:
+    """Assign each run to the rank with the least work so far; float64 counts twice."""
     # ranks that share a card share its memory, which one run at a time may fill
     load = [0] * (1 if is_shared else size)
     holders: list[int] = []
@@ -353,7 +374,7 @@ def _send(run: Trace, world: World, key: str) -> None:
                 dist.send(tensor.contiguous().reshape(-1).view(torch.uint8), dst=0, group=world.group)
 
 
-def _received(world: World, holder: int, key: str) -> Trace:
+def _receive(world: World, holder: int, key: str) -> Trace:
     sent: Any = world.store.get(f"sent/{key}")
     head = json.loads(sent.decode())
     groups: list[dict[str, Tensor]] = []

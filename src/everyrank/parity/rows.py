@@ -1,4 +1,4 @@
-"""Which samples were computed on, told from what they hold: a value for each sample of a batch."""
+"""Identify the samples of a batch by their values, to find out which ones a rank computed on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 
-__all__ = ["cut_rows", "leaves", "missing_rows", "row_values"]
+__all__ = ["count_missing_rows", "leaves", "row_values", "slice_rows"]
 
 
 def row_values(batch: Batch) -> Tensor:
-    """A value for each sample of a batch, which hardly two samples share; (size,) float64, padding by zeros aside."""
+    """Return a value per sample that is almost surely unique, (size,) float64; zero padding does not change it."""
     if not batch.size:
         return torch.zeros(0, dtype=torch.float64)
     values = torch.zeros(batch.size, dtype=torch.float64)
@@ -29,27 +29,27 @@ def row_values(batch: Batch) -> Tensor:
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """All tensors in `value`, in order."""
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
-    return found
+    """Return all tensors in nested tuples, lists and dicts, in order."""
+    tensors: list[Tensor] = []
+    map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)
+    return tensors
 
 
-def missing_rows(expected: Tensor, found: Tensor) -> int:
-    """How many of the expected values were not found, each as often as it is expected."""
-    left = found.sort().values.tolist()
-    missing, place = 0, 0
+def count_missing_rows(expected: Tensor, values_read: Tensor) -> int:
+    """Count the expected values that are missing in `values_read`, with multiplicity."""
+    remaining = values_read.sort().values.tolist()
+    missing, position = 0, 0
     for value in expected.sort().values.tolist():
         near = 1e-9 * max(1.0, abs(value))
-        while place < len(left) and left[place] < value - near:
-            place += 1
-        if place < len(left) and abs(left[place] - value) <= near:
-            place += 1
+        while position < len(remaining) and remaining[position] < value - near:
+            position += 1
+        if position < len(remaining) and abs(remaining[position] - value) <= near:
+            position += 1
         else:
             missing += 1
     return missing
 
 
-def cut_rows(value: Any, size: int, rows: slice) -> Any:
-    """Some rows of every tensor in `value` that has a row for each of `size` samples."""
+def slice_rows(value: Any, size: int, rows: slice) -> Any:
+    """Select rows of every tensor in `value` whose first dimension is `size`."""
     return map_tensors(value, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor)

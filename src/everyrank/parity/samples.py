@@ -1,6 +1,6 @@
-"""The check of the samples: each is read once in every epoch, and counted once in the evaluation.
+"""Check that each sample is read once in every epoch and counted once in the evaluation.
 
-The real loader reads the real dataset under the layout; only what a sample holds is replaced by its number.
+The real loader reads the real dataset under the layout; only the content of each sample is replaced by its number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from everyrank.workload import Workload, changed
 from everyrank.world import World
 from everyrank.world.collectives import all_gather
 
-__all__ = ["check_samples", "complaints"]
+__all__ = ["check_samples", "sample_errors"]
 
 _NUM_EPOCHS = 2
 _NUM_COMPARED = 64  # samples whose content is compared between ranks
@@ -46,7 +46,7 @@ _NUM_COMPARED = 64  # samples whose content is compared between ranks
 def check_samples(
     workload: Workload, train_data: Any, eval_data: Any, layout: Layout, mesh: Mesh
 ) -> tuple[list[str], str]:
-    """What is wrong (nothing: []), and what was looked at. The same on every rank that takes part; a collective."""
+    """Return the errors ([] for none) and a summary. The result is the same on every rank. A collective."""
     problems = _differences(workload, train_data, mesh.world)
     left_out = len(train_data) - epoch_of(workload, train_data).samples
     orders = _orders_of_epochs(workload, train_data, layout, mesh)
@@ -54,7 +54,7 @@ def check_samples(
         expected = _expected(workload, train_data, epoch)
         if workload.weights is not None:  # samples repeat: each is to be read as often as it was drawn
             expected = epoch_numbers(order_of(workload, train_data, epoch))
-        problems += complaints(order, expected, f"epoch {epoch}", left_out)
+        problems += sample_errors(order, expected, f"epoch {epoch}", left_out)
     how = "each read once" if workload.weights is None else "drawn with weights, each read as often as drawn"
     text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how}"
     text += f" but {left_out} of a last batch (drop_last)" * (left_out > 0)
@@ -64,43 +64,43 @@ def check_samples(
         text += note
     if eval_data is not None:
         with wrap_user_errors():
-            parts = batches_for_evaluation(
-                _counting(workload), _numbered(eval_data), mesh.data_slice, mesh.world, torch.float64
+            batches = batches_for_evaluation(
+                _number_workload(workload), _with_numbers(eval_data), mesh.data_slice, mesh.world, torch.float64
             )
-            numbers = [number for part in parts for number in part.input[: part.size].tolist()]
-        problems += complaints(_over_ranks(numbers, mesh), _expected(workload, eval_data, 0), "evaluation")
+            numbers = [number for batch in batches for number in batch.input[: batch.size].tolist()]
+        problems += sample_errors(_over_ranks(numbers, mesh), _expected(workload, eval_data, 0), "evaluation")
         text += f"; {len(eval_data)} evaluated, each counted once"
     return problems, text
 
 
 def _orders_of_epochs(workload: Workload, train_data: Any, layout: Layout, mesh: Mesh) -> list[list[int]]:
-    """The samples that all ranks read in each epoch, as the loader of a training reads them."""
+    """Return the samples that all ranks read in each epoch, through the loader of a training. A collective."""
     per_epoch = epoch_of(workload, train_data).updates
     updates = list(all_updates(_NUM_EPOCHS * per_epoch, per_epoch))
     batches = batches_for_updates(
-        _counting(workload),
-        _numbered(train_data),
+        _number_workload(workload),
+        _with_numbers(train_data),
         updates,
         mesh.data_slice,
         layout.accumulate,
         mesh.world,
         torch.float64,
     )
-    own: list[list[int]] = [[] for _ in range(_NUM_EPOCHS)]
+    local_orders: list[list[int]] = [[] for _ in range(_NUM_EPOCHS)]
     with wrap_user_errors():
         for update, parts in zip(updates, batches, strict=True):
-            for part in parts:
-                own[update.epoch] += part.input[: part.size].tolist()
-    return [_over_ranks(numbers, mesh) for numbers in own]
+            for batch in parts:
+                local_orders[update.epoch] += batch.input[: batch.size].tolist()
+    return [_over_ranks(numbers, mesh) for numbers in local_orders]
 
 
-def _counting(workload: Workload) -> Workload:
-    """The workload, whose batches are the numbers of their samples."""
+def _number_workload(workload: Workload) -> Workload:
+    """Return the workload with batches that hold only the numbers of their samples."""
     return changed(workload, collate=_numbers)
 
 
 def _same_order_twice(train_data: Any) -> tuple[list[str], str]:
-    """(What is wrong, what is to be noted) where two epochs read the samples in one order."""
+    """Return (errors, note) for two epochs with the same sample order."""
     streams: list[Any] = []
     if isinstance(train_data, UnevenStreams):
         streams = list(train_data.streams)
@@ -117,7 +117,7 @@ def _same_order_twice(train_data: Any) -> tuple[list[str], str]:
 
 
 def _differences(workload: Workload, data: Any, world: World) -> list[str]:
-    """Samples that are not the same on all ranks: a dataset that divides itself by rank is then divided twice."""
+    """Return an error if samples differ between ranks, for example because the dataset divides itself by rank."""
     if isinstance(data, Streamed | UnevenStreams) or world.size == 1:
         return []
     chosen = sorted(
@@ -140,25 +140,25 @@ def _differences(workload: Workload, data: Any, world: World) -> list[str]:
 
 
 def _expected(workload: Workload, data: Any, epoch: int) -> list[int]:
-    """What reading each sample once comes to, in any order: numbers, and of a stream fingerprints."""
+    """Return what a reader gets if it reads each sample once, in any order: numbers, or fingerprints for a stream."""
     if isinstance(data, UnevenStreams):
-        return _expected_of_streams(workload, _numbered(data), epoch)
+        return _expected_of_streams(workload, _with_numbers(data), epoch)
     if not isinstance(data, Streamed):
         return list(range(len(data)))
-    read = StreamReader(_numbered(data), workload.seed)
+    read = StreamReader(_with_numbers(data), workload.seed)
     with wrap_user_errors():
         return [number for index in range(len(data)) for number in read.__getitems__(Keys(epoch, [index]))]
 
 
 def _expected_of_streams(workload: Workload, data: UnevenStreams, epoch: int) -> list[int]:
-    """The same of uneven streams, read by one reader, an update at a time."""
+    """The same for uneven streams, read by one reader."""
     reader = UnevenReader(data, workload, Slice(0, 1), 1)
     with wrap_user_errors():
-        found = [reader.__getitems__(UnevenKeys(epoch, index, 0)) for index in range(data.epoch(workload).updates)]
-    return [number for size, numbers, _ in found for number in numbers[:size]]
+        updates = [reader.__getitems__(UnevenKeys(epoch, index, 0)) for index in range(data.epoch(workload).updates)]
+    return [number for size, numbers, _ in updates for number in numbers[:size]]
 
 
-def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str, left_out: int = 0) -> list[str]:
+def sample_errors(numbers: Sequence[int], expected: Sequence[int] | int, subject: str, left_out: int = 0) -> list[str]:
     """What is wrong with having read `numbers` where each of `expected` (or of that many) was to be read once.
 
     So many of them may be `left_out`.
@@ -166,26 +166,26 @@ def complaints(numbers: Sequence[int], expected: Sequence[int] | int, what: str,
     wanted = Counter(range(expected) if isinstance(expected, int) else expected)
     length = sum(wanted.values())
     times = Counter(numbers)
-    place: dict[int, int] = {}  # a stream's samples are told by where they first stand
+    first_index: dict[int, int] = {}  # a stream's samples are told by where they first stand
     for index, number in enumerate(range(expected) if isinstance(expected, int) else expected):
-        place.setdefault(number, index)
-    missing = [place[number] for number, count in wanted.items() if times[number] < count]
-    repeated = [place[number] for number, count in times.items() if 0 < wanted[number] < count]
+        first_index.setdefault(number, index)
+    missing = [first_index[number] for number, count in wanted.items() if times[number] < count]
+    repeated = [first_index[number] for number, count in times.items() if 0 < wanted[number] < count]
     foreign = [number for number in times if number not in wanted]
-    found: list[str] = []
+    result: list[str] = []
     if len(missing) > left_out:
-        found.append(f"{what}: {len(missing)} of {length} samples were never read, the first is {min(missing)}")
+        result.append(f"{subject}: {len(missing)} of {length} samples were never read, the first is {min(missing)}")
     if repeated:
-        found.append(
-            f"{what}: {len(repeated)} of {length} samples were read more than once, the first is {repeated[0]}"
+        result.append(
+            f"{subject}: {len(repeated)} of {length} samples were read more than once, the first is {repeated[0]}"
         )
     if foreign:
-        found.append(f"{what}: {len(foreign)} samples are not of the {length} there are, the first is {foreign[0]}")
-    return found
+        result.append(f"{subject}: {len(foreign)} samples are not of the {length} there are, the first is {foreign[0]}")
+    return result
 
 
 def sample_fingerprint(sample: Any) -> int:
-    """A number that changes with anything in a sample: 63 bits of BLAKE2b over its values."""
+    """Return 63 bits of BLAKE2b over all values of a sample."""
     content = hashlib.blake2b(digest_size=8)
 
     def take(value: Any) -> None:
@@ -218,17 +218,17 @@ def sample_fingerprint(sample: Any) -> int:
     return int.from_bytes(content.digest()) >> 1
 
 
-def _numbered(data: Any) -> Any:
-    """The data, really read, but handing out numbers of its samples: of a stream their fingerprints."""
+def _with_numbers(data: Any) -> Any:
+    """Wrap the data to yield sample numbers, or fingerprints for streams, after really reading the samples."""
     if isinstance(data, UnevenStreams):
-        return UnevenStreams(data, [_Printed(stream) for stream in data.streams], data.lengths, data.is_whole)
+        return UnevenStreams(data, [_FingerprintStream(stream) for stream in data.streams], data.lengths, data.is_whole)
     if isinstance(data, Streamed):
-        return Streamed(_Printed(data.dataset), len(data), data.is_whole)
+        return Streamed(_FingerprintStream(data.dataset), len(data), data.is_whole)
     return _Numbered(data)
 
 
 class _Numbered(Dataset[int]):
-    """A dataset that is really read, but hands out the numbers of its samples."""
+    """A dataset that reads the samples but returns their numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -242,10 +242,10 @@ class _Numbered(Dataset[int]):
         return len(self.dataset)
 
 
-class _Printed:
-    """A stream that hands out the fingerprints of its items, before anything random is done to them."""
+class _FingerprintStream:
+    """A stream that yields the fingerprints of its items, computed before `decode`."""
 
-    draws_alike = True
+    same_draws_every_epoch = True
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -253,7 +253,7 @@ class _Printed:
         self.deterministic = hasattr(dataset, "decode") or getattr(dataset, "deterministic", False)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on, where the stream has it."""
+        """Pass the epoch on if the stream has `set_epoch`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -267,7 +267,7 @@ def _numbers(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 
 def _over_ranks(numbers: list[int], mesh: Mesh) -> list[int]:
-    """What all ranks have read; of those that read the same samples, the first."""
-    own = numbers if mesh.is_first("pipeline", "context", "tensor") else []
-    rows = all_gather(torch.tensor(own, dtype=torch.int64), mesh.world)
+    """Gather the numbers read by all ranks; ranks that read the same samples count once. A collective."""
+    local_numbers = numbers if mesh.is_first("pipeline", "context", "tensor") else []
+    rows = all_gather(torch.tensor(local_numbers, dtype=torch.int64), mesh.world)
     return [number for row in rows for number in row.tolist()]

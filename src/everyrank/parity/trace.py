@@ -1,4 +1,4 @@
-"""Run a workload for a few updates and keep what it leaves: losses, counts, evaluation, tensors."""
+"""Run a workload for a few updates and keep losses, counts, evaluation and tensors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from everyrank.workload import changed
 from everyrank.world import World, group_of_one, on_rank_0, single_process_world
 from everyrank.world.collectives import all_equal, sum_over_ranks
 
-__all__ = ["Trace", "trace", "trace_in_place"]
+__all__ = ["Trace", "trace", "trace_on_its_ranks"]
 
 # A sum over a whole batch overflows fp16 a little earlier than its parts do, and a skipped update is no rounding:
 # the comparison starts at a loss scale where nothing overflows.
-_QUIET_SCALE = 256.0
-_PIECE = 1 << 20  # elements that are compared together
+_SAFE_LOSS_SCALE = 256.0
+_CHUNK_ELEMENTS = 1 << 20  # elements that are compared together
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run leaves: for each update the loss and the global count; evaluation; tensors.
+    """The results of one run: loss and global count of each update, evaluation, tensors.
 
     finals      the tensors at the end of each segment, on rank 0
     moved       of each segment: how far the element of a tensor that moved most is from where it began
@@ -42,7 +42,7 @@ class Trace:
     states      the tensors before the first update and after each one, where they were to be kept; on rank 0
     rows        for each update, and then for each batch of the evaluation: a value for each sample that this rank
                 computed on, where they were to be watched (see rows.py)
-    not_compared   tensors that cannot be put together, and are not in `finals` (own parallel code)
+    not_compared   tensors that cannot be put together, and are not in `finals` (custom parallelize functions)
     """
 
     losses: list[float]
@@ -69,19 +69,19 @@ def trace(
     keep: bool = False,
     evaluates: bool = True,
 ) -> Trace:
-    """Run the updates under `layout`, each segment of them from the initial state. A collective over `world`.
+    """Run the updates under `layout`, each segment from the initial state. A collective over `world`.
 
-    `reverse` turns the samples round within each micro-batch. A `jitter` above 0 is the seed by which each initial
-    weight is moved one unit in the last place, up, down or not at all. `measure` finds out how far tensors move and
-    how large gradients are (for `single`); `keep` keeps the tensors of every update, and watches the samples.
+    `reverse` reverses the samples within each micro-batch. A positive `jitter` is the seed for moving each initial
+    weight by one unit in the last place, up, down or not at all. `measure` records how far tensors move and how large
+    gradients are (for `single`). `keep` keeps the tensors of every update and the values of the samples.
     """
-    prepared = _prepared(case, layout, world, jitter)
+    prepared = _prepare(case, layout, world, jitter)
     rows: list[Tensor] = []
-    watched = _watched(prepared, rows) if keep else prepared
+    watched = _record_rows(prepared, rows) if keep else prepared
     initial = prepared.full_state() if measure or keep else {}
     saved = prepared.trainable.snapshot() if len(segments) > 1 else {}
     states = [initial] if keep else []
-    found = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
+    result = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
     shares: list[Tensor] = []
     largest: dict[str, Tensor] = {}
     replicas_equal = True
@@ -91,24 +91,24 @@ def trace(
         for share in run_updates(watched, case.train_data, updates, reverse):
             shares.append(share)
             if keep:
-                found.states.append(prepared.full_state())
+                result.states.append(prepared.full_state())
             if measure:
                 _largest_gradients(prepared, largest)
-        found.finals.append(prepared.full_state())
+        result.finals.append(prepared.full_state())
         # before the next segment puts the replicas back
         if prepared.are_replicas_equal:
             replicas_equal = all_equal(local_tensors(prepared.replicated_tensors), prepared.world) and replicas_equal
         if measure:
-            found.moved.append({name: distance(initial[name], value) for name, value in found.finals[-1].items()})
+            result.moved.append({name: distance(initial[name], value) for name, value in result.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
     has_evaluation = case.eval_ends is not None and evaluates
     with group_of_one(prepared.world):  # a metric may have collectives of its own
         evaluation = evaluate(watched, case.eval_ends) if has_evaluation else {}
-    gradients = _put_together(prepared, largest) if layout.axis is not None and measure else largest
+    gradients = _gather_gradients(prepared, largest) if layout.axis is not None and measure else largest
     del prepared, watched, saved
     gc.collect()
     return dataclasses.replace(
-        found,
+        result,
         losses=[total / count if count else float("nan") for total, count in totals.tolist()],
         counts=totals[:, 1].tolist(),
         evaluation=evaluation,
@@ -117,28 +117,28 @@ def trace(
     )
 
 
-def _prepared(case: ParityCase, layout: Layout, world: World, jitter: int) -> Prepared:
-    """The workload under `layout`, its initial weights moved by a `jitter` above 0."""
+def _prepare(case: ParityCase, layout: Layout, world: World, jitter: int) -> Prepared:
+    """Prepare the workload under `layout`; a positive `jitter` moves the initial weights."""
     workload = case.workload
     if jitter:
         step = torch.finfo(DTYPES[layout.precision]).eps
-        workload = changed(workload, model=lambda *at: _moved(case.workload.model(*at), step, jitter))
+        workload = changed(workload, model=lambda *at: _jittered(case.workload.model(*at), step, jitter))
     with wrap_user_errors():
         prepared = prepare(workload, layout, world)
     if prepared.trainable.scaler is not None:
-        prepared.trainable.scaler.scale = _QUIET_SCALE
+        prepared.trainable.scaler.scale = _SAFE_LOSS_SCALE
     return prepared
 
 
 @torch.no_grad()
-def _moved(model: nn.Module, step: float, seed: int) -> nn.Module:
-    """The model with each weight multiplied by 1 + step, 1 or 1 - step."""
+def _jittered(model: nn.Module, step: float, seed: int) -> nn.Module:
+    """Multiply each weight by 1 + step, 1 or 1 - step."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             # float64, whatever the model is built in: its last place may be finer than that of the weights as built
             moved = parameter.data.double().contiguous()
-            for piece in moved.view(-1).split(_PIECE) if not parameter.is_meta else ():
+            for piece in moved.view(-1).split(_CHUNK_ELEMENTS) if not parameter.is_meta else ():
                 signs = torch.randint(-1, 2, piece.shape, generator=generator)
                 piece *= 1 + step * signs.to(parameter.device)
             is_in_file = parameter.data.untyped_storage().filename is not None
@@ -149,7 +149,7 @@ def _moved(model: nn.Module, step: float, seed: int) -> nn.Module:
 
 
 def _largest_gradients(prepared: Prepared, largest: dict[str, Tensor]) -> None:
-    """Of the parts of gradients that this rank has."""
+    """Update the elementwise maximum of the rank's local gradients."""
     for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
             gradient = local_tensor(parameter.grad.detach())
@@ -161,39 +161,40 @@ def _largest_gradients(prepared: Prepared, largest: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def _put_together(prepared: Prepared, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the ranks have parts of, laid out as the parameters are, whole on rank 0; those of zeros alone left out.
+def _gather_gradients(prepared: Prepared, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather local parts into whole tensors on rank 0, without those that are all zero.
 
-    The model is given them for its own numbers, and is of no other use any more: `full_state` knows how they lie.
+    The parts are written into the model's parameters, because `full_state` knows how to gather them. The model cannot
+    be used afterwards.
     """
     for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
-        own = local_tensor(parameter)
-        own.copy_(parts[name]) if name in parts else own.zero_()
+        local = local_tensor(parameter)
+        local.copy_(parts[name]) if name in parts else local.zero_()
     for buffer in prepared.model.buffers():
         local_tensor(buffer).zero_()
     return {name: tensor for name, tensor in prepared.full_state().items() if bool(tensor.any())}
 
 
-def distance(one: Tensor, other: Tensor, left_out: Tensor | None = None) -> float:
-    """The largest difference between elements of two tensors of a shape, those `left_out` aside; inf for NaN.
+def distance(reference: Tensor, tensor: Tensor, left_out: Tensor | None = None) -> float:
+    """Return the largest difference between elements of two tensors of equal shape, without `left_out`; inf for NaN.
 
-    Taken in pieces: in float64 the two and their difference would be three times what is compared.
+    It works in chunks: in float64, two whole tensors and their difference would need three times the memory.
     """
-    flat = [tensor.reshape(-1) for tensor in (one, other)]
-    found = 0.0
-    for start in range(0, one.numel(), _PIECE):
-        here, there = (tensor[start : start + _PIECE] for tensor in flat)
+    flat = [tensor.reshape(-1) for tensor in (reference, tensor)]
+    largest_difference = 0.0
+    for start in range(0, reference.numel(), _CHUNK_ELEMENTS):
+        expected, values = (tensor[start : start + _CHUNK_ELEMENTS] for tensor in flat)
         if left_out is not None:
-            kept = ~left_out.reshape(-1)[start : start + _PIECE]
-            here, there = here[kept], there[kept]
-        if here.numel() and not torch.equal(here, there):
-            largest = float((here.double() - there.double()).abs().max())
-            found = max(found, largest if largest == largest else float("inf"))
-    return found
+            is_compared = ~left_out.reshape(-1)[start : start + _CHUNK_ELEMENTS]
+            expected, values = expected[is_compared], values[is_compared]
+        if expected.numel() and not torch.equal(expected, values):
+            largest = float((expected.double() - values.double()).abs().max())
+            largest_difference = max(largest_difference, largest if largest == largest else float("inf"))
+    return largest_difference
 
 
-def _watched(prepared: Prepared, rows: list[Tensor]) -> Prepared:
-    """The strategy, which leaves a value for each sample it computes on; of ranks with the same samples, the first."""
+def _record_rows(prepared: Prepared, rows: list[Tensor]) -> Prepared:
+    """Wrap the strategy to record a value for each sample; ranks with the same samples count once."""
     counts = prepared.mesh.is_first("pipeline", "context", "tensor")
 
     def step(batches: Sequence[Batch]) -> Tensor:
@@ -207,10 +208,10 @@ def _watched(prepared: Prepared, rows: list[Tensor]) -> Prepared:
     return dataclasses.replace(prepared, step=step, predict=predict)
 
 
-def trace_in_place(
+def trace_on_its_ranks(
     case: ParityCase, layout: Layout, world: World, key: str, segments: Segments, **options: Any
 ) -> Trace | None:
-    """`trace` where the layout runs: on all ranks, or on rank 0 alone while the others wait (None there)."""
+    """Run `trace` on the ranks of the layout: all, or only rank 0 while the others wait (None there)."""
     if layout.axis is not None:
         return trace(case, layout, world, segments, **options)
     return on_rank_0(

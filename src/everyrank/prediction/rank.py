@@ -61,7 +61,7 @@ def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], t
     workload, world = prepared.workload, prepared.world
     prepared.model.eval()
     first = 0
-    with torch.no_grad(), prepared.evaluation_weights():
+    with torch.no_grad(), prepared.averaged_weights():
         for batch in batches_for_evaluation(workload, data, prepared.data_slice, world, prepared.dtype):
             tick()
             with wrap_user_errors():

@@ -1,10 +1,10 @@
-"""The ways of training, one a file: each composes mechanisms of parallel/; its header is the tutorial.
+"""The training strategies, one per file: each composes mechanisms of parallel/, and its header is a tutorial.
 
-Each has one function: `prepare(workload, layout, world) -> Prepared`. The training step of all of them is in step.py.
-What a strategy that changes the mathematics is compared with is in simulated/.
+Each file has one function: `prepare(workload, layout, world) -> Prepared`. step.py has the training step of all of
+them. simulated/ has single-process simulations of the algorithms that are not equivalent to one device.
 
-A strategy composes the mechanisms in `parallel/` in the one right order; its header says what every rank holds, what
-travels, when to use it, and whether it is exact. Which strategies there are is the table in `layout/table.py`.
+A header describes what every rank holds, the communication, when to use the strategy, and whether it is equivalent to
+one device. The table in `layout/table.py` lists the strategies.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from everyrank.layout import Layout
 from everyrank.layout.options import ContextOptions
 from everyrank.parallel.local_sgd import Averaging
 from everyrank.parallel.mesh import Mesh
+from everyrank.parallel.oom import oom_context
 from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parallel.precision import param_dtype
-from everyrank.parallel.room import building, predicting, updating
 from everyrank.parallel.trainable import Trainable
 from everyrank.workload import Workload
 from everyrank.world import World, group_of_one, single_process_world
@@ -52,8 +52,8 @@ class Prepared:
     num_micro_batches   parts that each update is cut into before it is cut over ranks
     idle                of a pipeline: how long its newest step took, and how long this rank waited in it
     averaging           of replicas that differ between two means: when they meet
-    settle              what some ranks hold for others is given to all of them, before it is evaluated or saved; a
-                        collective, which most ways of training have no use for
+    gather_for_eval     makes values that only some ranks hold available on all, before evaluation and checkpoints;
+                        a collective, which most strategies do not need
     not_compared        tensors that `full_state` leaves out, because how they lie on the ranks is not known
     not_saved           tensors that no checkpoint can hold, for the same reason
     """
@@ -67,68 +67,68 @@ class Prepared:
     num_micro_batches: int
     idle: Callable[[], PipelineIdle] | None = None
     averaging: Averaging | None = None
-    settle: Callable[[], None] = lambda: None
+    gather_for_eval: Callable[[], None] = lambda: None
     not_compared: Sequence[str] = ()
     not_saved: Sequence[str] = ()
 
     @property
     def workload(self) -> Workload:
-        """What is trained."""
+        """The workload."""
         return self.parallel.workload
 
     @property
     def layout(self) -> Layout:
-        """Where it runs."""
+        """The layout."""
         return self.parallel.layout
 
     @property
     def mesh(self) -> Mesh:
-        """Where this rank stands on the axes of the layout."""
+        """The mesh of this rank."""
         return self.parallel.mesh
 
     @property
     def world(self) -> World:
-        """The ranks that the layout takes: for a layout of one process a world of one."""
+        """The ranks of the layout; a world of one for a layout of one process."""
         return self.parallel.mesh.world
 
     @property
     def model(self) -> nn.Module:
-        """The person's model, as it is laid out on this rank."""
+        """The user's model, as it is laid out on this rank."""
         return self.trainable.model
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of parameters and inputs."""
+        """The dtype of parameters and inputs."""
         return param_dtype(self.layout)
 
     @property
     def data_slice(self) -> Slice:
-        """The part of each micro-batch that this rank reads."""
+        """The slice of each micro-batch that this rank reads."""
         return self.mesh.data_slice
 
     @property
     def data_slices(self) -> list[Slice]:
-        """The parts of each micro-batch that go into a step here: this rank's, or those of all simulated ranks."""
+        """The slices of each micro-batch for one step: this rank's, or those of all simulated ranks."""
         simulated = self.layout.simulated
         return [Slice(rank, simulated) for rank in range(simulated)] or [self.data_slice]
 
     @property
     def has_output(self) -> bool:
-        """Whether the outputs of this rank count: of ranks with the same samples, one that has all of the output."""
+        """Whether the outputs of this rank count: the first with the whole output, of ranks with the same samples."""
         is_last_stage = self.mesh.coordinate["pipeline"] == self.mesh.size("pipeline") - 1
         return is_last_stage and self.mesh.is_first("context", "tensor")
 
     @property
     def are_replicas_equal(self) -> bool:
-        """Whether what every rank should hold alike is alike now: else no checkpoint can be saved."""
+        """Whether replicas are identical now; a checkpoint can be saved only then."""
         return self.averaging is None or self.averaging.are_equal
 
-    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
-        """While the model has the weights that are evaluated: the averages, where there are any."""
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Swap the weights for evaluation into the model for the block: averages if there are any."""
         if self.averaging is not None:
-            return self.averaging.swapped_in()
+            return self.averaging.averaged_weights()
         ema = self.trainable.ema
-        return ema.swapped_in() if ema is not None else contextlib.nullcontext()
+        return ema.averaged_weights() if ema is not None else contextlib.nullcontext()
 
 
 _NOT_BY_GLOO = {
@@ -145,7 +145,7 @@ Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 
 
 def _check_carried(layout: Layout, world: World) -> None:
-    """Raise `CannotRunError` for a layout whose collectives gloo has not for CUDA tensors: it would end in torch."""
+    """Raise `CannotRunError` for a layout that needs a collective gloo lacks for CUDA tensors."""
     if world.device.type != "cuda" or world.backend != "gloo" or world.size == 1 or layout.simulated:
         return
     degrees = layout.mesh(world.size) if layout.axis is not None else {}
@@ -161,13 +161,13 @@ def _check_carried(layout: Layout, world: World) -> None:
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """`workload` made ready to train under `layout` on this rank. Raises what the strategy's own `prepare` raises.
+    """Prepare `workload` for training under `layout` on this rank. Raises what the strategy's `prepare` raises.
 
-    Where memory does not suffice: `CannotRunError` here, and `NoRoomError` from the steps of what is prepared.
+    If memory is insufficient, this raises `CannotRunError`, and later steps raise `OutOfMemoryError`.
     """
     degrees = layout.mesh(world.size)  # refuses degrees that do not fit
     _check_carried(layout, world)
-    with building(workload, layout, world):
+    with oom_context("build", workload, layout, world):
         if layout.simulated:
             simulation = importlib.import_module(f"everyrank.strategies.simulated.{layout.row.simulation}")
             with group_of_one(single_process_world(world)):
@@ -179,11 +179,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 prepared = module.prepare(workload, layout, world)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        with updating(workload, layout, world), group_of_one(prepared.world):
+        with oom_context("update", workload, layout, world), group_of_one(prepared.world):
             return prepared.step(batches)
 
     def predict(batch: Batch) -> Any:
-        with predicting(workload, layout, world), group_of_one(prepared.world):
+        with oom_context("predict", workload, layout, world), group_of_one(prepared.world):
             return prepared.predict(batch)
 
     return dataclasses.replace(prepared, step=step, predict=predict)

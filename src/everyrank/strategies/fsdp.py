@@ -101,9 +101,9 @@ class CountInFlight:
     def __init__(self, parallel: ParallelModel) -> None:
         self.parallel, self.group = parallel, parallel.mesh.world.group
 
-    def start(self, own: Tensor) -> None:
+    def start(self, local: Tensor) -> None:
         """Send this rank's share, shape (2,)."""
-        self.total = self.parallel.count_once(own).clone()
+        self.total = self.parallel.count_once(local).clone()
         self.work = dist.all_reduce(self.total, group=self.group, async_op=True)
 
     def wait(self, _: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         workload,
         layout,
         model,
-        wrap=lambda own: distributed_optimizer(hvd, own, model, layout.accumulate, compress),
+        wrap=lambda optimizer: distributed_optimizer(hvd, optimizer, model, layout.accumulate, compress),
     )
     optimizer: Any = trainable.optimizer
 
@@ -65,11 +65,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         parallel.before_first_update(go_on_from_rank_0)
         trainable.zero_grad()
         totals: list[HorovodSum] = []  # of loss terms: travels while the last backward runs, as do its gradients
-        own = forward_backward(
+        local = forward_backward(
             parallel,
             trainable,
             batches,
-            before_last_backward=lambda own: totals.append(HorovodSum(hvd, own, "sum and count", world)),
+            before_last_backward=lambda local: totals.append(HorovodSum(hvd, local, "sum and count", world)),
         )
         check_every_gradient(model)
         wait_for_gradients(hvd, optimizer, world)
@@ -77,7 +77,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         with optimizer.skip_synchronize():  # the gradients are summed: normalise, clip, step
             trainable.optimizer_step(totals[0].wait())
         parallel.end_update()
-        return own
+        return local
 
     return Prepared(
         parallel,

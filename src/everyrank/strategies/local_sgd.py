@@ -47,17 +47,17 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     trainable = make_trainable(workload, layout, model)
     averaging = Averaging(model, trainable.optimizer, layout.read(LocalSGDOptions).every, world)
-    trainable.on_restore.append(averaging.begin_anew)
+    trainable.on_restore.append(averaging.reset_counts)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
-        own = forward_backward(parallel, trainable, batches)
-        local_update(trainable, own, batches)
-        averaging.after_update(own[1])
-        return own
+        local = forward_backward(parallel, trainable, batches)
+        local_update(trainable, local, batches)
+        averaging.after_update(local[1])
+        return local
 
     def full_state() -> dict[str, Tensor]:
-        with averaging.swapped_in():
+        with averaging.averaged_weights():
             return replicated_state_dict(model, world.rank)
 
     return Prepared(
@@ -72,15 +72,15 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     )
 
 
-def local_update(trainable: Trainable, own: Tensor, batches: Sequence[Batch]) -> None:
+def local_update(trainable: Trainable, local: Tensor, batches: Sequence[Batch]) -> None:
     """The step of one replica along the gradient of its own mean loss; without a term it stays where it is.
 
     `own` is [sum, count] of its micro-batches, shape (2,).
     """
     # on CUDA reading the count would make the device wait: there a gradient without a term is zero, and steps
-    has_terms = any(batch.size for batch in batches) if own.is_cuda else float(own[1]) > 0
+    has_terms = any(batch.size for batch in batches) if local.is_cuda else float(local[1]) > 0
     if has_terms:
-        trainable.optimizer_step(own)
+        trainable.optimizer_step(local)
     else:
         trainable.skip_update()
 

@@ -63,7 +63,7 @@ __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Build the model on every rank; the optimizer keeps what this rank holds as a server, on a trainer nothing."""
+    """Build the model on every rank; keep the optimizer state that this rank holds as a server, none on a trainer."""
     options = layout.read(ParameterServerOptions)
     mesh = dataclasses.replace(open_mesh(layout, world), in_lockstep=options.updates == "sync")
     parallel = parallelize(workload, layout, mesh)
@@ -88,11 +88,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         raise_on_all_ranks(refused, world, is_first)
         return share
 
-    def settle() -> None:
-        link.settle(model, trainable.ema)
+    def gather_for_eval() -> None:
+        link.gather_for_eval(model, trainable.ema)
 
     def full_state() -> dict[str, Tensor]:
-        settle()
+        gather_for_eval()
         return replicated_state_dict(model, world.rank)
 
     return Prepared(
@@ -103,5 +103,5 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         full_state,
         replicated_tensors=[*trainable.parameters, *model.buffers()],
         num_micro_batches=layout.accumulate,
-        settle=settle,
+        gather_for_eval=gather_for_eval,
     )

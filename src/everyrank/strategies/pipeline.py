@@ -55,7 +55,7 @@ __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Cut the model into stages over the pipeline axis; shard or replicate each over the others."""
+    """Split the model into stages over the pipeline axis; shard or replicate each stage over the other axes."""
     mesh, options = open_mesh(layout, world), layout.read(PipelineOptions)
     weight_grads = WeightGradQueue(is_used=options.schedule == "zero-bubble")
     parallel = parallelize(workload, layout, mesh, contexts=[weight_grads.context])
@@ -65,9 +65,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     parallel.materialise()
     # Cutting and sharding replaced parameters, so the optimizer is built after them.
     trainable = make_trainable(workload, layout, model)
-    own = stages.own_parameters()
-    outside = [parameter for parameter in trainable.parameters if parameter not in set(own)]
-    sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh, set(own)), mesh)
+    own_parameters = stages.own_parameters()
+    outside = [parameter for parameter in trainable.parameters if parameter not in set(own_parameters)]
+    sum_grad_squares = functools.partial(
+        sum_squares, norm_params(trainable.parameters, mesh, set(own_parameters)), mesh
+    )
     pipeline = PipelineRun(mesh, stages, options, weight_grads, trainable.enter_phase)
     refused: list[UnsupportedLayoutError] = []  # by the stage that takes the loss, while others wait for its gradient
 
@@ -81,30 +83,30 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         parallel.reduce_partial_grads()
         total = total_and_missing_grads(share, outside, world)
         all_reduce_grads(outside, mesh, "pipeline")
-        all_reduce_grads([parameter for parameter in own if not is_sharded(parameter)], mesh)
+        all_reduce_grads([parameter for parameter in own_parameters if not is_sharded(parameter)], mesh)
         # all gradients are averaged over the ranks that read by now
         trainable.optimizer_step(total, mesh.size("replicate", "shard"), sum_grad_squares)
         return share
 
     def check_block_order(batch: Batch) -> None:
-        found: list[UnsupportedLayoutError] = []
+        errors: list[UnsupportedLayoutError] = []
         try:
-            with parallel.micro_batch(batch) as part:
-                stages.check_block_order(lambda: call_model(model, part.input))
+            with parallel.micro_batch(batch) as micro_batch:
+                stages.check_block_order(lambda: call_model(model, micro_batch.input))
         except UnsupportedLayoutError as error:
-            found.append(error)
+            errors.append(error)
         # the same on all ranks, and at the same time: who came seconds later would be ended before it could say so
-        raise_on_all_ranks(found, world, is_first=True)
+        raise_on_all_ranks(errors, world, is_first=True)
 
     def flow(batches: Sequence[Batch]) -> Tensor:
-        """Micro-batches through the pipeline, forward and backward; this rank's share of (sum, count), shape (2,)."""
+        """Run micro-batches through the pipeline, forward and backward; return the local (sum, count), shape (2,)."""
         shares = [torch.zeros(2, dtype=torch.float64, device=world.device)]
 
         def forward(stage: int, index: int, received: Tensor | None) -> Tensor:
-            with parallel.micro_batch(batches[index]) as part, autocast(layout, world):
-                output, is_end = stages.run(stage, received, lambda: call_model(model, part.input))
+            with parallel.micro_batch(batches[index]) as micro_batch, autocast(layout, world):
+                output, is_end = stages.run(stage, received, lambda: call_model(model, micro_batch.input))
                 if is_end:
-                    output, share = compute_loss(workload, output, part, mesh, refused)
+                    output, share = compute_loss(workload, output, micro_batch, mesh, refused)
                     shares.append(parallel.count_once(share))
             return output
 
@@ -119,8 +121,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         return torch.stack(shares).sum(0)
 
     def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, autocast(layout, world):
-            forward = functools.partial(call_model, model, part.input)
+        with parallel.micro_batch(batch) as micro_batch, autocast(layout, world):
+            forward = functools.partial(call_model, model, micro_batch.input)
             output = pipeline.forward_only(batch, lambda stage, received: stages.run(stage, received, forward))
         return parallel.gather_output(output)
 

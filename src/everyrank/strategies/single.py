@@ -23,7 +23,7 @@ __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Build the model and train it here, whatever the world."""
+    """Build the model and train it in this process, whatever the size of the world."""
     world = single_process_world(world)
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh)

@@ -1,7 +1,7 @@
 """One training step: forward and backward over micro-batches, the global sum and count, the optimizer's step.
 
-Every strategy but pipeline and parameter_server makes its step here, and says only what it does otherwise: how the
-model is called, what is entered around a micro-batch, how the sum and count of the loss terms come to all ranks.
+Every strategy except pipeline and parameter_server builds its step here. It passes only its differences: how the model
+is called, the context around a micro-batch, and how the sum and count are reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def forward_backward(
     workload, layout, mesh = parallel.workload, parallel.layout, parallel.mesh
     shares: list[Tensor] = []
     for is_last, batch in trainable.iter_micro_batches(batches):
-        with parallel.micro_batch(batch) as part, around(is_last, part):
+        with parallel.micro_batch(batch) as micro_batch, around(is_last, micro_batch):
             with autocast(layout, mesh.world) if has_autocast else contextlib.nullcontext():
-                output, carrier = forward(part.input) if forward else (call_model(parallel.model, part.input), None)
-                loss, share = compute_loss(workload, output, part, mesh, deferred_errors)
+                output, carrier = (
+                    forward(micro_batch.input) if forward else (call_model(parallel.model, micro_batch.input), None)
+                )
+                loss, share = compute_loss(workload, output, micro_batch, mesh, deferred_errors)
             shares.append(share)
             if is_last and before_last_backward is not None:
                 before_last_backward(sum(shares[1:], shares[0]))
@@ -65,7 +67,7 @@ def make_step(
     parallel: ParallelModel,
     trainable: Trainable,
     *,
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda local: local,
     num_averaged: int = 1,
     sum_grad_squares: Callable[[], Tensor] | None = None,
     before_first: Callable[[Batch], None] = lambda _: None,
@@ -90,13 +92,13 @@ def make_step(
     def step(batches: Sequence[Batch]) -> Tensor:
         parallel.before_first_update(lambda: before_first(batches[0]))
         trainable.zero_grad(*carriers)
-        own = forward_backward(parallel, trainable, batches, **how)
+        local = forward_backward(parallel, trainable, batches, **how)
         after_backward()
         parallel.reduce_partial_grads()
-        trainable.optimizer_step(sum_over_ranks(own), num_averaged, sum_grad_squares)
+        trainable.optimizer_step(sum_over_ranks(local), num_averaged, sum_grad_squares)
         after_step()
         parallel.end_update()
-        return parallel.count_once(own)
+        return parallel.count_once(local)
 
     return step
 
@@ -104,14 +106,14 @@ def make_step(
 def make_predict(
     parallel: ParallelModel, forward: Callable[[Any], Any] | None = None, *, has_autocast: bool = True
 ) -> Callable[[Batch], Any]:
-    """The function `predict(batch)`: the whole output for this rank's samples, without an update."""
+    """Return the function `predict(batch)`: the whole output for this rank's samples, without an update."""
 
     def predict(batch: Batch) -> Any:
         with (
-            parallel.micro_batch(batch) as part,
+            parallel.micro_batch(batch) as micro_batch,
             autocast(parallel.layout, parallel.mesh.world) if has_autocast else contextlib.nullcontext(),
         ):
-            output = forward(part.input) if forward else call_model(parallel.model, part.input)
+            output = forward(micro_batch.input) if forward else call_model(parallel.model, micro_batch.input)
         return parallel.gather_output(output)
 
     return predict

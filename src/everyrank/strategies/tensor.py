@@ -45,7 +45,7 @@ __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Split the matrices of the model over every rank of the world."""
+    """Split the weight matrices of the model over the tensor axis."""
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh)
     parallel.materialise()

@@ -31,7 +31,7 @@ __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Replicate the model on every rank; keep of the optimizer what this rank owns."""
+    """Replicate the model on every rank; keep only the optimizer state that this rank owns."""
     mesh = open_mesh(layout, world)
     parallel = parallelize(workload, layout, mesh, broadcast=False)  # DistributedDataParallel does that
     model = parallel.model

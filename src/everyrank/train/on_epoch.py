@@ -40,7 +40,7 @@ def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) ->
 
     drawn = generators()  # restored below, so that the function does not change the training
     prepared.model.eval()
-    with prepared.evaluation_weights():
+    with prepared.averaged_weights():
         if world.rank != 0:
             while (answer := broadcast_text(world, next(keys), None)) == "predict":
                 _answer(prepared, None)

@@ -2,8 +2,8 @@
 
     workload.py  what a `Workload` says, and where one comes from
     scan.py      which names a Python file defines, read without running it
-    batch.py     another global batch, and how the learning rate follows it
-    find.py      by a built-in name, or in a person's file
+    batch.py     a different global batch, and how the learning rate follows it
+    find.py      by a built-in name, or in a user's file
 
 A workload never knows how many ranks there are, which devices they have, or how they were started. No torch here.
 """

@@ -1,4 +1,4 @@
-"""Another global batch than the workload's own: a change of the mathematics, with a rule that is said aloud."""
+"""Change the global batch of a workload, with a rule for the learning rate."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LR_RULES = ("none", "linear", "sqrt")
 
 
 def with_batch(workload: Workload, before: int, batch: int, rule: str) -> Workload:
-    """The workload with global batch `batch` instead of `before`, its learning rates scaled by the rule.
+    """Return the workload with global batch `batch` instead of `before`, learning rates scaled by the rule.
 
-    Raises `UsageError` for a rule that is none.
+    Raises `UsageError` for an unknown rule.
     """
     if rule not in LR_RULES:
         raise UsageError(f"--lr-rule {rule}: give one of {', '.join(LR_RULES)}")

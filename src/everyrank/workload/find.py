@@ -1,4 +1,4 @@
-"""Finding a workload by name or path, and calling what is found with the settings of `--set`."""
+"""Find a workload by name or path, and call its function with the settings of `--set`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ BUILT_IN: dict[str, str] = {
 """Name on the command line -> module:function."""
 
 HIDDEN_NAME = "_everyrank_workload_"
-"""How the module of a file is called that `import` would not find under the file's own name."""
+"""Prefix of the module name of a file that `import` would not find under its own name."""
 
 
 def find_workload(place: str, **settings: Any) -> Workload:
-    """The workload that `place` names: a built-in name, or `path/file.py[:name]`.
+    """Find a workload by `place`: a built-in name, or `path/file.py[:name]`.
 
     `settings` go to the function found there: `find_workload("digits", lr=0.1)`. Raises `UsageError` when nothing
     is there, `WorkloadError` when the file raises.
@@ -49,55 +49,56 @@ def find_workload(place: str, **settings: Any) -> Workload:
     return load(Source(place, settings))
 
 
-def load(what: Source | Workload) -> Workload:
-    """The `Workload` of a source, imported in this process; a `Workload` is returned as it is."""
-    if isinstance(what, Workload):
-        return what
-    takes = _parameters(_find(what.place)[0])
-    saved = {name: value for name, value in what.saved.items() if name in takes}
-    what = dataclasses.replace(what, settings={**saved, **what.settings}, saved={})
-    asked = {"batch": what.batch, "epochs": what.epochs, "steps": what.steps}
-    # a function that takes them builds its schedule on them
-    settings = {name: value for name, value in asked.items() if value is not None and name in takes}
-    if what.batch is not None and what.batch < 1:
-        raise UsageError(f"--batch {what.batch}: give at least 1 sample")
-    if what.batch is None and what.lr_rule != "none":
-        raise UsageError(f"--lr-rule {what.lr_rule}: it says how the learning rate follows --batch N; give that too")
-    found = _made(dataclasses.replace(what, settings={**what.settings, **settings}))
-    if what.batch is not None:
-        before = what.settings.get("batch", takes["batch"]) if "batch" in takes else found.global_batch
-        found = with_batch(found, before, what.batch, what.lr_rule)
-    if what.epochs is not None or what.steps is not None:
-        found = dataclasses.replace(found, epochs=what.epochs, steps=what.steps)
-    found = dataclasses.replace(found)
+def load(workload_or_source: Source | Workload) -> Workload:
+    """Import the `Workload` of a source in this process. A `Workload` is returned as it is."""
+    if isinstance(workload_or_source, Workload):
+        return workload_or_source
+    source = workload_or_source
+    takes = _parameters(_find(source.place)[0])
+    saved = {name: value for name, value in source.saved.items() if name in takes}
+    source = dataclasses.replace(source, settings={**saved, **source.settings}, saved={})
+    requested = {"batch": source.batch, "epochs": source.epochs, "steps": source.steps}
+    # a workload function that takes these arguments may build its schedule from them
+    settings = {name: value for name, value in requested.items() if value is not None and name in takes}
+    if source.batch is not None and source.batch < 1:
+        raise UsageError(f"--batch {source.batch}: give at least 1 sample")
+    if source.batch is None and source.lr_rule != "none":
+        raise UsageError(f"--lr-rule {source.lr_rule}: it sets how the learning rate follows --batch N; add --batch N")
+    workload = _made(dataclasses.replace(source, settings={**source.settings, **settings}))
+    if source.batch is not None:
+        before = source.settings.get("batch", takes["batch"]) if "batch" in takes else workload.global_batch
+        workload = with_batch(workload, before, source.batch, source.lr_rule)
+    if source.epochs is not None or source.steps is not None:
+        workload = dataclasses.replace(workload, epochs=source.epochs, steps=source.steps)
+    workload = dataclasses.replace(workload)
     lengths = {name: value for name, value in settings.items() if name != "batch"}
-    object.__setattr__(found, "source", dataclasses.replace(what, settings={**what.settings, **lengths}))
-    return found
+    object.__setattr__(workload, "source", dataclasses.replace(source, settings={**source.settings, **lengths}))
+    return workload
 
 
-def _made(what: Source) -> Workload:
-    """What stands at the place of a source, with its settings."""
-    found, where = _find(what.place)
-    if callable(found) and not isinstance(found, Workload):
-        _check_settings(found, what, where)
+def _made(source: Source) -> Workload:
+    """Find the workload of a source and apply its settings."""
+    value, where = _find(source.place)
+    if callable(value) and not isinstance(value, Workload):
+        _check_settings(value, source, where)
         try:
-            found = found(**what.settings)
+            value = value(**source.settings)
         except EveryrankError:
             raise
         except (Exception, SystemExit) as error:
             raise WorkloadError(describe(error)) from error
-    elif what.settings:
+    elif source.settings:
         raise UsageError(
-            f"--set {' '.join(what.settings)}: {where} is a finished Workload; "
+            f"--set {' '.join(source.settings)}: {where} is a finished Workload; "
             "write `def workload(...) -> Workload` to take settings"
         )
-    if not isinstance(found, Workload):
-        raise WorkloadError(f"{where} is {type(found).__name__}: it must be, or return, an everyrank.Workload")
-    return found
+    if not isinstance(value, Workload):
+        raise WorkloadError(f"{where} is {type(value).__name__}: it must be, or return, an everyrank.Workload")
+    return value
 
 
 def _parameters(function: object) -> dict[str, Any]:
-    """Names of the parameters of a function, with their defaults; {} for anything else."""
+    """Return the parameters of a function with their defaults, or {} for anything else."""
     if isinstance(function, Workload) or not callable(function):
         return {}
     try:
@@ -106,12 +107,12 @@ def _parameters(function: object) -> dict[str, Any]:
         return {}
 
 
-def _find(place: str) -> tuple[object, str]:
-    """The object that `place` names, and how to call it in messages."""
-    if place in BUILT_IN:
-        module_name, _, attribute = BUILT_IN[place].partition(":")
-        return getattr(importlib.import_module(module_name), attribute), f"workload {place}"
-    path, name = _path_and_name(place)
+def _find(name_or_path: str) -> tuple[object, str]:
+    """Return the object that a built-in name or `path/file.py[:name]` stands for, and its name for messages."""
+    if name_or_path in BUILT_IN:
+        module_name, _, attribute = BUILT_IN[name_or_path].partition(":")
+        return getattr(importlib.import_module(module_name), attribute), f"workload {name_or_path}"
+    path, name = _path_and_name(name_or_path)
     module = import_file(path)
     if not hasattr(module, name):
         workloads = [key for key, value in vars(module).items() if isinstance(value, Workload)]
@@ -120,7 +121,7 @@ def _find(place: str) -> tuple[object, str]:
 
 
 def _without_workload(path: Path, name: str, workloads: Sequence[str]) -> str:
-    """The message for a file that defines no `name`, and of workloads those in `workloads`."""
+    """Return the message for a file that does not define `name`; `workloads` are those that it defines."""
     if workloads:
         return f"{path.name} defines no `{name}`. It defines {', '.join(workloads)}: write {path.name}:{workloads[0]}"
     shown = shlex.quote(os.path.relpath(path))
@@ -130,32 +131,32 @@ def _without_workload(path: Path, name: str, workloads: Sequence[str]) -> str:
     )
 
 
-def check_place(place: str) -> None:
-    """Raise `UsageError` where no workload can be: cheap, so that a mistyped name costs no seconds."""
-    if place not in BUILT_IN:
-        _path_and_name(place)
+def check_place(name_or_path: str) -> None:
+    """Raise `UsageError` for a name or file that does not exist, without importing torch or the file."""
+    if name_or_path not in BUILT_IN:
+        _path_and_name(name_or_path)
 
 
-def _path_and_name(place: str) -> tuple[Path, str]:
-    """`path/file.py[:name]` taken apart.
+def _path_and_name(text: str) -> tuple[Path, str]:
+    """Split `path/file.py[:name]`.
 
     Raises `UsageError` where there is no such file, `WorkloadError` for a file that does not define the name: such a
-    script is read, and not run.
+    script is parsed, not run.
     """
-    path_text, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
+    path_text, _, name = text.rpartition(":") if ".py:" in text else (text, "", "")
     if not path_text.endswith(".py"):
-        close = difflib.get_close_matches(place, BUILT_IN, n=1)
+        close = difflib.get_close_matches(text, BUILT_IN, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise UsageError(
-            f"workload {place!r}: {hint}give one of {', '.join(BUILT_IN)}, or a file: path/to/file.py[:name]"
+            f"workload {text!r}: {hint}give one of {', '.join(BUILT_IN)}, or a file: path/to/file.py[:name]"
         )
     path = Path(path_text).absolute()
     try:
         is_file = path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         is_file = False
     if not is_file:
-        raise UsageError(f"workload {shortened(repr(place))}: there is no file {shortened(str(path))}")
+        raise UsageError(f"workload {shortened(repr(text))}: there is no file {shortened(str(path))}")
     name = name or "workload"
     if not defines(path, name):
         raise WorkloadError(_without_workload(path, name, names_of_workloads(path)))
@@ -163,7 +164,7 @@ def _path_and_name(place: str) -> tuple[Path, str]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a person's file; its folder goes on sys.path first, because it may import its neighbours."""
+    """Import a user's file. Its folder goes first on sys.path, because it may import modules next to it."""
     # A file called torch.py would otherwise be found by its own `import torch`.
     for library in ("torch", "numpy"):
         importlib.import_module(library)
@@ -187,15 +188,15 @@ def import_file(path: Path) -> ModuleType:
 
 
 def _finds(name: str, path: Path) -> bool:
-    """Whether `import name` finds this file, and not another one (a digits.py beside an installed digits)."""
+    """Whether `import name` finds this file, not a different one (such as an installed `digits`)."""
     if not name.isidentifier():
         return False
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin == str(path)
 
 
-def _check_settings(function: Callable[..., object], what: Source, where: str) -> None:
-    """Name the setting that the function does not take, before Python does it less clearly."""
+def _check_settings(function: Callable[..., object], source: Source, where: str) -> None:
+    """Raise `UsageError` for a setting that the function does not take or that has the wrong type."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):  # a class of C, which has no signature
@@ -203,16 +204,16 @@ def _check_settings(function: Callable[..., object], what: Source, where: str) -
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     names = [parameter.name for parameter in parameters]
-    for key in what.settings:
+    for key in source.settings:
         if key not in names:
             takes = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise UsageError(f"--set {key}={what.settings[key]}: {where} has no such setting; {takes}")
+            raise UsageError(f"--set {key}={source.settings[key]}: {where} has no such setting; {takes}")
     for parameter in parameters:
         wanted = _TYPES.get(parameter.annotation)
-        if wanted and parameter.name in what.settings and not isinstance(what.settings[parameter.name], wanted):
-            value = what.settings[parameter.name]
+        if wanted and parameter.name in source.settings and not isinstance(source.settings[parameter.name], wanted):
+            value = source.settings[parameter.name]
             raise UsageError(f"--set {parameter.name}={value}: {where} takes {parameter.annotation} there")
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in what.settings]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in source.settings]
     if missing:
         raise UsageError(f"{where} needs a value for {', '.join(missing)}: --set {missing[0]}=...")
 

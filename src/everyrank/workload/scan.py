@@ -1,4 +1,4 @@
-"""Reads which names a Python file defines, without running it: a plain training script is refused before it starts."""
+"""Find the names that a Python file defines without running it, to refuse plain training scripts before they start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def defines(path: Path, name: str) -> bool:
 
 
 def names_of_workloads(path: Path) -> list[str]:
-    """The top-level names to which the file assigns `Workload(...)`, in order; [] for a file that is not Python."""
+    """Return the top-level names assigned from `Workload(...)`, in order; [] for a file that is not Python."""
     tree = _parse(path)
     return [
         target.id
@@ -65,7 +65,7 @@ def _parse(path: Path) -> ast.Module | None:
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
-    """The statements that bind names of the module: those in functions and classes bind names of their own."""
+    """Yield the statements that bind names of the module, not those inside functions and classes."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
@@ -74,7 +74,7 @@ def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _bound_by(statement: ast.stmt) -> Iterator[str]:
-    """The names that one statement binds, without those that the statements inside it bind."""
+    """Return the names that one statement binds, without those of statements inside it."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
     elif isinstance(statement, ast.Import | ast.ImportFrom):
@@ -85,7 +85,7 @@ def _bound_by(statement: ast.stmt) -> Iterator[str]:
 
 
 def _stored(node: ast.AST) -> Iterator[str]:
-    """The names that an expression, a `with` item or a pattern stores to."""
+    """Return the names that an expression, a `with` item or a pattern assigns."""
     if isinstance(node, ast.stmt | ast.Lambda):
         return
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -97,7 +97,7 @@ def _stored(node: ast.AST) -> Iterator[str]:
 
 
 def _imported_file(path: Path, statement: ast.ImportFrom) -> Path | None:
-    """The file that `from module import *` reads, looked for beside `path`, then among what is installed."""
+    """Return the file that `from module import *` reads: next to `path`, or an installed one."""
     folder = path.parent
     for _ in range(statement.level - 1):
         folder = folder.parent

@@ -19,11 +19,12 @@ __all__ = ["Source", "Workload", "changed"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a workload comes from: what travels to the ranks, because lambdas do not pickle.
+    """The name or file of a workload, which is sent to the ranks because lambdas do not pickle.
 
-    `place` is a built-in name or `path/file.py[:name]`; `settings` go to the function found there. `batch` is another
-    global batch than the workload's own, and `lr_rule` how the learning rate follows it (`batch.LR_RULES`); `epochs` or
-    `steps` another length. `saved` are settings of the checkpoint that is resumed, for what `settings` does not give.
+    `place` is a built-in name or `path/file.py[:name]`, and `settings` are arguments of the function there. `batch`
+    overrides the global batch, and `lr_rule` sets how the learning rate follows it (`batch.LR_RULES`). `epochs` or
+    `steps` override the length. `saved` are settings of the resumed checkpoint, used for those that `settings` does not
+    give.
     """
 
     place: str
@@ -154,7 +155,7 @@ class Workload:
             raise WorkloadError(f"name={self.name!r}: folders of runs are named after it; leave out slashes")
 
     def _check_places(self) -> None:
-        """Where in the model something is, and in which dimension of its input."""
+        """Check the paths of modules and the sequence dimension."""
         for name in ("blocks", "experts"):
             value: object = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -202,13 +203,13 @@ class Workload:
 
 
 def _is_module(value: object) -> bool:
-    """Whether this is an `nn.Module`; no module exists where torch has not been imported."""
+    """Whether this is an `nn.Module`; False if torch has not been imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def changed(workload: Workload, **fields: Any) -> Workload:
-    """The workload with other values of some fields, and with its source, which the caller knows to be still right."""
-    found = replace(workload, **fields)
-    object.__setattr__(found, "source", workload.source)
-    return found
+    """Return the workload with some fields replaced and its source kept, which the caller knows to be still valid."""
+    result = replace(workload, **fields)
+    object.__setattr__(result, "source", workload.source)
+    return result

@@ -59,7 +59,7 @@ class ContextParallel:
 
     def is_of_model(self, tensor: Tensor) -> bool:
         """Whether it is a parameter or buffer that the model has now: FSDP puts others in their places."""
-        return any(tensor is one for one in (*self.model.parameters(), *self.model.buffers()))
+        return any(tensor is known for known in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def pieces(self) -> tuple[range, ...]:
@@ -88,8 +88,8 @@ class ContextParallel:
                 return tensor
             cut.append(True)
             chunks = tensor.chunk(2 * self.ring.count, dim=self.dim)
-            own = chunk_order(self.ring.count)[2 * self.ring.index : 2 * self.ring.index + 2]
-            return torch.cat([chunks[chunk] for chunk in own], dim=self.dim)
+            own_chunks = chunk_order(self.ring.count)[2 * self.ring.index : 2 * self.ring.index + 2]
+            return torch.cat([chunks[chunk] for chunk in own_chunks], dim=self.dim)
 
         inputs = map_tensors(batch.input, part)
         cut.clear()
@@ -110,7 +110,7 @@ class ContextParallel:
             dist.all_gather(rows, tensor.contiguous(), group=self.ring.group)
             chunks = [chunk for row in rows for chunk in row.chunk(2, dim=self.dim)]
             order = chunk_order(self.ring.count)
-            return torch.cat([chunks[order.index(place)] for place in range(len(chunks))], dim=self.dim)
+            return torch.cat([chunks[order.index(position)] for position in range(len(chunks))], dim=self.dim)
 
         return map_tensors(output, gathered) if self.ring.count > 1 else output
 
@@ -174,8 +174,8 @@ class _Attention(TorchFunctionMode):
         factor = scale if scale is not None else query.shape[-1] ** -0.5
         # autocast lets torch's own function see its low precision; ours gets what it would
         query, key, value = _autocast(query, key, value)
-        kept = self._kept_weights(query, dropout_p) if dropout_p else None
-        return _METHODS[self.split.method](query, key, value, is_causal, factor, self.split.ring, kept)
+        dropout_weights = self._kept_weights(query, dropout_p) if dropout_p else None
+        return _METHODS[self.split.method](query, key, value, is_causal, factor, self.split.ring, dropout_weights)
 
     def _kept_weights(self, query: Tensor, dropout_p: float) -> KeptWeights:
         """The mask of this call: of the heads that are computed with here, and any positions of the sequence."""

@@ -49,7 +49,7 @@ def chunk_order(count: int) -> list[int]:
     return [chunk for rank in range(count) for chunk in (rank, 2 * count - 1 - rank)]
 
 
-def chunk_positions(ring: SequenceGroup, rank: int, part: slice, length: int) -> tuple[range, ...]:
+def chunk_positions(ring: SequenceGroup, rank: int, rows: slice, length: int) -> tuple[range, ...]:
     """Where in the whole sequence this part of the `length` positions of a rank stands: of a head, and a tail.
 
     >>> chunk_positions(SequenceGroup(0, 2, (0, 1), None), 0, slice(0, 4), 4)
@@ -57,8 +57,8 @@ def chunk_positions(ring: SequenceGroup, rank: int, part: slice, length: int) ->
     """
     half = length // 2
     tail = (2 * ring.count - 1 - rank) * half
-    head_part = range(rank * half, (rank + 1) * half)[part]
-    tail_part = range(tail, tail + half)[max(part.start - half, 0) : max(part.stop - half, 0)]
+    head_part = range(rank * half, (rank + 1) * half)[rows]
+    tail_part = range(tail, tail + half)[max(rows.start - half, 0) : max(rows.stop - half, 0)]
     return tuple(piece for piece in (head_part, tail_part) if piece)
 
 
@@ -69,13 +69,13 @@ def ring_attention(
     causal: bool,
     scale: float,
     ring: SequenceGroup,
-    kept: KeptWeights | None = None,
+    dropout_weights: KeptWeights | None = None,
 ) -> Tensor:
     """Q (B, H, T/N, W), k and v (B, G, T/N, W) with G heads that divide H -> (B, H, T/N, W).
 
     `kept` says what dropout multiplies the weights of a chunk by.
     """
-    out: Tensor = _RingAttention.apply(q, k, v, causal, scale, ring, kept)  # pyright: ignore
+    out: Tensor = _RingAttention.apply(q, k, v, causal, scale, ring, dropout_weights)  # pyright: ignore
     return out
 
 
@@ -103,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
         causal: bool,
         scale: float,
         ring: SequenceGroup,
-        kept: KeptWeights | None,
+        dropout_weights: KeptWeights | None,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         q_wide = q.to(wide)
@@ -116,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
             receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
             k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
             for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
-                mask = _kept_of_chunk(kept, ring, source, rows, columns, q.shape[-2])
+                mask = _kept_of_chunk(dropout_weights, ring, source, rows, columns, q.shape[-2])
                 out_part, lse_part = attend(
                     q_wide[..., rows, :], k_step[..., columns, :], v_step[..., columns, :], scale, diagonal, mask
                 )
@@ -130,7 +130,7 @@ class _RingAttention(torch.autograd.Function):
                 kv = receive()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = causal, scale, ring, kept
+        ctx.settings = causal, scale, ring, dropout_weights
         return out
 
     @staticmethod
@@ -138,7 +138,7 @@ class _RingAttention(torch.autograd.Function):
     @_without_autocast
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         q, k, v, out, lse = ctx.saved_tensors
-        causal, scale, ring, kept = ctx.settings
+        causal, scale, ring, dropout_weights = ctx.settings
         wide = lse.dtype
         q_wide, out_wide, dout = q.to(wide), out.to(wide), grads[0].to(wide)
         dq = torch.zeros_like(q_wide)
@@ -160,7 +160,9 @@ class _RingAttention(torch.autograd.Function):
                     lse[..., rows],
                     scale,
                     diagonal,
-                    _kept_of_chunk(kept, ring, source, rows, columns, q.shape[-2]),  # the same ones as in forward
+                    _kept_of_chunk(
+                        dropout_weights, ring, source, rows, columns, q.shape[-2]
+                    ),  # the same ones as in forward
                 )
                 dq[..., rows, :] += dq_part
                 dkv[..., columns, :] += dkv_part
@@ -177,13 +179,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _kept_of_chunk(
-    kept: KeptWeights | None, ring: SequenceGroup, source: int, rows: slice, columns: slice, length: int
+    dropout_weights: KeptWeights | None, ring: SequenceGroup, source: int, rows: slice, columns: slice, length: int
 ) -> Tensor | None:
     """What dropout multiplies the weights of these queries and keys by; None without dropout."""
-    if kept is None:
+    if dropout_weights is None:
         return None
     queries = chunk_positions(ring, ring.index, rows, length)
-    return kept(queries, chunk_positions(ring, source, columns, length))
+    return dropout_weights(queries, chunk_positions(ring, source, columns, length))
 
 
 def _chunk_pairs(ring: SequenceGroup, source: int, length: int, causal: bool) -> list[tuple[slice, slice, bool]]:
@@ -229,7 +231,7 @@ def ulysses_attention(
     causal: bool,
     scale: float,
     ring: SequenceGroup,
-    kept: KeptWeights | None = None,
+    dropout_weights: KeptWeights | None = None,
 ) -> Tensor:
     """Q (B, H, T/N, W), k and v (B, G, T/N, W) -> (B, H, T/N, W); the heads have to divide by N.
 
@@ -237,9 +239,9 @@ def ulysses_attention(
     """
     q, k, v = (_to_heads(tensor, ring) for tensor in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
-    if kept is not None:
+    if dropout_weights is not None:
         everywhere, wide = (range(q.shape[-2]),), torch.promote_types(q.dtype, torch.float32)
-        out, _ = attend(q.to(wide), k.to(wide), v.to(wide), scale, causal, kept(everywhere, everywhere))
+        out, _ = attend(q.to(wide), k.to(wide), v.to(wide), scale, causal, dropout_weights(everywhere, everywhere))
         return _to_sequence(out.to(q.dtype), ring)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=is_grouped)
     return _to_sequence(out, ring)
@@ -248,9 +250,9 @@ def ulysses_attention(
 def _to_heads(tensor: Tensor, ring: SequenceGroup) -> Tensor:
     """(B, H, T/N, W), a head and a tail of the sequence -> (B, H/N, T, W), all of it in order."""
     parts: Tensor = _AllToAll.apply(torch.stack(tensor.chunk(ring.count, dim=1)), ring)  # pyright: ignore
-    chunks = [chunk for part in parts.unbind() for chunk in part.chunk(2, dim=-2)]
+    chunks = [chunk for of_rank in parts.unbind() for chunk in of_rank.chunk(2, dim=-2)]
     order = chunk_order(ring.count)
-    return torch.cat([chunks[order.index(place)] for place in range(2 * ring.count)], dim=-2)
+    return torch.cat([chunks[order.index(position)] for position in range(2 * ring.count)], dim=-2)
 
 
 def _to_sequence(tensor: Tensor, ring: SequenceGroup) -> Tensor:

@@ -21,16 +21,16 @@ _TOLERANCE = 1e-12  # of float64
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, kept: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, dropout_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Q (B, H, Tq, W), k and v (B, G, Tk, W) -> out (B, H, Tq, W), lse (B, H, Tq): of these keys alone.
 
     On the `diagonal`, queries and keys are those of the same positions, and later keys are masked. `kept` (B, H, Tq,
     Tk) is what dropout multiplies the weights by; the lse is that of all of them.
     """
-    if kept is None and _suits_flash(q, k, v):
+    if dropout_weights is None and _suits_flash(q, k, v):
         return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, scale=scale)
-    return _plain(q, k, v, scale, diagonal, kept)
+    return _plain(q, k, v, scale, diagonal, dropout_weights)
 
 
 def attend_backward(
@@ -42,11 +42,11 @@ def attend_backward(
     lse: Tensor,
     scale: float,
     diagonal: bool,
-    kept: Tensor | None = None,
+    dropout_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dq (B, H, Tq, W), and dk and dv side by side (B, G, Tk, 2W); out and lse are those of all keys."""
-    if kept is not None or not _suits_flash(q, k, v):
-        return _plain_backward(q, k, v, out, dout, lse, scale, diagonal, kept)
+    if dropout_weights is not None or not _suits_flash(q, k, v):
+        return _plain_backward(q, k, v, out, dout, lse, scale, diagonal, dropout_weights)
     dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, diagonal, scale=scale
     )
@@ -55,7 +55,7 @@ def attend_backward(
 
 def _suits_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """The operator does not look at strides: torch's own `scaled_dot_product_attention` does before it calls it."""
-    is_plain = all(one.stride(-1) == 1 and one.shape[-2] > 0 for one in (q, k, v))
+    is_plain = all(tensor.stride(-1) == 1 and tensor.shape[-2] > 0 for tensor in (q, k, v))
     return q.device.type == "cpu" and q.dim() == 4 and k.shape[-1] == v.shape[-1] and is_plain and _flash_is_right()
 
 
@@ -71,14 +71,14 @@ def _flash_is_right() -> bool:
     try:
         for diagonal in (False, True):
             right = _plain(q, k, v, 0.5, diagonal)
-            found = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, scale=0.5)
+            result = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, scale=0.5)
             lse = right[1] + math.log(2)  # as if other chunks had given as much again
             dq, dkv = _plain_backward(q, k, v, out, dout, lse, 0.5, diagonal)
             grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse, 0.0, diagonal, scale=0.5
             )
-            pairs = zip((*right, dq, *dkv.chunk(2, dim=-1)), (*found, *grads), strict=True)
-            if not all(torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE) for one, other in pairs):
+            pairs = zip((*right, dq, *dkv.chunk(2, dim=-1)), (*result, *grads), strict=True)
+            if not all(torch.allclose(value, other, rtol=_TOLERANCE, atol=_TOLERANCE) for value, other in pairs):
                 return False
     except (AttributeError, RuntimeError, TypeError, ValueError):  # another torch's, with other arguments
         return False
@@ -86,12 +86,12 @@ def _flash_is_right() -> bool:
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, kept: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, dropout_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, scale, diagonal)
     lse = scores.logsumexp(-1)
     p = (scores - lse[..., None]).exp()
-    return (p if kept is None else p * kept) @ _repeat_heads(v, q.shape[1]), lse
+    return (p if dropout_weights is None else p * dropout_weights) @ _repeat_heads(v, q.shape[1]), lse
 
 
 def _plain_backward(
@@ -103,14 +103,14 @@ def _plain_backward(
     lse: Tensor,
     scale: float,
     diagonal: bool,
-    kept: Tensor | None = None,
+    dropout_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, kv_heads = q.shape[1], k.shape[1]
     delta = (dout * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
     p = (_scores(q, k, scale, diagonal) - lse[..., None]).exp()  # the probabilities, (B, H, Tq, Tk)
     dp = dout @ _repeat_heads(v, heads).transpose(-1, -2)
-    dv = (p if kept is None else p * kept).transpose(-1, -2) @ dout
-    ds = p * ((dp if kept is None else dp * kept) - delta) * scale
+    dv = (p if dropout_weights is None else p * dropout_weights).transpose(-1, -2) @ dout
+    ds = p * ((dp if dropout_weights is None else dp * dropout_weights) - delta) * scale
     dk = ds.transpose(-1, -2) @ q
     dkv = torch.cat([dk, dv], dim=-1)
     if heads != kv_heads:

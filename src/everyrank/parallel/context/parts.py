@@ -46,7 +46,7 @@ class SequenceParts:
         length = self.count * self.length
         if self.order is None:
             return list(range(length))
-        places = [int(place) for place in self.order(length, self.count)]
+        places = [int(position) for position in self.order(length, self.count)]
         if sorted(places) != list(range(length)):
             raise LayoutError(
                 f"contract: positions({length}, {self.count}) gives {len(places)} numbers, which are not each of the "
@@ -73,13 +73,13 @@ class SequenceParts:
         if self.is_whole:
             return batch
         start = self.index * self.length
-        own = None if self.order is None else torch.tensor(places[start : start + self.length])
+        own_positions = None if self.order is None else torch.tensor(places[start : start + self.length])
 
         def part(tensor: Tensor) -> Tensor:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != lengths[0]:
                 return tensor
-            if own is not None:
-                return tensor.index_select(self.dim, own.to(tensor.device))
+            if own_positions is not None:
+                return tensor.index_select(self.dim, own_positions.to(tensor.device))
             return tensor.narrow(self.dim, start, self.length)
 
         return dataclasses.replace(batch, input=map_tensors(batch.input, part), target=map_tensors(batch.target, part))
@@ -99,18 +99,18 @@ class SequenceParts:
         return map_tensors(output, gathered)
 
     def check(self) -> None:
-        """Nothing to check after a forward pass: what attention does is the person's own."""
+        """Nothing to check after a forward pass: attention is the user's own code."""
 
 
 def _runs(places: Sequence[int]) -> tuple[range, ...]:
     """The positions as contiguous ranges: [0, 1, 6, 7] -> (range(0, 2), range(6, 8))."""
-    found: list[range] = []
-    for place in places:
-        if found and found[-1].stop == place:
-            found[-1] = range(found[-1].start, place + 1)
+    runs: list[range] = []
+    for position in places:
+        if runs and runs[-1].stop == position:
+            runs[-1] = range(runs[-1].start, position + 1)
         else:
-            found.append(range(place, place + 1))
-    return tuple(found)
+            runs.append(range(position, position + 1))
+    return tuple(runs)
 
 
 def sequence_parts(
@@ -133,5 +133,5 @@ def sequence_parts(
             f"workload {workload.name} has no sequence_dim, which says which dimension of the input is the sequence; "
             "for tokens of shape (B, T) it is 1"
         )
-    place = mesh.coordinate["context"]
-    return SequenceParts(workload.sequence_dim, place, count, mesh.group("context"), order=order, is_whole=is_whole)
+    index = mesh.coordinate["context"]
+    return SequenceParts(workload.sequence_dim, index, count, mesh.group("context"), order=order, is_whole=is_whole)

@@ -53,7 +53,10 @@ _NAMES = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "fe
 
 def count_dropouts(model: nn.Module) -> int:
     """How many modules drop, or may drop by a function."""
-    return sum((type(one).forward in _MODULES and one.p > 0) or _calls_functions(one) for one in model.modules())  # type: ignore[operator]
+    return sum(
+        (type(module).forward in _MODULES and module.p > 0) or _calls_functions(module)  # type: ignore[operator]
+        for module in model.modules()
+    )
 
 
 def apply_exact_dropout(
@@ -71,13 +74,14 @@ def apply_exact_dropout(
     """
     modules = list(model.named_modules(remove_duplicate=False))
     if workload.dropout != "exact" or not any(
-        type(one).forward in _MODULES or _calls_functions(one) or isinstance(one, nn.RNNBase) for _, one in modules
+        type(module).forward in _MODULES or _calls_functions(module) or isinstance(module, nn.RNNBase)
+        for _, module in modules
     ):
         return None
     _refuse(model, workload)
     exact = ExactDropout(workload.seed, mesh, workload.sequence_dim, layout.recompute)
     _replace_modules(model, modules, exact)
-    exact.is_watching = any(_calls_functions(one) for _, one in modules)
+    exact.is_watching = any(_calls_functions(module) for _, module in modules)
     if exact.is_watching:
         names = {module: name for name, module in model.named_modules()}
         for block in blocks():
@@ -215,17 +219,17 @@ def _calls_functions(module: nn.Module) -> bool:
 
 
 def _names_in(function: Any, seen: set[Any]) -> set[str]:
-    """What a function of the person's own names: itself, functions inside it, and those of its file that it calls."""
+    """Return the names used by a user's function, by functions inside it, and by those of its file that it calls."""
     if function in seen or not is_own(function.__code__.co_filename):
         return set()
     seen.add(function)
-    codes, found = [function.__code__], set[str]()
+    codes, names = [function.__code__], set[str]()
     while codes:
         code = codes.pop()
-        found.update(code.co_names)
-        codes += [one for one in code.co_consts if inspect.iscode(one)]
-    others = [function.__globals__.get(name) for name in found]
-    return found.union(*(_names_in(other, seen) for other in others if inspect.isfunction(other)))
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    others = [function.__globals__.get(name) for name in names]
+    return names.union(*(_names_in(other, seen) for other in others if inspect.isfunction(other)))
 
 
 def _follow_plan(model: nn.Module, exact: ExactDropout, plan: Mapping[str, str], by_sequence: bool) -> None:

@@ -68,8 +68,13 @@ def kept_weights(exact: ExactDropout, like: Tensor, heads: DimPart | None, lengt
 
 def multi_head_attention_with(dropout: Callable[..., Any], attention: Callable[..., Any]) -> Callable[..., Any]:
     """Torch's function behind nn.MultiheadAttention, in which these two stand for the functions that draw."""
-    own: Any = F.multi_head_attention_forward
+    implementation: Any = F.multi_head_attention_forward
     names = {"dropout": dropout, "scaled_dot_product_attention": attention, "has_torch_function": lambda _: False}
-    made = types.FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__)
-    made.__kwdefaults__ = own.__kwdefaults__
+    made = types.FunctionType(
+        implementation.__code__,
+        {**implementation.__globals__, **names},
+        implementation.__name__,
+        implementation.__defaults__,
+    )
+    made.__kwdefaults__ = implementation.__kwdefaults__
     return made

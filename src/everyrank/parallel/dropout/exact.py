@@ -104,8 +104,8 @@ class ExactDropout:
         """A micro-batch goes through the model now; under context these positions of its sequences."""
         if not self.is_used:
             return
-        places = batch.places or range(batch.start, batch.start + max(batch.size, 1))
-        self.keys = sample_keys(mix(self.seed, self.step, _STREAM), places, self.device)
+        indices = batch.sample_indices or range(batch.start, batch.start + max(batch.size, 1))
+        self.keys = sample_keys(mix(self.seed, self.step, _STREAM), indices, self.device)
         for site in self.sites:
             site.num_calls = 0
         self.scope, self.function_calls, self.split, self.pieces = self.sites[0], 0, "", pieces
@@ -180,9 +180,14 @@ class ExactDropout:
         if share == 1 and not is_alpha:
             return values * 0.0
         if isinstance(values, DTensor):
-            own = self._drop_local(values.to_local(), share, key, is_channels, is_alpha, _dims_of(values))
+            local = self._drop_local(values.to_local(), share, key, is_channels, is_alpha, _dims_of(values))
             return DTensor.from_local(
-                own, values.device_mesh, values.placements, run_check=False, shape=values.shape, stride=values.stride()
+                local,
+                values.device_mesh,
+                values.placements,
+                run_check=False,
+                shape=values.shape,
+                stride=values.stride(),
             )
         return self._drop_local(values, share, key, is_channels, is_alpha, None)
 
@@ -223,17 +228,17 @@ class ExactDropout:
         dims = [whole_dim(size) for size in shape]
         if not self.split and not self.pieces:
             return dims
-        tensor, here = self.mesh.size("tensor"), self.mesh.coordinate["tensor"]
+        tensor, tensor_index = self.mesh.size("tensor"), self.mesh.coordinate["tensor"]
         length = self.length // tensor if self.split == "sequence" else self.length
-        place = self._sequence_place(shape, length)
-        if place is not None:
+        sequence_start = self._sequence_place(shape, length)
+        if sequence_start is not None:
             pieces = self.pieces or (range(self.length),)
             if self.split == "sequence":
-                pieces = _cut_pieces(pieces, range(here * length, (here + 1) * length))
-            dims[place] = DimPart(pieces, self.length * self.mesh.size("context"))
+                pieces = _cut_pieces(pieces, range(tensor_index * length, (tensor_index + 1) * length))
+            dims[sequence_start] = DimPart(pieces, self.length * self.mesh.size("context"))
         if self.split == "features" and shape:
-            others = [index for index in range(len(shape)) if index != place] or [0]
-            index = others[-1] if place is None and len(shape) <= 2 else others[0]
+            others = [index for index in range(len(shape)) if index != sequence_start] or [0]
+            index = others[-1] if sequence_start is None and len(shape) <= 2 else others[0]
             dims[index] = self.features_here(shape[index])
         return dims
 
@@ -251,12 +256,12 @@ class ExactDropout:
             )
         return usual if usual in places else places[0]
 
-    def features_here(self, count: int, part: int = 0, parts: int = 1) -> DimPart:
+    def features_here(self, count: int, index: int = 0, parts: int = 1) -> DimPart:
         """So many features or heads: those of this tensor rank; of them part `part` of `parts`, of `count` each."""
-        tensor, here = (
+        tensor, tensor_index = (
             (self.mesh.size("tensor"), self.mesh.coordinate["tensor"]) if self.split == "features" else (1, 0)
         )
-        start = (here * parts + part) * count
+        start = (tensor_index * parts + index) * count
         return DimPart((range(start, start + count),), tensor * parts * count)
 
 
@@ -280,12 +285,12 @@ def is_in_checkpoint() -> bool:
 
 def _cut_pieces(pieces: Sequence[range], span: range) -> tuple[range, ...]:
     """Of pieces laid end to end, what is in `span`."""
-    found, start = list[range](), 0
+    result, start = list[range](), 0
     for piece in pieces:
-        own = piece[max(0, span.start - start) : max(0, span.stop - start)]
-        found += [own] if own else []
+        overlap = piece[max(0, span.start - start) : max(0, span.stop - start)]
+        result += [overlap] if overlap else []
         start += len(piece)
-    return tuple(found)
+    return tuple(result)
 
 
 def _dims_of(values: DTensor) -> list[DimPart]:
@@ -293,8 +298,8 @@ def _dims_of(values: DTensor) -> list[DimPart]:
     dims = [whole_dim(size) for size in values.shape[1:]]
     for axis, placement in enumerate(values.placements):
         if isinstance(placement, Shard) and placement.dim:
-            parts, here = values.device_mesh.size(axis), values.device_mesh.get_local_rank(axis)
+            parts, index = values.device_mesh.size(axis), values.device_mesh.get_local_rank(axis)
             size = values.shape[placement.dim]
             each = -(-size // parts)
-            dims[placement.dim - 1] = DimPart((range(min(size, here * each), min(size, (here + 1) * each)),), size)
+            dims[placement.dim - 1] = DimPart((range(min(size, index * each), min(size, (index + 1) * each)),), size)
     return dims

@@ -12,7 +12,7 @@ __all__ = ["balance", "cost", "own_cost"]
 
 def cost(module: nn.Module) -> int:
     """Multiplications for each position: the elements of its matrices. Looking up an embedding multiplies nothing."""
-    return sum(own_cost(part) for part in module.modules())
+    return sum(own_cost(child) for child in module.modules())
 
 
 def own_cost(module: nn.Module) -> int:
@@ -31,15 +31,15 @@ def balance(costs: Sequence[int], parts: int) -> list[range]:
     before = [0, *itertools.accumulate(costs)]
     count = len(costs)
     best: list[list[tuple[int, int]]] = [[(before[end], 0) for end in range(count + 1)]]
-    for part in range(1, parts):
+    for stage in range(1, parts):
         row: list[tuple[int, int]] = []
         for end in range(count + 1):
             # at least one block in this part, and in each before it
-            options = [(max(best[-1][begin][0], before[end] - before[begin]), begin) for begin in range(part, end)]
+            options = [(max(best[-1][first][0], before[end] - before[first]), first) for first in range(stage, end)]
             row.append(min(options, default=(before[-1] + 1, 0)))
         best.append(row)
     cuts = [count]
-    for part in range(parts - 1, 0, -1):
-        cuts.append(best[part][cuts[-1]][1])
+    for stage in range(parts - 1, 0, -1):
+        cuts.append(best[stage][cuts[-1]][1])
     cuts = [0, *reversed(cuts)]
-    return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
+    return [range(first, end) for first, end in itertools.pairwise(cuts)]

@@ -69,12 +69,12 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, waiting: list[Any]) -> Tensor:
         kind = values.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        own = values.to(low)
-        ctx.save_for_backward(own)
+        low_values = values.to(low)
+        ctx.save_for_backward(low_values)
         ctx.weight = weight  # itself: where blocks run again, what is saved comes back as a copy without a gradient
         ctx.waiting, ctx.low, ctx.bias = waiting, low, None if bias is None else bias.dtype
         ctx.into = values.dtype
-        return F.linear(own, weight.to(low), None if bias is None else bias.to(low))
+        return F.linear(low_values, weight.to(low), None if bias is None else bias.to(low))
 
     @staticmethod
     @once_differentiable

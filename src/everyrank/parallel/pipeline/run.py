@@ -80,7 +80,7 @@ class PipelineRun:
         `forward(stage, index, received)` gives the output of a stage; `backward(index, output, gradient)` goes back
         from it, from the loss where the gradient is None. `index` is that of the micro-batch.
         """
-        begin = time.perf_counter()
+        started = time.perf_counter()
         self.waiting, self.num_run = 0.0, len(batches)
         saved_activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         schedule = _schedule(self.schedule, self.size, len(batches), self.stages.count // self.size)
@@ -97,7 +97,7 @@ class PipelineRun:
                 self._backward(stage, index, key, backward, *saved_activations.pop((stage, index)))
         self._flush()
         self.enter_phase("optimizer")
-        self.seconds = time.perf_counter() - begin
+        self.seconds = time.perf_counter() - started
 
     def _forward(
         self, stage: int, index: int, key: Hashable, forward: Callable[[int, int, Tensor | None], Tensor]
@@ -127,16 +127,16 @@ class PipelineRun:
 
     def forward_only(self, batch: Batch, run: Callable[[int, Tensor | None], tuple[Any, bool]]) -> Any:
         """One batch forward through all stages; the model's output on the last one, None elsewhere."""
-        found = None
+        final_output = None
         for stage in self.stages.numbers:
             received = self._receive("F", stage, 0, _shapes(batch)) if stage else None
             output, is_end = run(stage, received)
             if is_end:
-                found = output
+                final_output = output
             else:
                 self._send("F", stage, 0, output, _shapes(batch))
         self._flush()
-        return found
+        return final_output
 
     def idle(self) -> PipelineIdle:
         """Of the newest run."""
@@ -166,16 +166,16 @@ class PipelineRun:
 
     def _receive(self, kind: str, stage: int, index: int, key: Hashable) -> Tensor:
         """What `stage` is handed by the one before (F) or after (B)."""
-        begin = time.perf_counter()
+        started = time.perf_counter()
         source = stage - 1 if kind == "F" else stage + 1
         shape_of = (source, key) if kind == "F" else (stage, key)  # a gradient has the shape of what it is of
         if shape_of not in self.shapes:
             header = self._wait(kind, source, stage, (_HEADER,), torch.int64, index).tolist()
             self.shapes[shape_of] = _DTYPES[header[0]], tuple(header[2 : 2 + header[1]])
         dtype, shape = self.shapes[shape_of]
-        found = self._wait(kind, source, stage, shape, dtype, index)
-        self.waiting += time.perf_counter() - begin
-        return found
+        tensor = self._wait(kind, source, stage, shape, dtype, index)
+        self.waiting += time.perf_counter() - started
+        return tensor
 
     def _wait(
         self, kind: str, source: int, stage: int, shape: tuple[int, ...], dtype: torch.dtype, index: int
@@ -190,11 +190,11 @@ class PipelineRun:
 
     def _flush(self) -> None:
         """Wait until all that was sent has arrived."""
-        begin = time.perf_counter()
+        started = time.perf_counter()
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
-        self.waiting += time.perf_counter() - begin
+        self.waiting += time.perf_counter() - started
 
     def _rank(self, stage: int) -> int:
         return self.mesh.rank_at(pipeline=stage % self.size)
@@ -211,6 +211,6 @@ _schedule = functools.lru_cache(maxsize=64)(make_schedule)
 
 def _shapes(batch: Batch) -> Hashable:
     """What both sides of a message know of it: the shapes of the batch."""
-    found: list[Any] = [torch.is_grad_enabled()]
-    map_tensors(batch.input, lambda tensor: found.append(tuple(tensor.shape)) or tensor)
-    return tuple(found)
+    header: list[Any] = [torch.is_grad_enabled()]
+    map_tensors(batch.input, lambda tensor: header.append(tuple(tensor.shape)) or tensor)
+    return tuple(header)

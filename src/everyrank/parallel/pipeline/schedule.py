@@ -45,7 +45,7 @@ def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
     """
     rows = _simulate(name, ranks, micro_batches, chunks)
     end = max(done for row in rows for _, done, _ in row)
-    busy = sum(done - begin for row in rows for begin, done, _ in row)
+    busy = sum(done - started for row in rows for started, done, _ in row)
     return 1 - busy / (end * ranks)
 
 
@@ -81,13 +81,17 @@ class _Simulation:
             liked = _preferences(self.name, rank, self.counts[rank], self.micro_batches, self.ranks, self.chunks)
             for preference, kind in enumerate(liked):
                 action = self._next(kind, rank)
-                begin = self._earliest(action, rank) if action is not None else None
-                if action is not None and begin is not None and (best is None or (begin, preference, rank) < best[:3]):
-                    best = begin, preference, rank, action
+                started = self._earliest(action, rank) if action is not None else None
+                if (
+                    action is not None
+                    and started is not None
+                    and (best is None or (started, preference, rank) < best[:3])
+                ):
+                    best = started, preference, rank, action
         assert best is not None, f"{self.name}: {self.ranks} ranks wait for each other"
-        begin, _, rank, action = best
-        end = begin + _COST[action.kind] / self.chunks
-        self.rows[rank].append((begin, end, action))
+        started, _, rank, action = best
+        end = started + _COST[action.kind] / self.chunks
+        self.rows[rank].append((started, end, action))
         self.done[action] = end
         self.counts[rank][action.kind] += 1
 

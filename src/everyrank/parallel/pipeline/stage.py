@@ -193,9 +193,9 @@ class Stages:
 
 
 def _has_nan(value: Any) -> bool:
-    found: list[bool] = []
-    map_tensors(value, lambda tensor: found.append(bool(tensor.isnan().any())) or tensor)
-    return any(found)
+    has_nan: list[bool] = []
+    map_tensors(value, lambda tensor: has_nan.append(bool(tensor.isnan().any())) or tensor)
+    return any(has_nan)
 
 
 def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> Stages:

@@ -61,7 +61,7 @@ def async_server(trainable: Trainable, link: ServerLink, seed: int | None) -> St
     def update(_: Sequence[Batch]) -> Tensor:
         order: list[int | None] = [None] * (2 * len(link.trainers))
         if seed is not None:
-            order = [link.trainers[one] for one in order_of_trainers(seed, next(numbers), len(link.trainers))]
+            order = [link.trainers[index] for index in order_of_trainers(seed, next(numbers), len(link.trainers))]
         for expected in order:
             trainer, head = link.receive_head(expected)
             if head is None:

@@ -75,13 +75,13 @@ class ServerLink:
     @torch.no_grad()
     def pull(self, asks: bool = False) -> None:
         """Receive the parameters of every server into the model; `asks`: tell the servers that they are wanted."""
-        sent = self._send_all([self._head(part, _ASK) for part in self.parts], _HEAD) if asks else []
-        flats = [_flat(part) for part in self.parts]
+        sent = self._send_all([self._head(parameters, _ASK) for parameters in self.parts], _HEAD) if asks else []
+        flats = [_flat(parameters) for parameters in self.parts]
         group = self.mesh.world.group
         waiting = [dist.irecv(flat, src=server, group=group) for server, flat in enumerate(flats)]
-        for work, flat, part in zip(waiting, flats, self.parts, strict=True):
+        for work, flat, parameters in zip(waiting, flats, self.parts, strict=True):
             _wait(work)
-            for parameter, values in zip(part, pieces(flat, part), strict=True):
+            for parameter, values in zip(parameters, pieces(flat, parameters), strict=True):
                 parameter.copy_(values)
         _wait(*sent)
 
@@ -92,8 +92,8 @@ class ServerLink:
         numbers. Who sent these only when every server has its head could wait for a server that waits for another.
         """
         share = share.cpu()  # servers read it; on CUDA the one wait of an update
-        heads = [self._head(part, _PUSH, share) for part in self.parts]
-        numbers = [_flat_gradients(part) for part in self.parts] if float(share[1]) else []
+        heads = [self._head(parameters, _PUSH, share) for parameters in self.parts]
+        numbers = [_flat_gradients(parameters) for parameters in self.parts] if float(share[1]) else []
         _wait(*self._send_all(heads, _HEAD), *self._send_all(numbers))
 
     def receive_total(self) -> Tensor:
@@ -149,11 +149,11 @@ class ServerLink:
     # what all do
 
     @torch.no_grad()
-    def settle(self, model: nn.Module, ema: WeightEMA | None) -> None:
+    def gather_for_eval(self, model: nn.Module, ema: WeightEMA | None) -> None:
         """Give every rank what each server holds, averages too, and the buffers of the first trainer. A collective."""
         averages = dict(zip(ema.parameters, ema.tensors, strict=True)) if ema is not None else {}
-        for server, part in enumerate(self.parts):
-            for parameter in part:
+        for server, parameters in enumerate(self.parts):
+            for parameter in parameters:
                 self._broadcast(parameter, server)
                 if ema is not None:
                     self._broadcast(averages[parameter], server)
@@ -166,13 +166,13 @@ class ServerLink:
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)
 
-    def _head(self, part: Sequence[nn.Parameter], kind: float, share: Tensor | None = None) -> Tensor:
+    def _head(self, parameters: Sequence[nn.Parameter], kind: float, share: Tensor | None = None) -> Tensor:
         # on CPU, beside any device: a server reads it at once, and nccl cannot receive from whoever comes first
-        head = torch.zeros(_FIXED + len(part), dtype=torch.float64)
+        head = torch.zeros(_FIXED + len(parameters), dtype=torch.float64)
         head[0] = kind
         if share is not None:
             head[1:_FIXED] = share
-            head[_FIXED:] = torch.tensor([parameter.grad is not None for parameter in part])
+            head[_FIXED:] = torch.tensor([parameter.grad is not None for parameter in parameters])
         return head
 
     def _send_all(self, messages: Sequence[Tensor], tag: int = 0) -> list[dist.Work | None]:
@@ -181,14 +181,16 @@ class ServerLink:
         return [dist.isend(message, dst=server, group=group, tag=tag) for server, message in enumerate(messages)]
 
 
-def _flat(part: Sequence[nn.Parameter]) -> Tensor:
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Room for one number of each element."""
-    return part[0].new_empty(sum(parameter.numel() for parameter in part)).detach()
+    return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters)).detach()
 
 
-def _flat_gradients(part: Sequence[nn.Parameter]) -> Tensor:
+def _flat_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The gradients one after the other; zeros where there is none."""
-    return flatten([torch.zeros_like(one) if one.grad is None else one.grad for one in part])
+    return flatten(
+        [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    )
 
 
 def _wait(*works: dist.Work | None) -> None:

@@ -101,9 +101,11 @@ class TensorParallel:
         }
         if not whole:
             return
-        own = torch.stack([fingerprint(local_tensor(p.grad)) for p in whole.values() if p.grad is not None])
-        rows = [torch.empty_like(own) for _ in range(self.mesh.size("tensor"))]
-        dist.all_gather(rows, own, group=self.mesh.group("tensor"))
+        local_fingerprints = torch.stack(
+            [fingerprint(local_tensor(p.grad)) for p in whole.values() if p.grad is not None]
+        )
+        rows = [torch.empty_like(local_fingerprints) for _ in range(self.mesh.size("tensor"))]
+        dist.all_gather(rows, local_fingerprints, group=self.mesh.group("tensor"))
         for index, name in enumerate(whole):
             if any(row[index] != rows[0][index] for row in rows):
                 module = name.rpartition(".")[0]
@@ -219,16 +221,16 @@ def _cut_sequence_evenly(model: nn.Module, degree: int, dim: int) -> None:
 def _tie(model: nn.Module, ties: list[list[tuple[str, str]]], plan: Mapping[str, str]) -> None:
     """`parallelize_module` unties what it splits, silently: tie it again."""
     for first, *others in ties:
-        kept = model.get_submodule(first[0]).get_parameter(first[1])
+        shared = model.get_submodule(first[0]).get_parameter(first[1])
         for module_name, name in others:
             other = model.get_submodule(module_name).get_parameter(name)
-            if getattr(other, "placements", None) != getattr(kept, "placements", None):
+            if getattr(other, "placements", None) != getattr(shared, "placements", None):
                 raise UnsupportedLayoutError(
                     f"tensor_plan: {first[0]} and {module_name} share a weight, but are split differently "
                     f"({plan.get(first[0], 'replicate')} and {plan.get(module_name, 'replicate')}); "
                     "split both along the same dimension: vocabulary and colwise_gather or colwise_loss"
                 )
-            setattr(model.get_submodule(module_name), name, kept)
+            setattr(model.get_submodule(module_name), name, shared)
 
 
 def is_split(parameter: Tensor) -> bool:

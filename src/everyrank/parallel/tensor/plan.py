@@ -52,7 +52,7 @@ _SPLIT: Mapping[str, tuple[type[nn.Module], int]] = {
 def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Name of a module -> word, for every module that a pattern of the plan matches; later patterns win."""
     names = [name for name, _ in model.named_modules() if name]
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for pattern, word in plan.items():
         if word not in PLAN_WORDS:
             close = difflib.get_close_matches(word, PLAN_WORDS, n=1)
@@ -67,8 +67,8 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             close = difflib.get_close_matches(pattern, shapes, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(shapes[:8])}"
             raise UnsupportedLayoutError(f"tensor_plan: {pattern!r} matches no module of the model{hint}")
-        found.update(dict.fromkeys(matched, word))
-    return found
+        result.update(dict.fromkeys(matched, word))
+    return result
 
 
 def check_module(name: str, module: nn.Module, word: str, degree: int) -> None:
@@ -82,8 +82,8 @@ def check_module(name: str, module: nn.Module, word: str, degree: int) -> None:
         )
     length = module.get_parameter("weight").shape[dim]
     if length % degree:
-        what = {"rowwise": "input features", "vocabulary": "rows"}.get(word, "output features")
+        dimension = {"rowwise": "input features", "vocabulary": "rows"}.get(word, "output features")
         raise UnsupportedLayoutError(
-            f"tensor_plan: {name} has {length} {what}, which tensor={degree} does not divide; "
+            f"tensor_plan: {name} has {length} {dimension}, which tensor={degree} does not divide; "
             f"take a degree that divides {length}"
         )

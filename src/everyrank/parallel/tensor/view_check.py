@@ -53,8 +53,8 @@ class ViewCheck(TorchFunctionMode):
         known = self.outputs.get(id(args[0])) if args else None
         if known is None or name not in (*_VIEWS, *_CUTS):
             return func(*args, **kwargs)
-        own, layer = known
-        if name in _CUTS and self._cuts_features(own, args, kwargs):
+        local, layer = known
+        if name in _CUTS and self._cuts_features(local, args, kwargs):
             raise UnsupportedLayoutError(
                 f"tensor_plan: {layer} is colwise, but its output is cut into pieces ({name}): fused features (query, "
                 "key and value in one) cannot be split by columns; use a layer for each"
@@ -62,24 +62,24 @@ class ViewCheck(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            raise UnsupportedLayoutError(self._text(layer, own, name, str(error).splitlines()[0])) from error
-        whole = torch.empty((*own.shape[:-1], own.shape[-1] * self.degree), device="meta")
+            raise UnsupportedLayoutError(self._text(layer, local, name, str(error).splitlines()[0])) from error
+        whole = torch.empty((*local.shape[:-1], local.shape[-1] * self.degree), device="meta")
         try:
             expected = func(whole, *args[1:], **kwargs)
         except RuntimeError:
-            raise UnsupportedLayoutError(self._text(layer, own, name, "all features do not fit it")) from None
-        if isinstance(result, Tensor) and result.dim() > own.dim() and result.shape[-1] != expected.shape[-1]:
-            what = f"heads {result.shape[-1]} wide instead of {expected.shape[-1]}"
-            raise UnsupportedLayoutError(self._text(layer, own, name, what))
+            raise UnsupportedLayoutError(self._text(layer, local, name, "all features do not fit it")) from None
+        if isinstance(result, Tensor) and result.dim() > local.dim() and result.shape[-1] != expected.shape[-1]:
+            difference = f"heads {result.shape[-1]} wide instead of {expected.shape[-1]}"
+            raise UnsupportedLayoutError(self._text(layer, local, name, difference))
         return result
 
-    def _cuts_features(self, own: Tensor, args: Any, kwargs: Any) -> bool:
+    def _cuts_features(self, local: Tensor, args: Any, kwargs: Any) -> bool:
         dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-        return dim in (-1, own.dim() - 1)
+        return dim in (-1, local.dim() - 1)
 
-    def _text(self, layer: str, own: Tensor, name: str, what: str) -> str:
+    def _text(self, layer: str, local: Tensor, name: str, difference: str) -> str:
         return (
-            f"tensor_plan: {layer} has {own.shape[-1]} of its {own.shape[-1] * self.degree} features here, and the "
-            f"model's {name} does not follow ({what}): let the number of heads be -1 and fix their width, "
+            f"tensor_plan: {layer} has {local.shape[-1]} of its {local.shape[-1] * self.degree} features here, and the "
+            f"model's {name} does not follow ({difference}): let the number of heads be -1 and fix their width, "
             "for example view(B, T, -1, head_width)"
         )

@@ -1,6 +1,6 @@
-"""What layouts that change the mathematics are compared with: one process that does what each of their ranks would do.
+"""Single-process simulations of the strategies that are not equivalent to one device; `verify` compares with them.
 
-Each file has one function, `simulate(workload, layout, world) -> Prepared`, for a layout with `simulated=K`: its step
-gets the micro-batches of all K ranks. It shares model, loss and optimizer with the strategy, and nothing of what
-travels: what ranks make of their gradients together is written down once more, as arithmetic over a list of them.
+Each file has one function, `simulate(workload, layout, world) -> Prepared`, for a layout with `simulated=K`. Its step
+gets the micro-batches of all K ranks. Model, loss and optimizer are shared with the strategy. The communication is not:
+reductions over ranks are written again as arithmetic over a list.
 """

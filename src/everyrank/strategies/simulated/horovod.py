@@ -1,4 +1,4 @@
-"""What horovod is compared with where it sends fp16: replicas, whose rounded gradients are added up in fp16."""
+"""Simulation of horovod with fp16 compression: replicas whose rounded gradients are added up in fp16."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["simulate"]
 
 
 def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """The two ranks of `layout.simulated` in one process.
+    """Simulate the two ranks of `layout.simulated` in one process.
 
-    Raises `CannotRunError` for more: each piece of a buffer then has an order of additions of its own, and what is in a
-    buffer together is what was ready at the time.
+    Raises `CannotRunError` for more ranks. Then each chunk of a buffer has its own order of additions, and the content
+    of a buffer depends on timing.
     """
     compress = layout.read(HorovodOptions).compress
     if compress != "none" and layout.simulated > 2:

@@ -1,4 +1,4 @@
-"""Local SGD in one process: the replicas of all ranks, each put into the one model that is here for its own update."""
+"""Simulation of local SGD in one process: each replica in turn is loaded into the model for its update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["simulate"]
 
 
 class _Replicas:
-    """Snapshots of the replicas, and the loss terms that each has seen since they last met."""
+    """Snapshots of the replicas, and the loss terms each has seen since the last average."""
 
     def __init__(self, trainable: Trainable, count: int) -> None:
         self.trainable, self.count = trainable, count
@@ -33,19 +33,19 @@ class _Replicas:
         self.terms: list[float] = []
         self.num_updates = 0
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """All of them are what the model is now."""
         self.snapshots = [self.trainable.snapshot() for _ in range(self.count)]
         self.terms, self.num_updates = [0.0] * self.count, 0
 
     @torch.no_grad()
     def load_mean(self) -> None:
-        """Put the mean of all replicas, each weighted by its terms, into the model."""
+        """Load the mean of all replicas, each weighted by its terms, into the model."""
         trainable, sums = self.trainable, list[Tensor]()
         for snapshot, weight in zip(self.snapshots, self.terms, strict=True):
             trainable.load_snapshot(snapshot)
-            own = averaged_state(trainable.model, trainable.optimizer)
-            parts = [tensor * (weight / sum(self.terms)) for tensor in own]
+            state = averaged_state(trainable.model, trainable.optimizer)
+            parts = [tensor * (weight / sum(self.terms)) for tensor in state]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         trainable.load_snapshot(self.snapshots[0])  # with what is no number to take a mean of
         for tensor, mean in zip(averaged_state(trainable.model, trainable.optimizer), sums, strict=True):
@@ -53,27 +53,27 @@ class _Replicas:
 
 
 def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """The replicas of `layout.simulated` ranks, one after the other in each update."""
+    """Simulate the replicas of `layout.simulated` ranks, one after the other in each update."""
     check_trains_alone(workload, layout, layout.simulated)
     parallel = parallelize(workload, layout, open_mesh(layout, world), local_statistics=True)
     trainable = make_trainable(workload, layout, parallel.model)
     replicas = _Replicas(trainable, layout.simulated)
-    replicas.begin_anew()
-    trainable.on_restore.append(replicas.begin_anew)
+    replicas.reset()
+    trainable.on_restore.append(replicas.reset)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for rank, own in enumerate(batches_of_ranks(batches, layout)):
+        for rank, batches_of_rank in enumerate(batches_of_ranks(batches, layout)):
             trainable.load_snapshot(replicas.snapshots[rank])
-            _, share = rank_gradients(parallel, trainable, own, moves_statistics=True)
-            local_update(trainable, share, own)
+            _, share = rank_gradients(parallel, trainable, batches_of_rank, moves_statistics=True)
+            local_update(trainable, share, batches_of_rank)
             replicas.snapshots[rank] = trainable.snapshot()
             replicas.terms[rank] += float(share[1])
             total += share
         replicas.num_updates += 1
         replicas.load_mean()  # what is evaluated, and where all begin when it was time to meet
         if replicas.num_updates == layout.read(LocalSGDOptions).every:
-            replicas.begin_anew()
+            replicas.reset()
         return total
 
     return in_one_process(parallel, trainable, step)

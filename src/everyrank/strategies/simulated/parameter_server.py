@@ -1,6 +1,7 @@
-"""An asynchronous parameter server in one process: who pulls and pushes when is drawn as the server draws it.
+"""Simulation of an asynchronous parameter server in one process, with the order of messages drawn from the seed.
 
-What each trainer has pulled is kept until it pushes: its gradient is of those parameters, and goes to the newest ones.
+The parameters that a trainer has pulled are kept until it pushes: its gradient is computed from them and applied to the
+newest parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["simulate"]
 
 
 def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """The parameters of a server, and `layout.simulated` trainers."""
+    """Simulate the parameters of a server and `layout.simulated` trainers."""
     parallel = parallelize(workload, layout, open_mesh(layout, world))
     model = parallel.model
     refuse_batch_norm(layout, model)
@@ -59,7 +60,7 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
 
 @torch.no_grad()
 def apply(trainable: Trainable, count: float) -> None:
-    """One update by the gradient of the mean over `count` terms, clipped; from those of sum / global_batch."""
+    """Apply one update with the clipped gradient of the mean over `count` terms, from those of sum / global_batch."""
     given = [parameter.grad for parameter in trainable.parameters if parameter.grad is not None]
     for gradient in given:
         gradient *= trainable.global_batch / count
@@ -69,12 +70,12 @@ def apply(trainable: Trainable, count: float) -> None:
 
 
 def copies(tensors: Any) -> list[Tensor]:
-    """What the tensors are now."""
+    """Copy the current values of the tensors."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
 @torch.no_grad()
 def put(values: list[Tensor], tensors: Any) -> None:
-    """Copy the values into the tensors, one into each."""
+    """Copy each value into its tensor."""
     for value, tensor in zip(values, tensors, strict=True):
         tensor.copy_(value)

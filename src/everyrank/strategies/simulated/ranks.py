@@ -1,4 +1,4 @@
-"""The parts of a simulation: whose micro-batches are whose, the gradient of one rank, one update of all."""
+"""Building blocks of simulations: micro-batches by rank, the gradient of one rank, one update of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["batches_of_ranks", "in_one_process", "rank_gradients", "simulate_upd
 
 
 def batches_of_ranks(batches: Sequence[Batch], layout: Layout) -> list[Sequence[Batch]]:
-    """The micro-batches of an update, for each simulated rank its own."""
+    """Split the micro-batches of an update by simulated rank."""
     each = len(batches) // layout.simulated
     return [batches[rank * each : (rank + 1) * each] for rank in range(layout.simulated)]
 
@@ -29,9 +29,9 @@ def batches_of_ranks(batches: Sequence[Batch], layout: Layout) -> list[Sequence[
 def rank_gradients(
     parallel: ParallelModel, trainable: Trainable, batches: Sequence[Batch], moves_statistics: bool
 ) -> tuple[list[Tensor | None], Tensor]:
-    """(the gradient of each parameter, [sum, count] of shape (2,)) of one simulated rank's micro-batches.
+    """Return (gradients by parameter, [sum, count] of shape (2,)) for one simulated rank's micro-batches.
 
-    The gradients are those of sum / global_batch. `moves_statistics`: the running statistics of batch norm follow.
+    The gradients are those of sum / global_batch. `moves_statistics`: update the running statistics of batch norm.
     """
     state = parallel.micro_batch_state
     trainable.zero_grad()
@@ -50,17 +50,17 @@ def simulate_update(
     combine: Callable[[nn.Parameter, list[Tensor]], Tensor],
     batches: Sequence[Batch],
 ) -> Tensor:
-    """One update of replicas that `combine` (parameter, its gradient on each rank) -> their mean, as it arrives.
+    """Run one update of replicas; `combine` maps (parameter, its gradient on each rank) to their mean.
 
-    Each rank normalises batch norm by its own samples, and rank 0's running statistics count. Gives [sum, count].
+    Each rank normalises batch norm by its own samples, and the running statistics are rank 0's. Returns [sum, count].
     """
     ranks = batches_of_ranks(batches, parallel.layout)
-    found = [rank_gradients(parallel, trainable, own, rank == 0) for rank, own in enumerate(ranks)]
-    gradients: list[list[Tensor | None]] = [of_rank for of_rank, _ in found]
-    total = torch.stack([share for _, share in found]).sum(0)
+    results = [rank_gradients(parallel, trainable, own_batches, rank == 0) for rank, own_batches in enumerate(ranks)]
+    gradients: list[list[Tensor | None]] = [of_rank for of_rank, _ in results]
+    total = torch.stack([share for _, share in results]).sum(0)
     for parameter, *parts in zip(trainable.parameters, *gradients, strict=True):
-        given: list[Any] = [torch.zeros_like(parameter) if part is None else part for part in parts]
-        parameter.grad = None if all(part is None for part in parts) else combine(parameter, given)
+        given: list[Any] = [torch.zeros_like(parameter) if gradient is None else gradient for gradient in parts]
+        parameter.grad = None if all(gradient is None for gradient in parts) else combine(parameter, given)
     trainable.optimizer_step(total, num_averaged=parallel.layout.simulated)
     return total
 
@@ -68,7 +68,7 @@ def simulate_update(
 def in_one_process(
     parallel: ParallelModel, trainable: Trainable, step: Callable[[Sequence[Batch]], Tensor]
 ) -> Prepared:
-    """A simulation whose model is what is evaluated and compared after each step."""
+    """Wrap a simulation as `Prepared`: its model is evaluated and compared after each step."""
     return Prepared(
         parallel,
         trainable,

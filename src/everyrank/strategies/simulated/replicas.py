@@ -1,8 +1,8 @@
-"""What ddp, zero1 and fsdp are compared with where they change the mathematics: their replicas, one after the other.
+"""Simulation of ddp, zero1 and fsdp with options that are not equivalent to one device: one replica after the other.
 
-The model is there once. Each rank's gradient is computed from the samples that this rank would read, with batch norm
-over these alone; then the gradients are put together as they would arrive, for one update. What compressing does to
-them (parallel/compress.py) is written here a second time, over a list of all ranks.
+There is a single model. The gradient of each rank is computed from that rank's samples, with batch norm over these
+only. Then the gradients are combined for one update. Gradient compression (parallel/compress.py) is implemented here a
+second time, over a list of all ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _OPTIONS = ("batch_norm", "compress", "matrix_rank")  # that change the mathemat
 
 
 def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine | None = None) -> Prepared:
-    """The replicas of `layout.simulated` ranks in one process. `make` gives how their gradients are put together,
-    where that is not what `compress` says.
+    """Simulate the replicas of `layout.simulated` ranks. `make` returns how gradients are combined, if not by
+    `compress`.
     """
     if layout.read(BatchNormOptions).batch_norm == "sync" and has_batch_norm(on_cpu(workload)):
         raise CannotRunError(
@@ -54,38 +54,44 @@ def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine
 
 
 def _make_combine(model: nn.Module, layout: Layout) -> tuple[Callable[[nn.Parameter, list[Tensor]], Tensor], Any]:
-    """(parameter, its gradient on each rank) -> their mean as it arrives; and what forgets what is kept."""
+    """Return (parameter, its gradient on each rank) -> mean, and a function that clears the state."""
     options = layout.read(CompressOptions)
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
-    kept: dict[nn.Parameter, list[Factors]] = {}
+    factors: dict[nn.Parameter, list[Factors]] = {}
 
     def combine(parameter: nn.Parameter, gradients: list[Tensor]) -> Tensor:
         if options.compress in ROUNDED:
             return _mean_of_rounded(gradients, ROUNDED[options.compress])
-        if options.compress == "powersgd" and parameter not in kept:
-            found = [initial_factors(parameter, options.matrix_rank, numbers[parameter]) for _ in gradients]
-            kept[parameter] = [one for one in found if one is not None]
-        if kept.get(parameter):
-            return _power_step(gradients, kept[parameter])
+        if options.compress == "powersgd" and parameter not in factors:
+            initial = [initial_factors(parameter, options.matrix_rank, numbers[parameter]) for _ in gradients]
+            factors[parameter] = [factor for factor in initial if factor is not None]
+        if factors.get(parameter):
+            return _power_step(gradients, factors[parameter])
         return torch.stack(gradients).mean(0)
 
-    return combine, kept.clear
+    return combine, factors.clear
 
 
 def _mean_of_rounded(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The mean over ranks of gradients that each rank has rounded, rounded once more; in the gradients' own dtype."""
-    own = gradients[0].dtype
-    return (torch.stack([one.to(dtype).to(own) for one in gradients]).sum(0) / len(gradients)).to(dtype).to(own)
+    """Return the mean of rounded gradients, rounded once more, in the dtype of the gradients."""
+    full_dtype = gradients[0].dtype
+    return (
+        (torch.stack([gradient.to(dtype).to(full_dtype) for gradient in gradients]).sum(0) / len(gradients))
+        .to(dtype)
+        .to(full_dtype)
+    )
 
 
-def _power_step(gradients: Sequence[Tensor], kept: Sequence[Factors]) -> Tensor:
-    """What PowerSGD makes of the gradients of all ranks, of one parameter: their mean, as far as r columns say it.
+def _power_step(gradients: Sequence[Tensor], factors: Sequence[Factors]) -> Tensor:
+    """Return the mean gradient of one parameter as PowerSGD approximates it with r columns.
 
-    `kept` are the factors of each rank, which it changes.
+    `factors` are those of each rank, updated in place.
     """
-    with_error = [gradient.reshape_as(own.error) + own.error for gradient, own in zip(gradients, kept, strict=True)]
-    p = orthonormalise(torch.stack([matrix @ kept[0].q for matrix in with_error]).mean(0))
+    with_error = [
+        gradient.reshape_as(factor.error) + factor.error for gradient, factor in zip(gradients, factors, strict=True)
+    ]
+    p = orthonormalise(torch.stack([matrix @ factors[0].q for matrix in with_error]).mean(0))
     q = torch.stack([matrix.T @ p for matrix in with_error]).mean(0)
-    for matrix, own in zip(with_error, kept, strict=True):
-        own.q, own.error = q, matrix - p @ q.T
+    for matrix, factor in zip(with_error, factors, strict=True):
+        factor.q, factor.error = q, matrix - p @ q.T
     return (p @ q.T).view_as(gradients[0])

@@ -22,24 +22,24 @@ from torch.distributed.tensor import DTensor
 
 from everyrank.data import Batch
 from everyrank.errors import EveryrankError
-from everyrank.layout import Layout, find_own_code
+from everyrank.layout import Layout, find_custom_parallelize
 from everyrank.parallel.context.parts import sequence_parts
+from everyrank.parallel.custom import (
+    call_parallelize,
+    custom_device_mesh,
+    forward_error,
+    gatherable_tensors,
+    gathered_state,
+    quiet_fake_tensor_log,
+    require_gatherable,
+    sum_squares_of_parts,
+    unwrapped,
+    whole_state,
+)
 from everyrank.parallel.fsdp import reshard_after
 from everyrank.parallel.init_model import init_model
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parallel.micro_batch import MicroBatchState
-from everyrank.parallel.own import (
-    apply_own_code,
-    forward_error,
-    gathered_state,
-    lying,
-    own_device_mesh,
-    require_known,
-    sum_squares_of_parts,
-    unwrapped,
-    whole_state,
-    without_frames,
-)
 from everyrank.parallel.parallelize import ParallelModel, broadcast_from_rank_0, call_model, exact_dropout
 from everyrank.parallel.trainable import make_trainable
 from everyrank.strategies import Prepared
@@ -51,21 +51,21 @@ __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Hand the model, built alike on every rank, to the person's function."""
-    code = find_own_code(layout, world.size)
-    contract, device_mesh, mesh = code.contract, own_device_mesh(code, world), open_mesh(layout, world)
+    """Call the user's function on the model, which is identical on every rank, and prepare the result."""
+    code = find_custom_parallelize(layout, world.size)
+    contract, device_mesh, mesh = code.contract, custom_device_mesh(code, world), open_mesh(layout, world)
     built, _ = init_model(workload, layout, world)
     broadcast_from_rank_0(built, world)
     shapes, kind = {name: tensor.shape for name, tensor in built.state_dict().items()}, type(built)
     dropout, functions = exact_dropout(changed(workload, tensor_plan=None), layout, mesh, built)
-    wrapped = apply_own_code(code, built, device_mesh, world)
+    wrapped = call_parallelize(code, built, device_mesh, world)
     model = unwrapped(wrapped)
-    known = lying(model, shapes)
+    known = gatherable_tensors(model, shapes)
     gathered = list(gathered_state(code, wrapped, device_mesh, shapes))
     unknown = [name for name in shapes if name not in known]
-    alike = [one for name, one in known.items() if not isinstance(one, DTensor) and name not in gathered]
+    whole = [tensor for name, tensor in known.items() if not isinstance(tensor, DTensor) and name not in gathered]
     if workload.clip_norm is not None and contract.clip_grad_norm is None:
-        require_known(unknown, code)
+        require_gatherable(unknown, code)
     parts = sequence_parts(workload, mesh, contract.order_of_positions(), contract.cut_by_context)
     state = MicroBatchState(functions, functions)
     parallel = ParallelModel(workload, layout, mesh, model, None, state, None, parts, dropout=dropout)
@@ -76,7 +76,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def call(value: Any) -> Any:
         try:
-            with without_frames():
+            with quiet_fake_tensor_log():
                 return call_model(wrapped, value, kind)
         except (EveryrankError, torch.OutOfMemoryError, MemoryError):
             raise
@@ -87,8 +87,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         if contract.after_backward is not None:
             contract.after_backward(wrapped, device_mesh)
 
-    def sum_over_ranks(own: Tensor) -> Tensor:
-        total = parallel.count_once(own).clone()
+    def sum_over_ranks(local: Tensor) -> Tensor:
+        total = parallel.count_once(local).clone()
         if world.group is not None:
             dist.all_reduce(total, group=world.group)
         return total
@@ -98,7 +98,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         parallel,
         trainable,
         forward=lambda value: (call(value), None),
-        around=lambda _, part: contract.around(wrapped, device_mesh, part),
+        around=lambda _, micro_batch: contract.around(wrapped, device_mesh, micro_batch),
         scale_loss=(lambda loss: scale(loss, device_mesh)) if scale is not None else lambda loss: loss,
         has_autocast=False,
         after_backward=after_backward,
@@ -108,8 +108,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     )
 
     def predict(batch: Batch) -> Any:
-        with parallel.micro_batch(batch) as part, contract.around(wrapped, device_mesh, part):
-            output = call(part.input)
+        with parallel.micro_batch(batch) as micro_batch, contract.around(wrapped, device_mesh, micro_batch):
+            output = call(micro_batch.input)
         return parallel.gather_output(reshard_after(model, output))
 
     return Prepared(
@@ -118,7 +118,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         full_state=lambda: whole_state(code, wrapped, device_mesh, shapes, world.rank),
-        replicated_tensors=alike,
+        replicated_tensors=whole,
         num_micro_batches=layout.accumulate,
         not_compared=sorted(set(unknown) - set(gathered), key=unknown.index),
         not_saved=[*unknown, *gathered],

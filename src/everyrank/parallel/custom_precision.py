@@ -1,8 +1,8 @@
-"""Mixed precision inside a custom `parallelize` function, left out while it is compared with one device.
+"""Disable the mixed precision of a custom `parallelize` function while it is compared with one device.
 
-`fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))` casts parameters to bfloat16 also
-where the model is float64. A check in float64 would then find bfloat16's rounding everywhere, and no mistake behind it.
-Inside `full_precision` such a policy is replaced by an empty one, and what it would have done is noted.
+`fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))` casts parameters to bfloat16 even in
+a float64 model. A float64 check would then see only the rounding of bfloat16. Inside `full_precision` such a policy is
+replaced by an empty one and recorded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ACTIVE: list[set[str]] = []
 
 @contextlib.contextmanager
 def full_precision() -> Generator[set[str]]:
-    """Leave out the mixed precision of `fully_shard` in every `parallelize` function that is called meanwhile.
+    """Disable the mixed precision of `fully_shard` in every `parallelize` function called in the block.
 
-    Yields what was left out, in words: "param_dtype=bfloat16, reduce_dtype=float32".
+    Yields a set of descriptions such as "param_dtype=bfloat16, reduce_dtype=float32".
     """
     _ACTIVE.append(_ACTIVE[-1] if _ACTIVE else set())
     try:
@@ -35,9 +35,9 @@ def full_precision() -> Generator[set[str]]:
 
 @contextlib.contextmanager
 def without_mixed_precision() -> Generator[None]:
-    """While a `parallelize` function runs: inside `full_precision`, `fully_shard` gets no policy.
+    """Disable mixed-precision policies of `fully_shard` if inside `full_precision`.
 
-    The classes behind `fully_shard` are patched, not the function, which user code has imported by name.
+    The classes behind `fully_shard` are patched, because user code has imported the function itself by name.
     """
     if not _ACTIVE:
         yield
@@ -51,7 +51,7 @@ def without_mixed_precision() -> Generator[None]:
 
 
 def _places() -> list[tuple[Any, str]]:
-    """Where a policy comes in: the state of a module, and its group of parameters. None in a torch without them."""
+    """Return the constructors that take a policy: module state and parameter group. [] if this torch has none."""
     inside: Any = getattr(fsdp, "_fully_shard", None)
     state = getattr(getattr(inside, "_fsdp_state", None), "FSDPState", None)
     group = getattr(getattr(inside, "_fsdp_param_group", None), "FSDPParamGroup", None)
@@ -73,7 +73,7 @@ def _patched(owner: Any, name: str, left_out: set[str]) -> Callable[[], None]:
 
 
 def _empty(value: Any, left_out: set[str]) -> Any:
-    """A policy that casts nothing in place of one that does; anything else as it is."""
+    """Replace a policy that casts by an empty one; return other values unchanged."""
     if not isinstance(value, fsdp.MixedPrecisionPolicy):
         return value
     dtypes = {key: dtype for key, dtype in vars(value).items() if isinstance(dtype, torch.dtype)}

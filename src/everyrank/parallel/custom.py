@@ -1,4 +1,4 @@
-"""Own parallel code around a model: its mesh, the call of the person's function, and how the tensors lie afterwards."""
+"""Custom parallelize functions: the device mesh, the call of the user's function, and gathering its tensors."""
 
 from __future__ import annotations
 
@@ -17,39 +17,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from everyrank.errors import UnsupportedLayoutError, WorkloadError, describe, is_own
-from everyrank.layout import OwnCode
+from everyrank.layout import CustomParallelize
+from everyrank.parallel.custom_precision import without_mixed_precision
 from everyrank.parallel.full_state import without_advice
 from everyrank.parallel.mesh import full_tensor, local_tensor, make_device_mesh
-from everyrank.parallel.own_precision import without_mixed_precision
 from everyrank.world import World
 
 __all__ = [
-    "apply_own_code",
+    "call_parallelize",
     "clean_name",
+    "custom_device_mesh",
     "forward_error",
+    "gatherable_tensors",
     "gathered_state",
-    "lying",
-    "own_device_mesh",
+    "quiet_fake_tensor_log",
     "replicated_axes",
-    "require_known",
+    "require_gatherable",
     "sum_squares_of_parts",
     "unwrapped",
     "whole_state",
-    "without_frames",
 ]
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WAIT = 0.9  # of the timeout: before other ranks give up on this one, and name no line
 
 
-def own_device_mesh(code: OwnCode, world: World) -> DeviceMesh:
-    """Torch's mesh over all ranks, with the axes of the contract; one that is one rank long has its dimension, too."""
+def custom_device_mesh(code: CustomParallelize, world: World) -> DeviceMesh:
+    """Return a DeviceMesh over all ranks with the axes of the contract, including axes of size one."""
     return make_device_mesh(world, tuple(code.axes.items()))
 
 
-def apply_own_code(code: OwnCode, model: nn.Module, mesh: DeviceMesh, world: World) -> nn.Module:
-    """What the person's function makes of the model. Raises `WorkloadError` where that is none, or never comes."""
-    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.get_default_dtype())
+def call_parallelize(code: CustomParallelize, model: nn.Module, mesh: DeviceMesh, world: World) -> nn.Module:
+    """Call the user's function on the model. Raises `WorkloadError` if it returns no module or takes too long."""
+    dtype = next(
+        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()),
+        torch.get_default_dtype(),
+    )
     with (
         _limited(code, _WAIT * world.timeout_seconds, world.timeout_seconds),
         _made_in(dtype),
@@ -58,13 +61,13 @@ def apply_own_code(code: OwnCode, model: nn.Module, mesh: DeviceMesh, world: Wor
         made: object = code.function(model, mesh)
     if not isinstance(made, nn.Module):
         hint = ": end it with `return model`" if made is None else ""
-        raise WorkloadError(f"{code.place} returned {type(made).__name__}, not an nn.Module{hint}")
+        raise WorkloadError(f"{code.path} returned {type(made).__name__}, not an nn.Module{hint}")
     return made.train()
 
 
 @contextlib.contextmanager
-def without_frames() -> Generator[None]:
-    """Torch logs the frames of an error in a DTensor's shapes before it raises it: the error says where it was."""
+def quiet_fake_tensor_log() -> Generator[None]:
+    """Silence torch's log of fake tensor errors in DTensor shapes; the error itself has the location."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -76,7 +79,7 @@ def without_frames() -> Generator[None]:
 
 @contextlib.contextmanager
 def _made_in(dtype: torch.dtype) -> Generator[None]:
-    """What a function builds anew is of the model's own dtype: in float64 a float32 copy would be another model."""
+    """Set the default dtype, so that tensors made by the function have the dtype of the model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -86,13 +89,15 @@ def _made_in(dtype: torch.dtype) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _limited(code: OwnCode, seconds: float, timeout: float) -> Generator[None]:
-    """Raise `WorkloadError`, with the line, in what takes longer; collectives have the timeout of their group."""
+def _limited(code: CustomParallelize, seconds: float, timeout: float) -> Generator[None]:
+    """Raise `WorkloadError` with the line if the block takes too long; collectives have their group's timeout."""
 
     def stop(_: int, frame: Any) -> None:
-        own = [one for one in traceback.extract_stack(frame) if is_own(one.filename)]
-        line = f" at line {own[-1].lineno}" if own else ""
-        raise WorkloadError(f"{code.place} has not returned after {seconds:g} s (--timeout {timeout:g}){line}")
+        user_frames = [
+            frame_summary for frame_summary in traceback.extract_stack(frame) if is_own(frame_summary.filename)
+        ]
+        line = f" at line {user_frames[-1].lineno}" if user_frames else ""
+        raise WorkloadError(f"{code.path} has not returned after {seconds:g} s (--timeout {timeout:g}){line}")
 
     if threading.current_thread() is not threading.main_thread():  # no other thread can be interrupted
         yield
@@ -107,22 +112,22 @@ def _limited(code: OwnCode, seconds: float, timeout: float) -> Generator[None]:
 
 
 def clean_name(name: str) -> str:
-    """A name without what wrappers put into it: `module.blocks.0._orig_mod.weight` -> `blocks.0.weight`."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Remove wrapper names: `module.blocks.0._orig_mod.weight` -> `blocks.0.weight`."""
+    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile, whose names checkpoints have."""
+    """Return the module inside DistributedDataParallel and torch.compile, whose names checkpoints use."""
     while type(model).__name__ in ("DistributedDataParallel", "OptimizedModule"):
         model = next(model.children())
     return model
 
 
-def lying(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The tensors of which it is known how they lie on the ranks, under the names that they had when they were built.
+def gatherable_tensors(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return the tensors that can be gathered, under the names that they had when the model was built.
 
-    `shapes` are those of then: a DTensor that has its shape still can be put together, any other tensor that has it is
-    all there; what has another shape is a part that nothing tells the place of.
+    `shapes` are the shapes as built. A DTensor of equal global shape can be gathered, and a plain tensor of equal shape
+    is whole. A plain tensor of a different shape is a part at an unknown position, and is left out.
     """
     built = {clean_name(name): name for name in shapes}
     named = {built.get(clean_name(name), ""): tensor for name, tensor in model.state_dict().items()}
@@ -130,67 +135,69 @@ def lying(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Tenso
 
 
 def whole_state(
-    code: OwnCode, model: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], rank: int
+    code: CustomParallelize, model: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], rank: int
 ) -> dict[str, Tensor]:
-    """The tensors that can be put together, on rank 0's CPU; {} elsewhere. A collective.
+    """Return the tensors that can be gathered, on rank 0's CPU; {} elsewhere. A collective.
 
-    What the contract's `gather` puts together stands in for what the ranks hold under the same name.
+    Tensors from the contract's `gather` take precedence.
     """
     gathered = gathered_state(code, model, mesh, shapes)
-    known = lying(unwrapped(model), shapes)
-    found: dict[str, Tensor] = {}
+    known = gatherable_tensors(unwrapped(model), shapes)
+    result: dict[str, Tensor] = {}
     for name in (name for name in shapes if name in known or name in gathered):
         with without_advice():
             whole = gathered[name] if name in gathered else full_tensor(known[name].detach())
         if rank == 0:
-            found[name] = whole.cpu().clone()
-    return found
+            result[name] = whole.cpu().clone()
+    return result
 
 
 def gathered_state(
-    code: OwnCode, model: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size]
+    code: CustomParallelize, model: nn.Module, mesh: DeviceMesh, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """The tensors that the contract's `gather` puts together, on every rank; {} without one. A collective.
+    """Return the tensors from the contract's `gather` on every rank; {} without one. A collective.
 
-    Raises `WorkloadError` for names that the model did not have when it was built, and for other shapes.
+    Raises `WorkloadError` for names that the model did not have when it was built, and for different shapes.
     """
     if code.contract.gather is None:
         return {}
     with torch.no_grad():
         made: object = code.contract.gather(model, mesh)
     if not isinstance(made, Mapping):
-        raise WorkloadError(f"{code.place}: gather returned {type(made).__name__}; return {{name: whole tensor}}")
-    found: dict[str, Tensor] = {}
+        raise WorkloadError(f"{code.path}: gather returned {type(made).__name__}; return {{name: whole tensor}}")
+    result: dict[str, Tensor] = {}
     for name, value in made.items():
         whole = full_tensor(value)
         if name not in shapes:
-            near = next((one for one in shapes if one.endswith(str(name).rpartition(".")[2])), next(iter(shapes), ""))
+            near = next(
+                (known for known in shapes if known.endswith(str(name).rpartition(".")[2])), next(iter(shapes), "")
+            )
             raise WorkloadError(
-                f"{code.place}: gather returned {name}, which is no tensor of the model as it was built; its names are "
+                f"{code.path}: gather returned {name}, which is no tensor of the model as it was built; its names are "
                 f"those of model.state_dict() before parallelize, such as {near}"
             )
         if not isinstance(whole, Tensor) or whole.shape != shapes[name]:
             shape = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
             raise WorkloadError(
-                f"{code.place}: gather returned {name} of shape {shape}; as it was built it is {tuple(shapes[name])}"
+                f"{code.path}: gather returned {name} of shape {shape}; as it was built it is {tuple(shapes[name])}"
             )
-        found[name] = whole.detach()
-    return found
+        result[name] = whole.detach()
+    return result
 
 
 def sum_squares_of_parts(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The sum of squares of all gradients: float64, shape (), the same on every rank.
+    """Return the sum of squares of all gradients: float64, shape (), the same on every rank.
 
-    Of a DTensor the parts are added up over the mesh dimensions that it is split along; anything else is whole on
-    every rank. A collective of these, one for each way of lying on the ranks.
+    DTensors are summed over the mesh dimensions that shard them. Other tensors are whole on every rank. One collective
+    for each kind of placement.
     """
     sums: dict[Any, Tensor] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = _without_partial(parameter.grad)
             kind = (gradient.device_mesh, tuple(gradient.placements)) if isinstance(gradient, DTensor) else None
-            own = torch.linalg.vector_norm(local_tensor(gradient)).double().square()
-            sums[kind] = sums[kind] + own if kind in sums else own
+            square = torch.linalg.vector_norm(local_tensor(gradient)).double().square()
+            sums[kind] = sums[kind] + square if kind in sums else square
     total = torch.zeros((), dtype=torch.float64)
     for kind, squares in sums.items():
         if kind is not None:
@@ -209,7 +216,7 @@ def _without_partial(gradient: Tensor) -> Tensor:
 
 
 def replicated_axes(tensor: Tensor, axes: Mapping[str, int]) -> set[str]:
-    """The axes (of more than one rank) along which all ranks hold the same part of this tensor."""
+    """Return the axes (of more than one rank) along which all ranks hold the same part of this tensor."""
     split = set[str]()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -217,29 +224,29 @@ def replicated_axes(tensor: Tensor, axes: Mapping[str, int]) -> set[str]:
     return {axis for axis, size in axes.items() if size > 1 and axis not in split}
 
 
-def forward_error(error: Exception, model: nn.Module, code: OwnCode) -> WorkloadError:
-    """The error of a forward pass under own parallel code: the module that raised it, and what its weight takes."""
+def forward_error(error: Exception, model: nn.Module, code: CustomParallelize) -> WorkloadError:
+    """Convert an error in the forward pass of a custom function: name the module and the features it expects."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     names = {id(module): clean_name(name) for name, module in model.named_modules()}
-    frame = next((one for one in reversed(inside) if names.get(id(one.f_locals["self"]))), None)
+    frame = next((candidate for candidate in reversed(inside) if names.get(id(candidate.f_locals["self"]))), None)
     if frame is None:
-        return WorkloadError(f"{code.place}: the model raised in forward: {_text(error)}")
+        return WorkloadError(f"{code.path}: the model raised in forward: {_text(error)}")
     module: nn.Module = frame.f_locals["self"]
     cause = _about_linear(module, frame.f_locals.get("input"))
-    what = f"{names[id(module)]} ({type(module).__name__}) raised in forward: {_text(error)}"
-    return WorkloadError(f"{code.place}: {what}{cause}")
+    subject = f"{names[id(module)]} ({type(module).__name__}) raised in forward: {_text(error)}"
+    return WorkloadError(f"{code.path}: {subject}{cause}")
 
 
 def _text(error: Exception) -> str:
-    """The error, with the line where it is in a file of the person's."""
+    """Describe the error, with its line if it is in a user's file."""
     if any(is_own(frame.filename) for frame in traceback.extract_tb(error.__traceback__)):
         return describe(error)
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
 
 
 def _about_linear(module: nn.Module, value: Any) -> str:
-    """Whether a split linear layer gets a part of its features where it takes all of them, or the other way round."""
+    """Explain a split linear layer whose input has all features instead of a part, or the reverse."""
     weight = getattr(module, "weight", None)
     if not (isinstance(module, nn.Linear) and isinstance(weight, DTensor) and isinstance(value, Tensor)):
         return ""
@@ -257,10 +264,10 @@ def _about_linear(module: nn.Module, value: Any) -> str:
     return ""
 
 
-def require_known(names: Sequence[str], code: OwnCode) -> None:
-    """Raise `UnsupportedLayoutError` for tensors whose part in the norm of the gradients is not known."""
+def require_gatherable(names: Sequence[str], code: CustomParallelize) -> None:
+    """Raise `UnsupportedLayoutError` for tensors that the norm of the gradients cannot include."""
     if names:
         raise UnsupportedLayoutError(
-            f"{code.place}: {names[0]} lies on the ranks in a way that no DTensor tells, so the norm of the gradients "
+            f"{code.path}: {names[0]} lies on the ranks in a way that no DTensor tells, so the norm of the gradients "
             "is not known; give the contract a clip_grad_norm"
         )

@@ -1,0 +1,79 @@
+"""Turn out-of-memory errors into one line: the memory of the parameters, and the layouts that split them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Generator
+from typing import Literal
+
+import torch
+
+from everyrank.errors import CannotRunError, EveryrankError, OutOfMemoryError, RankFailedError
+from everyrank.layout import Layout
+from everyrank.layout.options import BuildOptions
+from everyrank.parallel.init_model import on_meta
+from everyrank.parallel.precision import param_dtype
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["oom_context"]
+
+Phase = Literal["build", "update", "predict"]
+
+_MESSAGES: dict[Phase, tuple[type[EveryrankError], str, str]] = {
+    "build": (CannotRunError, "to build the model", ""),
+    "update": (OutOfMemoryError, "for an update", "give accumulate=N for fewer samples at once, or "),
+    "predict": (OutOfMemoryError, "to predict", "give fewer samples at once, or "),
+}
+
+
+@contextlib.contextmanager
+def oom_context(phase: Phase, workload: Workload, layout: Layout, world: World) -> Generator[None]:
+    """Replace an out-of-memory error of Python or torch by one with advice.
+
+    Raises `CannotRunError` in phase "build" and `OutOfMemoryError` in the others. With several ranks it raises
+    `RankFailedError`, because the other ranks wait in a collective.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        kind, purpose, advice = _MESSAGES[phase]
+        if layout.axis is not None and world.size > 1:
+            kind = RankFailedError
+        text = f"no memory here {purpose}{_memory_needed(error, workload, layout)}"
+        raise kind(f"layout {layout}: {text}; {advice}{_layouts_that_split(layout)}") from None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, or torch's allocator on CPU or CUDA, is out of memory."""
+    messages = ("can't allocate memory", "cannot allocate memory", "not enough memory")
+    is_by_type = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return not isinstance(error, EveryrankError) and (
+        is_by_type or any(message in str(error).lower() for message in messages)
+    )
+
+
+def _memory_needed(error: BaseException, workload: Workload, layout: Layout) -> str:
+    """Return ` (asked for 2097152 bytes): its parameters alone take 304 MiB in float64`, as far as it is known."""
+    traceback.clear_frames(error.__traceback__)  # the frames hold the tensors built so far
+    match = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    text = f" (asked for {match[1]})" if match is not None else ""
+    with contextlib.suppress(Exception):  # some user models cannot be built on the meta device
+        count = sum(parameter.numel() for parameter in on_meta(workload).parameters())
+        dtype = param_dtype(layout)
+        num_bytes = count * torch.empty((), dtype=dtype).element_size()
+        text += f": its parameters alone take {num_bytes / 2**20:,.0f} MiB in {str(dtype).removeprefix('torch.')}"
+    return text
+
+
+def _layouts_that_split(layout: Layout) -> str:
+    if layout.read(BuildOptions).meta:
+        return "give more ranks"
+    return (
+        "give a layout that splits the model: fsdp:meta=true, tensor:meta=true or pipeline:meta=true (verify takes one "
+        "as --reference)"
+    )

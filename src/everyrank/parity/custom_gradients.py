@@ -1,0 +1,255 @@
+"""Compare the gradients of a custom parallelize function before its training, and find the wrong mesh axis.
+
+Gradient clipping, and optimizers that normalise the gradient, hide a gradient of the wrong scale. So the first check
+uses an update that equals the gradient (SGD of learning rate 1, no clipping). If this agrees and the training does not,
+the cause is the clipping or the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from everyrank.layout import CustomParallelize, Layout, find_custom_parallelize
+from everyrank.loop import run_updates, wrap_user_errors
+from everyrank.parallel.custom import clean_name, replicated_axes, sum_squares_of_parts
+from everyrank.parallel.init_model import shared_parameters
+from everyrank.parallel.mesh import local_tensors
+from everyrank.parity.case import ParityCase, with_gradient_update
+from everyrank.parity.initial_state import name_list
+from everyrank.parity.rank_comparison import axis_sets
+from everyrank.strategies import Prepared, prepare
+from everyrank.workload import changed
+from everyrank.world import World
+from everyrank.world.collectives import all_gather
+
+__all__ = ["cause_after_gradients", "cause_in_gradients", "gradient_case"]
+
+_ROUNDING = 1e-6
+_Tensors = dict[str, Tensor]
+
+
+def gradient_case(case: ParityCase) -> ParityCase:
+    """Return the case whose update is the gradient without clipping; cached in `case`."""
+    if case.gradient_case is None:
+        workload = changed(with_gradient_update(case.workload), clip_norm=None, ema_decay=None)
+        case.gradient_case = dataclasses.replace(
+            case,
+            workload=workload,
+            eval_ends=None,
+            compares_gradients=True,
+            is_quick=True,
+            notes=[],
+            segments={},
+            from_disk=set(),
+            names={},
+            references={},
+        )
+    return case.gradient_case
+
+
+def cause_in_gradients(
+    before: Sequence[_Tensors],
+    after: Sequence[_Tensors],
+    code: CustomParallelize,
+    model: nn.Module,
+    rank_differences: str = "",
+) -> str:
+    """Explain why gradients differ; `before` and `after` are the states of (one device, the layout) around one update.
+
+    `model` is the argument of the user's function; `rank_differences` is the result of `gradients_by_rank`.
+    """
+    apart = _untied(after[1], model)
+    if apart:
+        return (
+            f"{' and '.join(apart)} are one tensor as the model was built, and two as {code.path} leaves it; tie them "
+            "again, or leave them out of the plan"
+        )
+    ratios = _ratios(before, after)
+    wrong = {name: ratio for name, ratio in ratios.items() if ratio is None or abs(ratio - 1.0) > _ROUNDING}
+    if not wrong:
+        return "the gradients of one update are those of one device, and those of several are not"
+    still = [name for name, ratio in wrong.items() if ratio == 0.0]
+    if len(still) == len(wrong):
+        return (
+            f"{name_list(still)} gets no gradient: it is not trained (requires_grad=False), or the loss of no rank "
+            "depends on it"
+        )
+    who = "all" if len(wrong) == len(ratios) else f"{len(wrong)} of {len(ratios)}"
+    first = next(iter(wrong.values()))
+    is_one_multiple = first is not None and all(
+        ratio is not None and abs(ratio - first) <= _ROUNDING * abs(first) for ratio in wrong.values()
+    )
+    if first is None or not is_one_multiple:
+        reason = rank_differences or (
+            "what each rank has of them was not added up, or they were computed from something else than on one device"
+        )
+        tensors = f"{who} tensors ({next(iter(wrong))} first)"
+        return f"the gradients of {tensors} are no multiple of those of one device: {reason}"
+    subject = f"the gradient{'' if who == 'all' else f's of {who} tensors'}"
+    return (
+        f"{subject}{' is' if who == 'all' else ' are'} {first:.4g} times that of one device{_axis_cause(code, first)}"
+    )
+
+
+def _ratios(before: Sequence[_Tensors], after: Sequence[_Tensors]) -> dict[str, float | None]:
+    """For each tensor, return its gradient as a multiple of that of one device; None if it is no multiple.
+
+    1.0 if both are zero, None if only that of one device is.
+    """
+    result: dict[str, float | None] = {}
+    for name, tensor in before[0].items():
+        if not tensor.is_floating_point() or "running_" in name or name not in before[1]:
+            continue
+        expected_gradient = (after[0][name] - tensor).double()
+        gradient = (after[1][name] - before[1][name]).double()
+        square = float((expected_gradient * expected_gradient).sum())
+        if not square:
+            result[name] = None if bool(gradient.any()) else 1.0
+            continue
+        ratio = float((expected_gradient * gradient).sum()) / square
+        is_multiple = float((gradient - ratio * expected_gradient).norm()) <= _ROUNDING * max(
+            1.0, abs(ratio)
+        ) * math.sqrt(square)
+        result[name] = ratio if is_multiple else None
+    return result
+
+
+def _untied(state: _Tensors, model: nn.Module) -> list[str]:
+    """Return the names of a shared tensor of the model whose copies are no longer equal, or []."""
+    for places in shared_parameters(model):
+        names = [f"{module}.{name}".lstrip(".") for module, name in places]
+        if all(name in state for name in names) and not all(torch.equal(state[names[0]], state[n]) for n in names):
+            return names
+    return []
+
+
+def _axis_cause(code: CustomParallelize, ratio: float) -> str:
+    """Describe the axes whose size equals the ratio of a gradient, and how to fix it."""
+    for axes in axis_sets(code):
+        size = math.prod(code.axes[axis] for axis in axes)
+        if min(abs(ratio / size - 1), abs(ratio * size - 1)) > 1e-3:
+            continue
+        others = [
+            axis for (axis,) in itertools.combinations(code.axes, 1) if code.axes[axis] == size and axis not in axes
+        ]
+        where = " x ".join(axes) + "".join(f" (or {axis})" for axis in others)
+        declared = {code.contract.gradient_over(axis) for axis in axes if code.contract.reads(axis) != "same"}
+        if not declared:
+            how = "counted once on each of them" if ratio > 1 else "what one of them has of it"
+            return f", as many as there are ranks along {where}, which read the same: it is {how}"
+        axis = axes[0]
+        if ratio > 1 and declared == {"mean"}:
+            return (
+                f", as many as there are ranks along {where}: it is a sum over them, and the contract says mean; "
+                f"divide the loss by mesh[{axis!r}].size() (scale_loss), or declare gradients={{{axis!r}: 'sum'}}"
+            )
+        claim = "and the contract says sum; declare mean" if declared == {"sum"} else "divided by them once too often"
+        return f": {size} ranks stand along {where}, {claim}"
+    return ""
+
+
+def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_compared: Sequence[str] = ()) -> str:
+    """Explain why a training differs whose gradients are equal to those of one device. A collective.
+
+    `not_compared` are the tensors whose gradients could not be compared.
+    """
+    code = find_custom_parallelize(layout, world.size)
+    cause = ""
+    if code.contract.clip_grad_norm is not None and case.workload.clip_norm is not None:
+        cause = _cause_in_clipping(case, layout, world, code)
+    if not cause and not_compared:
+        return (
+            f"the gradients that were compared are those of one device; those of {name_list(not_compared)} were not "
+            "compared, because no DTensor says which part of them a rank has. Give the contract a gather(model, mesh) "
+            "that puts them together"
+        )
+    return cause or (
+        "the gradients are those of one device, the updates are not: the optimizer looks at whole tensors where ranks "
+        "have parts of them, or has not all parameters"
+    )
+
+
+def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: CustomParallelize) -> str:
+    """Infer the norm that the user's function clips by from the clipped gradient, and explain a wrong one."""
+    workload = changed(with_gradient_update(case.workload), clip_norm=None, ema_decay=None)
+    free = _after_one_update(dataclasses.replace(case, workload=workload), layout, world)
+    norm = float(sum_squares_of_parts(free.trainable.parameters).sqrt())
+    local_norm = _own_norm(free)
+    limit = 0.1 * norm  # so that it has to clip
+    clipped = _after_one_update(dataclasses.replace(case, workload=changed(workload, clip_norm=limit)), layout, world)
+    left = _own_norm(clipped)
+    taken = limit * local_norm / left if left else math.inf
+    rows = all_gather(torch.tensor([local_norm, taken], dtype=torch.float64), world)
+    norms, norms_taken = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
+    worst = max(norms_taken, key=lambda value: abs(value - norm))
+    if abs(worst - norm) <= 1e-4 * norm:
+        return ""
+    text = f"clip_grad_norm takes the norm of the gradients for {worst:.6g}, and it is {norm:.6g}"
+    axes = _axes_of_norm(code, norms, norms_taken, norm)
+    if axes is None:
+        return text
+    return f"{text}: {_clipping_cause(free, code, axes)}"
+
+
+def _after_one_update(case: ParityCase, layout: Layout, world: World) -> Prepared:
+    """Return the prepared layout after the first update."""
+    with wrap_user_errors():
+        prepared = prepare(case.workload, dataclasses.replace(layout, precision="float64"), world)
+    next(iter(run_updates(prepared, case.train_data, case.planned("float64")[0][:1])))
+    return prepared
+
+
+def _own_norm(prepared: Prepared) -> float:
+    """Return the norm of this rank's local gradients."""
+    gradients = local_tensors(
+        [parameter.grad for parameter in prepared.trainable.parameters if parameter.grad is not None]
+    )
+    return math.sqrt(sum(float(torch.linalg.vector_norm(gradient)) ** 2 for gradient in gradients))
+
+
+def _axes_of_norm(
+    code: CustomParallelize, norms: Sequence[float], norms_taken: Sequence[float], norm: float
+) -> tuple[str, ...] | None:
+    """Return the axes over which the squares of local norms add up to the norms taken, or None."""
+    coordinates = list(itertools.product(*(range(size) for size in code.axes.values())))
+    names = list(code.axes)
+    best: tuple[float, tuple[str, ...] | None] = 0.1 * max(abs(value - norm) for value in norms_taken), None
+    for axes in ((), *axis_sets(code)):
+        fixed = [index for index, axis in enumerate(names) if axis not in axes]
+        off = 0.0
+        for coordinate, taken in zip(coordinates, norms_taken, strict=True):
+            group = [
+                n
+                for p, n in zip(coordinates, norms, strict=True)
+                if all(p[index] == coordinate[index] for index in fixed)
+            ]
+            off = max(off, abs(math.sqrt(sum(value * value for value in group)) - taken))
+        if off < best[0]:
+            best = off, axes
+    return best[1]
+
+
+def _clipping_cause(prepared: Prepared, code: CustomParallelize, axes: Sequence[str]) -> str:
+    """Explain the mistake in adding up squares over these axes."""
+    named = {clean_name(name): parameter for name, parameter in prepared.model.named_parameters()}
+    alike = {
+        axis: [name for name, parameter in named.items() if axis in replicated_axes(parameter, code.axes)]
+        for axis in axes
+    }
+    counted = [
+        f"{len(names)} of {len(named)} parameters ({names[0]} first), which all ranks along {axis} hold alike, are "
+        f"counted {code.axes[axis]} times"
+        for axis, names in alike.items()
+        if names
+    ]
+    if not axes:
+        return "each rank clips by the norm of its own parts; add up the squares over the axes that split parameters"
+    if counted:
+        return f"the squares are added up over {' and '.join(axes)}, and {'; '.join(counted)}"
+    return f"the squares are added up over {' and '.join(axes)} alone, and parameters are split over other axes, too"
