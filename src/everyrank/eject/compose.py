@@ -62,7 +62,7 @@ Travels   per micro-batch the activations between neighbours, forward to the nex
 
 
 def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> frozenset[str]:
-    """What holds of this project: the words that lines of parts ask for."""
+    """Return the conditions that hold for this project, which lines of the templates refer to."""
     kind, layout = request.kind, request.layout
     is_accumulating = kind != "pipeline" and layout.accumulate > 1
     batch_norm = facts.has_batch_norm and kind in ("ddp", "zero1", "fsdp", "hsdp")
@@ -106,7 +106,7 @@ def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> fr
 
 
 def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, command: str) -> str:
-    """The text of train.py; `command` starts it."""
+    """Return the text of train.py; `command` is the command that starts it."""
     holds = set(conditions_of(workload, facts, request))
     if any("random" in text for text in sources.files.values()) and _draws_elsewhere(sources):
         holds.add("numpy_random")
@@ -131,7 +131,7 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
 
 
 def part(name: str, holds: Set[str], values: Mapping[str, str]) -> str:
-    """The lines of a part that stand there under these conditions, with these values."""
+    """Render a template: keep the lines whose conditions hold, and fill in the values."""
     text = (importlib.resources.files("everyrank.eject.parts") / f"{name}.py.txt").read_text(encoding="utf-8")
     lines: list[str] = []
     for line in text.splitlines():
@@ -153,7 +153,7 @@ def _without_imports(text: str) -> str:
 
 
 def _draws_elsewhere(sources: OwnSources) -> bool:
-    """Whether some file imports Python's or numpy's generators."""
+    """Whether a file imports Python's or numpy's random generators."""
     modules = {(line.module, line.name) for text in sources.files.values() for line in import_lines(text)}
     return ("random", None) in modules or any("np.random" in text for text in sources.files.values())
 
@@ -161,7 +161,7 @@ def _draws_elsewhere(sources: OwnSources) -> bool:
 def _values(
     workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, command: str
 ) -> dict[str, str]:
-    """What stands for $name in parts."""
+    """Return the values for $name in the templates."""
     low = request.layout.precision == "bf16"
     floats = ["DTYPE" if is_float else "non_blocking=True" for is_float in facts.floats]
     return {
@@ -191,19 +191,19 @@ def _values(
 
 
 def _settings(request: EjectRequest, sources: OwnSources) -> str:
-    """What the workload's function is called with: settings, and what it takes of --batch, --epochs and --steps."""
+    """Return the arguments for the workload's function: settings, and the --batch, --epochs and --steps it takes."""
     requested = {"batch": request.source.batch, "epochs": request.source.epochs, "steps": request.source.steps}
     given = {name: value for name, value in requested.items() if value is not None and name in sources.takes}
     return ", ".join(f"{name}={value!r}" for name, value in {**request.source.settings, **given}.items())
 
 
 def _field(name: str, requested: int | None, is_setting: bool) -> str:
-    """The workload's own value, or what the call of `everyrank eject` has put in its place."""
+    """Return the workload's own value, or the override from the command line."""
     return f"TASK.{name}" if requested is None or is_setting else str(requested)
 
 
 def _plan(workload: Workload, facts: Facts) -> str:
-    """The rows of the tensor plan, in torch's words."""
+    """Return the rows of the tensor plan in torch's terms."""
     rows: list[str] = []
     for pattern, word in (workload.tensor_plan or {}).items():
         style = {
@@ -232,7 +232,7 @@ def _plan(workload: Workload, facts: Facts) -> str:
 
 
 def _ddp_options(request: EjectRequest, facts: Facts) -> str:
-    """What DistributedDataParallel is told beside the model."""
+    """Return the arguments of DistributedDataParallel besides the model."""
     names = {"bucket_mb": "bucket_cap_mb", "find_unused": "find_unused_parameters", "static_graph": "static_graph"}
     given = [f", {names[key]}={value!r}" for key, value in request.layout.options.items() if key in names]
     return "".join([*given, ", broadcast_buffers=False" if facts.has_batch_norm else ""])

@@ -1,4 +1,4 @@
-"""What the model and the data of a workload are like: they are made once, and one small batch goes through."""
+"""Inspect the model and data of a workload: build them once and run one small batch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Facts:
 
 
 def look_at(workload: Workload, request: EjectRequest) -> Facts:
-    """Make model and data of the workload, and let two samples through. Raises `UsageError` for what cannot be ejected.
+    """Build model and data and run two samples. Raises `UsageError` for a workload that cannot be ejected.
 
     Exceptions of user code propagate.
     """
@@ -100,7 +100,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _watched(call: Callable[[], Any]) -> tuple[Any, bool]:
-    """What a call gives, and whether it has drawn from torch's, Python's or numpy's generator."""
+    """Return the result of a call, and whether it used torch's, Python's or numpy's generator."""
     before = _generators()
     result = call()
     return result, _generators() != before
@@ -112,7 +112,7 @@ def _generators() -> tuple[Any, ...]:
 
 
 def _resolved(workload: Workload, model: nn.Module, request: EjectRequest) -> dict[str, str]:
-    """Module -> word of the tensor plan; nothing under other layouts."""
+    """Return module -> style of the tensor plan; {} under other layouts."""
     if request.kind != "tensor":
         return {}
     plan = resolve(model, workload.tensor_plan or {})
@@ -124,7 +124,7 @@ def _resolved(workload: Workload, model: nn.Module, request: EjectRequest) -> di
 
 
 def _watch_arguments(model: nn.Module, plan: dict[str, str]) -> dict[str, int]:
-    """How many positional arguments the gathering modules get; filled by the next forward."""
+    """Return a dict that the next forward fills with the number of positional arguments of gathering modules."""
     counts: dict[str, int] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -142,7 +142,7 @@ def _check_block_call(block: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _forward(workload: Workload, model: nn.Module, value: Any, target: Any, request: EjectRequest) -> bool:
-    """Forward and backward of a small batch; whether forward draws at random."""
+    """Run forward and backward of a small batch. Returns whether forward draws random numbers."""
     as_model = next((p.dtype for p in model.parameters()), torch.float32)
 
     def change(tensor: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _forward(workload: Workload, model: nn.Module, value: Any, target: Any, requ
 
 
 def _call(model: nn.Module, value: Any) -> str:
-    """How the model takes an input of this kind: found by calling something that only notes it."""
+    """Find out how the model takes this input by calling a stub that records the call."""
 
     class Probe(type(model)):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ def _call(model: nn.Module, value: Any) -> str:
 
 
 def _refuse_model(workload: Workload, model: nn.Module, request: EjectRequest, has_norms: bool) -> None:
-    """Raise `UsageError` for a model whose weights lie so that a plain script would be silently wrong."""
+    """Raise `UsageError` for a model that a plain script would silently train wrongly."""
     ties, kind = shared_parameters(model), request.kind
     inside = {id(module) for block in find_blocks(workload, model) for module in block.modules()}
     for tie in ties:
@@ -192,7 +192,7 @@ def _refuse_model(workload: Workload, model: nn.Module, request: EjectRequest, h
 
 
 def _stages(workload: Workload, model: nn.Module, request: EjectRequest) -> list[range]:
-    """The blocks of each rank, as `everyrank train` cuts them."""
+    """Return the blocks of each rank, split as `everyrank train` does."""
     blocks = find_blocks(workload, model)
     if len(blocks) < request.processes:
         raise UsageError(f"--processes {request.processes}: there are {len(blocks)} blocks; give at most that many")

@@ -1,7 +1,7 @@
-"""Definitions of everyrank that a workload uses, with all that they use in turn, as one file that needs no everyrank.
+"""Collect the definitions of everyrank that a workload uses, with their dependencies, in one standalone file.
 
-A definition is a statement at the top of a module. What it names is looked up there: another definition, which comes
-along; an import from elsewhere, which comes along, too; or a name of another module of everyrank, where it goes on.
+A definition is a top-level statement of a module. Names in it are resolved in that module: other definitions and
+imports are included, and names from other modules of everyrank are followed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Flattened:
 
 
 def gather_definitions(wanted: dict[str, list[str]]) -> Flattened:
-    """The definitions of these names, by module. Raises `UsageError` for what cannot stand without everyrank."""
+    """Collect the definitions of these names, by module. Raises `UsageError` for those that need everyrank."""
     flattened = Flattened()
     for module, names in wanted.items():
         for name in names:
@@ -58,7 +58,7 @@ def gather_definitions(wanted: dict[str, list[str]]) -> Flattened:
 
 
 def _add(flattened: Flattened, module: str, name: str) -> None:
-    """Add what `name` stands for in a module of everyrank, after all that it needs."""
+    """Add the definition of `name`, after everything it depends on."""
     module, name = _home(module, name)
     if (module, name) == ("everyrank.workload.workload", "Workload"):
         flattened.needs_workload = True
@@ -85,7 +85,7 @@ def _add(flattened: Flattened, module: str, name: str) -> None:
 
 
 def _add_what_it_names(flattened: Flattened, module: str, tree: ast.Module, statement: ast.stmt) -> None:
-    """Add what a statement of a module needs: other definitions, and imports."""
+    """Add the definitions and imports that a statement of a module uses."""
     if any(line.module.partition(".")[0] == "everyrank" for line in import_lines(ast.unparse(statement))):
         raise UsageError(f"eject: line {statement.lineno} of {module} imports everyrank, which a project has not")
     imported = {line.bound: line for line in _top_imports(tree)}
@@ -103,7 +103,7 @@ def _add_what_it_names(flattened: Flattened, module: str, tree: ast.Module, stat
 
 
 def _top_imports(tree: ast.Module) -> set[ImportLine]:
-    """What a module imports for all of it, and for type checkers; not what a function imports for itself."""
+    """Return the top-level imports of a module, including those for type checkers."""
     checking = [
         node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]
@@ -113,7 +113,7 @@ def _top_imports(tree: ast.Module) -> set[ImportLine]:
 
 
 def _home(module: str, name: str) -> tuple[str, str]:
-    """Where a name that a module of everyrank shows is defined: __init__ files hand names on."""
+    """Return the module that defines a name which an `__init__` re-exports."""
     source, tree = _parsed(module)
     if _definition(tree, name) is None:
         for line in import_lines(source):
@@ -131,12 +131,12 @@ def _parsed(module: str) -> tuple[str, ast.Module]:
 
 
 def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
-    """The statement at the top of a module that defines a name."""
+    """Return the top-level statement of a module that defines a name."""
     return next((statement for statement in tree.body if name in _defined(statement)), None)
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """The names that a statement at the top of a module defines; those of an import are none of its own."""
+    """Return the names that a top-level statement defines, without imports."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -145,12 +145,12 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def _names_in(statement: ast.stmt) -> list[str]:
-    """Every name that stands in a statement, in order; also of annotations in quotes, which are none of ours."""
+    """Return all names in a statement, in order, including those in quoted annotations."""
     return list(dict.fromkeys(node.id for node in ast.walk(statement) if isinstance(node, ast.Name)))
 
 
 def _text(source: str, tree: ast.Module, statement: ast.stmt) -> str:
-    """A statement as it stands in the file: with decorators, comments in front of it, and the docstring of a value."""
+    """Return the source of a statement with decorators, comments before it, and the docstring of a constant."""
     lines = source.splitlines()
     decorators = getattr(statement, "decorator_list", [])
     first = min([statement.lineno, *(decorator.lineno for decorator in decorators)]) - 1

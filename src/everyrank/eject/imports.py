@@ -1,4 +1,4 @@
-"""Import statements: read out of a source, and written in the order in which isort has them."""
+"""Read the import statements of a source, and write them in isort's order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ImportLine(NamedTuple):
 
 
 def import_lines(source: str) -> set[ImportLine]:
-    """The names that the imports of a source bind, those for type checkers among them."""
+    """Return the names that the imports of a source bind, including those for type checkers."""
     result: set[ImportLine] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -31,13 +31,13 @@ def import_lines(source: str) -> set[ImportLine]:
 
 
 def prune_imports(imports: Collection[ImportLine], source: str) -> set[ImportLine]:
-    """Those of the imports whose name stands in a source, which has none of its own."""
+    """Return the imports whose names occur in a source without imports."""
     used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     return {line for line in imports if line.bound in used}
 
 
 def render_imports(imports: Collection[ImportLine], own_modules: Collection[str] = ()) -> str:
-    """Import statements in three groups: Python's, others', and those of the modules in `own`."""
+    """Render import statements in three groups: standard library, third party, and the modules in `own_modules`."""
     groups: list[list[str]] = [[], [], []]
     for is_from in (False, True):
         modules = sorted({line.module for line in imports if (line.name is not None) == is_from})

@@ -1,4 +1,4 @@
-"""All files of a project, and writing them into a folder that holds nothing."""
+"""Write all files of a project into an empty folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["write_project"]
 
 
 def write_project(request: EjectRequest, folder: Path) -> list[Path]:
-    """Write the project; the files, in the order of the README.
+    """Write the project. Returns its files in the order of the README.
 
-    Raises `UsageError` for what cannot be ejected, and for a folder that holds something; then nothing is written.
+    Raises `UsageError` for a workload that cannot be ejected or a folder that is not empty; then nothing is written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder}: it holds files already; give a folder that is empty, or not there yet")
@@ -47,7 +47,7 @@ def write_project(request: EjectRequest, folder: Path) -> list[Path]:
 
 
 def _sbatch(request: EjectRequest, script: str) -> str:
-    """The batch script that starts `script`.py."""
+    """Return the batch script that starts `script`.py."""
     text = (files("everyrank.eject.parts") / "train.sbatch.txt").read_text(encoding="utf-8")
     return text.replace("@PROCESSES@", str(request.processes)).replace("@SCRIPT@", script)
 

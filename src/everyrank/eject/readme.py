@@ -1,4 +1,4 @@
-"""How a project is started, as its README says it."""
+"""The README of a project, with the commands that start it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALWAYS = ("torch", "numpy")
 
 
 def start_command(request: EjectRequest, script: str) -> str:
-    """The command that starts `script`.py."""
+    """Return the command that starts `script`.py."""
     count = request.processes
     return {
         "spawn": f"python {script}.py --processes {count}",
@@ -28,7 +28,7 @@ def start_command(request: EjectRequest, script: str) -> str:
 
 
 def requirements(sources: OwnSources) -> str:
-    """requirements.txt: the versions that are here."""
+    """Return requirements.txt with the installed versions."""
     distributions = importlib.metadata.packages_distributions()
     names = {name for module in sources.third_party for name in distributions.get(module, [])}
     names = {name.lower() for name in names} - {"everyrank"} | set(_ALWAYS)
@@ -36,7 +36,7 @@ def requirements(sources: OwnSources) -> str:
 
 
 def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, has_norms: bool) -> str:
-    """The text of README.md: how to start it, what each file is, and what is to be known of it."""
+    """Return README.md: how to start the project, its files, and its limitations."""
     names = sources.names
     files = [
         (
@@ -71,7 +71,7 @@ def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: Own
 
 
 def _several_hosts(request: EjectRequest, script: str) -> list[str]:
-    """How to start it on more than one host."""
+    """Return the section on starting on several hosts."""
     count = request.processes
     return {
         "spawn": ["One host only; `everyrank eject --launcher torchrun` writes it for several."],

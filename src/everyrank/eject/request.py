@@ -1,4 +1,4 @@
-"""What is asked for, and what of it cannot be ejected: each refusal says which option it is, and why."""
+"""The request for a project, and the checks that refuse unsupported options with a reason."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class EjectRequest:
 
     @property
     def replicas(self) -> int:
-        """Copies of a sharded model; 1 for all other layouts."""
+        """The number of copies of a sharded model; 1 for all other layouts."""
         return self.layout.degrees.get("replicate", 1) if self.layout.strategy == "fsdp" else 1
 
     @property
     def micro_batches(self) -> int:
-        """Parts that a batch is cut into, before it is cut over ranks."""
+        """The number of micro-batches of a batch."""
         if self.kind != "pipeline":
             return self.layout.accumulate
         requested: Any = self.layout.options.get("microbatches")
@@ -67,7 +67,7 @@ class EjectRequest:
 
 
 def refuse_layout(request: EjectRequest) -> None:
-    """Raise `UsageError` for a layout or launcher that no project is made of."""
+    """Raise `UsageError` for a layout or launcher that cannot be ejected."""
     layout = request.layout
     if request.launcher not in EJECTED_LAUNCHERS:
         raise UsageError(
@@ -102,7 +102,7 @@ def refuse_layout(request: EjectRequest) -> None:
 
 
 def refuse_workload(workload: Workload, request: EjectRequest) -> None:
-    """Raise `UsageError` for a workload that asks for what no project has."""
+    """Raise `UsageError` for a workload with features that cannot be ejected."""
     for name, why in _FIELDS.items():
         if getattr(workload, name) is not None:
             raise UsageError(f"workload {workload.name}: eject does not write {name}: {why}; leave it out")

@@ -1,4 +1,4 @@
-"""The files that a workload stands in, so that they need no everyrank: what they import from it is in a file beside."""
+"""The source files of a workload without everyrank: their imports of it are redirected to a file next to them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _OTHER_NAMES = ProjectNames("train_distributed", "training_task", "synced_batch_
 
 
 def _free_names(taken: Set[str]) -> ProjectNames:
-    """A name for each module of the project that is not among the `taken` ones."""
+    """Choose names for the modules of the project that are not in `taken`."""
     chosen: list[str] = []
     for name, other in zip(_USUAL_NAMES, _OTHER_NAMES, strict=True):
         candidates = itertools.chain([name, other], (f"{other}_{number}" for number in itertools.count(2)))
@@ -92,7 +92,7 @@ class OwnSources:
 
 
 def own_sources(source: Source) -> OwnSources:
-    """The sources of a workload without everyrank. Raises `UsageError` for what they cannot do without."""
+    """Return the sources of a workload without everyrank. Raises `UsageError` if they need it."""
     if source.place in BUILT_IN:
         return _built_in(source.place)
     text, _, name = source.place.rpartition(":") if ".py:" in source.place else (source.place, "", "")
@@ -120,7 +120,7 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def _built_in(path: str) -> OwnSources:
-    """A built-in workload: all that it is made of in one file."""
+    """Return the sources of a built-in workload in one file."""
     module, _, attribute = BUILT_IN[path].partition(":")
     flattened = gather_definitions({module: [attribute]})
     flattened.needs_workload = True
@@ -136,7 +136,7 @@ def _built_in(path: str) -> OwnSources:
 
 
 def _closure(path: Path) -> list[Path]:
-    """The file, and those beside it that it imports, and so on."""
+    """Return a file and all files next to it that it imports, recursively."""
     waiting, paths = [path], list[Path]()
     while waiting:
         file = waiting.pop()
@@ -154,7 +154,7 @@ def _closure(path: Path) -> list[Path]:
 
 
 def _redirected(file: Path, wanted: dict[str, list[str]], task: str) -> str:
-    """The text of a user's file; its imports from everyrank become imports from `task`, and are noted in `wanted`."""
+    """Redirect the imports of everyrank in a user's file to `task`, and record them in `wanted`."""
     text = file.read_text(encoding="utf-8")
     tree = ast.parse(text)
     changes: list[tuple[int, int, str]] = []
@@ -184,7 +184,7 @@ def _redirected(file: Path, wanted: dict[str, list[str]], task: str) -> str:
 
 
 def _used_attributes(file: Path, tree: ast.Module, node: ast.Import) -> list[str]:
-    """What a file that imports everyrank as a whole takes from it. Raises `UsageError` for more than Workload."""
+    """Return the attributes that a file uses of `import everyrank`. Raises `UsageError` for more than Workload."""
     if any(alias.name != "everyrank" or alias.asname for alias in node.names):
         raise UsageError(
             f"{file.name}, line {node.lineno}: write `from everyrank import Workload`, for eject to replace"
@@ -210,7 +210,7 @@ def _refusal(file: Path, line: int, name: str) -> UsageError:
 
 
 def _data_beside(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Files beside the sources that these name, by a constant: (those to copy, those that are too large)."""
+    """Return (data files to copy, files that are too large) that the sources name by a constant."""
     named: dict[Path, None] = {}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -225,7 +225,7 @@ def _data_beside(files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def workload_class(texts: list[str]) -> str:
-    """The class Workload of a project: a dataclass with the fields that some call in these texts gives."""
+    """Return the source of class Workload: a dataclass with the fields that these texts use."""
     known = {field.name: field for field in dataclasses.fields(Workload)}
     given = {
         keyword.arg

@@ -1,4 +1,4 @@
-"""Asynchronous updates of a parameter server: one for each trainer's part of a global batch, as it comes in."""
+"""Asynchronous updates of a parameter server: one for each trainer's part of a global batch, as it arrives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["async_server", "async_trainer", "order_of_trainers", "refuse_batch_n
 
 
 def order_of_trainers(seed: int, number: int, num_trainers: int) -> list[int]:
-    """Who comes when in asynchronous update `number`: each trainer twice, first to pull, then to push."""
+    """Draw the order of asynchronous update `number`: each trainer twice, first to pull, then to push."""
     order = [trainer for trainer in range(num_trainers) for _ in range(2)]
     random.Random(mix(seed, number)).shuffle(order)  # noqa: S311
     return order
 
 
 def async_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction) -> StepFunction:
-    """Ask, pull, compute, make the gradient of the mean over this part, push."""
+    """Request the parameters, pull, compute the gradient of the mean over this part, and push."""
 
     def update(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
@@ -42,9 +42,9 @@ def async_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction)
 
 
 def make_own_update(trainable: Trainable, share: Tensor) -> bool:
-    """Make the gradients those of the mean over the part they are of, and clip them; whether there is anything in it.
+    """Convert the gradients to those of the mean over their part and clip them; False without terms.
 
-    A loss that is no number is not applied: the loop sees it, and says so on every rank.
+    A loss that is NaN or infinite is not applied; the loop reports it on every rank.
     """
     has_terms = bool(share[1] > 0) and bool(share.isfinite().all())
     if has_terms:
@@ -55,7 +55,7 @@ def make_own_update(trainable: Trainable, share: Tensor) -> bool:
 
 
 def async_server(trainable: Trainable, link: ServerLink, seed: int | None) -> StepFunction:
-    """Serve each trainer's pull and push, in the order drawn from `seed`; None: as they come."""
+    """Serve each trainer's pull and push, in the order drawn from `seed`, or by arrival for None."""
     numbers = itertools.count()
 
     def update(_: Sequence[Batch]) -> Tensor:
@@ -79,7 +79,7 @@ def async_server(trainable: Trainable, link: ServerLink, seed: int | None) -> St
 
 
 def refuse_batch_norm(layout: Layout, model: nn.Module) -> None:
-    """Raise `UnsupportedLayoutError` for a model whose statistics span the samples of all trainers."""
+    """Raise `UnsupportedLayoutError` for a model with batch statistics over all trainers."""
     if has_batch_norm(model):
         raise UnsupportedLayoutError(
             f"layout {layout}: batch norm takes its statistics over all trainers, which would have to wait for each "

@@ -36,7 +36,7 @@ _FIXED = 3  # numbers of a head before the flags
 
 
 def divide(parameters: Sequence[nn.Parameter], layout: Layout) -> list[list[nn.Parameter]]:
-    """The trained parameters of each server, divided by size: the same on every rank.
+    """Divide the trained parameters over the servers by size: the same on every rank.
 
     Raises `UnsupportedLayoutError` for more servers than parameters.
     """
@@ -62,7 +62,7 @@ class ServerLink:
 
     @property
     def own(self) -> Sequence[nn.Parameter]:
-        """The parameters that this server holds."""
+        """The parameters of this server."""
         return self.parts[self.mesh.world.rank]
 
     @property
@@ -74,7 +74,7 @@ class ServerLink:
 
     @torch.no_grad()
     def pull(self, asks: bool = False) -> None:
-        """Receive the parameters of every server into the model; `asks`: tell the servers that they are wanted."""
+        """Receive the parameters of every server into the model; `asks` sends a request first."""
         sent = self._send_all([self._head(parameters, _ASK) for parameters in self.parts], _HEAD) if asks else []
         flats = [_flat(parameters) for parameters in self.parts]
         group = self.mesh.world.group
@@ -97,7 +97,7 @@ class ServerLink:
         _wait(*self._send_all(heads, _HEAD), *self._send_all(numbers))
 
     def receive_total(self) -> Tensor:
-        """(sum, count) over all trainers, from the first server: float64, shape (2,)."""
+        """Receive (sum, count) over all trainers from the first server: float64, shape (2,)."""
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
         dist.recv(total, src=0, group=self.mesh.world.group)
         return total
@@ -110,14 +110,14 @@ class ServerLink:
         _wait(*(dist.isend(flat, dst=trainer, group=self.mesh.world.group) for trainer in trainers))
 
     def receive_head(self, trainer: int | None) -> tuple[int, Tensor | None]:
-        """(who, what it pushes: (sum, count) and flags; None where it asks), from one trainer or whoever is first."""
+        """Receive (trainer, its (sum, count) and flags, or None for a request), from one trainer or the first one."""
         head = self._head(self.own, _ASK)
         sender = dist.recv(head, src=trainer, group=self.mesh.world.group, tag=_HEAD)
         return sender, (head[1:] if float(head[0]) == _PUSH else None)
 
     @torch.no_grad()
     def add_gradients(self, trainer: int, head: Tensor) -> None:
-        """Receive what the trainer pushes, and add it to the gradients."""
+        """Receive a trainer's gradients and add them to the sum."""
         if not float(head[1]):
             return
         flat = _flat(self.own)
@@ -128,12 +128,12 @@ class ServerLink:
                 parameter.grad = values if parameter.grad is None else parameter.grad.add_(values)
 
     def tell_total(self, total: Tensor) -> None:
-        """Let every trainer know (sum, count) over all of them; the first server does."""
+        """Send (sum, count) over all trainers to each of them; only on the first server."""
         if self.mesh.world.rank == 0:
             _wait(*(dist.isend(total, dst=trainer, group=self.mesh.world.group) for trainer in self.trainers))
 
     def sum_squares(self) -> Tensor:
-        """The sum of squares of all gradients, over all servers, on each of them: float64, shape ()."""
+        """Return the sum of squares of all gradients over all servers: float64, shape ()."""
         rank, group = self.mesh.world.rank, self.mesh.world.group
         rows = torch.zeros(self.mesh.servers, dtype=torch.float64, device=self.mesh.world.device)
         for parameter in self.own:
@@ -150,7 +150,7 @@ class ServerLink:
 
     @torch.no_grad()
     def gather_for_eval(self, model: nn.Module, ema: WeightEMA | None) -> None:
-        """Give every rank what each server holds, averages too, and the buffers of the first trainer. A collective."""
+        """Broadcast the servers' parameters and averages, and the buffers of the first trainer. A collective."""
         averages = dict(zip(ema.parameters, ema.tensors, strict=True)) if ema is not None else {}
         for server, parameters in enumerate(self.parts):
             for parameter in parameters:
@@ -176,18 +176,18 @@ class ServerLink:
         return head
 
     def _send_all(self, messages: Sequence[Tensor], tag: int = 0) -> list[dist.Work | None]:
-        """One message to each server; they have to be waited for."""
+        """Send one message to each server. Returns the works to wait for."""
         group = self.mesh.world.group
         return [dist.isend(message, dst=server, group=group, tag=tag) for server, message in enumerate(messages)]
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Room for one number of each element."""
+    """Allocate a flat tensor for these parameters."""
     return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters)).detach()
 
 
 def _flat_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradients one after the other; zeros where there is none."""
+    """Flatten the gradients; zeros for a missing one."""
     return flatten(
         [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
     )

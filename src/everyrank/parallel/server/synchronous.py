@@ -1,4 +1,4 @@
-"""Synchronous updates of a parameter server: one for each global batch, of what all trainers push."""
+"""Synchronous updates of a parameter server: one per global batch, from the gradients of all trainers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ StepFunction = Callable[[Sequence[Batch]], Tensor]
 
 
 def sync_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction) -> StepFunction:
-    """Pull, compute, push; and hear the loss over all trainers."""
+    """Pull, compute and push; then receive the loss over all trainers."""
 
     def update(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
@@ -36,7 +36,7 @@ def sync_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction) 
 
 
 def sync_server(trainable: Trainable, link: ServerLink) -> StepFunction:
-    """Give all trainers the parameters, add up what they push, make one update of it."""
+    """Send the parameters to all trainers, sum their gradients, and make one update."""
 
     def update(_: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
@@ -56,6 +56,6 @@ def sync_server(trainable: Trainable, link: ServerLink) -> StepFunction:
 
 
 def step_nothing(trainable: Trainable) -> None:
-    """The end of an update on a trainer, whose optimizer holds nothing; torch's schedules want to see it stepped."""
+    """End an update on a trainer, whose optimizer has no parameters; torch's schedules require a step."""
     trainable.optimizer.step()
     trainable.advance_schedule()

@@ -58,7 +58,7 @@ class TensorParallel:
 
     @contextlib.contextmanager
     def context(self) -> Generator[None]:
-        """Torch's loss on split logits works inside its context alone, backward too."""
+        """Return torch's context for the loss on split logits, which backward needs too."""
         with contextlib.ExitStack() as stack:
             if self.loss_is_split:
                 stack.enter_context(loss_parallel())
@@ -68,7 +68,7 @@ class TensorParallel:
 
     @torch.no_grad()
     def reduce_partial_grads(self) -> None:
-        """Add up the gradients that ranks have parts of; in the first update, check that the others are alike.
+        """All-reduce partial gradients; in the first update, check that the others are identical.
 
         Raises `UnsupportedLayoutError` for a parameter that is used on split features without the plan saying so.
         """
@@ -119,7 +119,7 @@ class TensorParallel:
 
 
 def apply_tensor_parallel(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> TensorParallel | None:
-    """Split the model in place over the tensor axis; None where that is one rank long.
+    """Split the model in place over the tensor axis. Returns None if the axis has one rank.
 
     Raises `UnsupportedLayoutError` for a plan that is missing, matches nothing, or splits what does not divide.
     """
@@ -160,7 +160,7 @@ def apply_tensor_parallel(model: nn.Module, workload: Workload, layout: Layout, 
 
 
 def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> ParallelStyle | None:
-    """Torch's way of doing it."""
+    """Return torch's ParallelStyle for an entry of the plan."""
     between = Shard(dim) if by_sequence else Replicate()  # how activations are laid out between split modules
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": lambda: ColwiseParallel(input_layouts=Replicate() if is_gathered else between),
@@ -177,7 +177,7 @@ def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> Paralle
 
 
 def _check_part(name: str, degree: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-    """What goes into a rowwise layer is a part already."""
+    """Check that the input of a rowwise layer is already split."""
     whole = module.get_parameter("weight").shape[1]  # of a DTensor: of all of it
     if args and not isinstance(args[0], DTensor) and args[0].shape[-1] * degree != whole:
         raise UnsupportedLayoutError(
@@ -187,7 +187,7 @@ def _check_part(name: str, degree: int, module: nn.Module, args: tuple[Any, ...]
 
 
 def _gathering(devices: DeviceMesh, by_sequence: bool, dim: int) -> Callable[..., Any]:
-    """A hook that makes a module's first argument whole, and known to be: its gradient is added up once."""
+    """Return a hook that marks a module's first argument as replicated, so that its gradient is all-reduced once."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -205,7 +205,7 @@ def _gathering(devices: DeviceMesh, by_sequence: bool, dim: int) -> Callable[...
 
 
 def _cut_sequence_evenly(model: nn.Module, degree: int, dim: int) -> None:
-    """Refuse a sequence that does not divide: torch would take the parts for equal ones."""
+    """Refuse a sequence length that does not divide, because torch would assume equal parts."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -219,7 +219,7 @@ def _cut_sequence_evenly(model: nn.Module, degree: int, dim: int) -> None:
 
 
 def _tie(model: nn.Module, ties: list[list[tuple[str, str]]], plan: Mapping[str, str]) -> None:
-    """`parallelize_module` unties what it splits, silently: tie it again."""
+    """Tie shared weights again after `parallelize_module` has silently untied them."""
     for first, *others in ties:
         shared = model.get_submodule(first[0]).get_parameter(first[1])
         for module_name, name in others:
@@ -234,7 +234,7 @@ def _tie(model: nn.Module, ties: list[list[tuple[str, str]]], plan: Mapping[str,
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether each tensor rank has a part of its own."""
+    """Whether each tensor rank has a different part of this tensor."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
