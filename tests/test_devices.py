@@ -255,7 +255,7 @@ def timeouts(world: World) -> list[float]:
 
 def _timeout_of(group: Any) -> float:
     if isinstance(group, PythonGroup):
-        (seconds,) = {lane.timeout_seconds for lane in group.transport.lanes()}
+        (seconds,) = {queue.timeout_seconds for queue in group.transport.queues()}
         return seconds
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 

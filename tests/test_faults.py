@@ -1,6 +1,5 @@
 """What happens when a process dies, hangs or is told to stop: the status, the line, and that nothing is left behind."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -313,7 +312,7 @@ def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         commands.extend([[*WORKER, str(directory), "0", "0", "2"], ["sleep", "100"]])
         return commands
 
-    monkeypatch.setattr(spawn, "LAUNCHER", dataclasses.replace(spawn.LAUNCHER, render=without_rank_1))
+    monkeypatch.setattr(spawn.LAUNCHER, "commands", without_rank_1)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(RankFailedError, match=r"rank 1\b") as caught:
         run_ranks(Launch(processes=2, timeout_seconds=3), waits)
@@ -331,7 +330,7 @@ def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         yield ["sleep", "100"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spawn, "LAUNCHER", dataclasses.replace(spawn.LAUNCHER, render=interrupted))
+    monkeypatch.setattr(spawn.LAUNCHER, "commands", interrupted)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(KeyboardInterrupt):
         run_ranks(Launch(processes=2), waits)

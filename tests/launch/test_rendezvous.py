@@ -365,7 +365,7 @@ def test_a_file_of_a_run_that_was_just_killed(tmp_path: Path) -> None:
     path = tmp_path / "store"
     left_behind(path)
     meeting = open_store(alone(size=2), Launch(init_method=f"file://{path}", timeout_seconds=5))
-    with pytest.raises(UsageError, match=r"rank 0 has already registered\\. A killed run left this rendezvous"):
+    with pytest.raises(UsageError, match=r"rank 0 has already registered\. A killed run left this rendezvous"):
         register_rank(dist.PrefixStore("everyrank/0/0", meeting.store), 0, None)
 
 
