@@ -1,9 +1,9 @@
-"""Make the parts of README.md, CONTRIBUTING.md and some pages of docs that follow from Records and from the code.
+"""Make the parts of README.md and of some pages of docs that follow from Records and from the code.
 
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The drawing of the house has the rooms in the order
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The drawing of the code structure has the folders in the order
 of `tests/test_architecture.py`, each with the first sentence of its docstring; only the algorithms import torch.
 """
 
@@ -406,8 +406,8 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "README.zh.md": {
         "the checks of make demo": (TEXT_DEMO, in_chinese(demo_checks)),
     },
-    "CONTRIBUTING.md": {
-        "the house": (PACKAGE, house),
+    "docs/code-structure.md": {
+        "the code structure": (PACKAGE, house),
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
     },

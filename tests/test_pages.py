@@ -14,7 +14,7 @@ import pytest
 PAGES = (
     "README.md",
     "README.zh.md",
-    "CONTRIBUTING.md",
+    "docs/code-structure.md",
     "docs/recipes.md",
     "docs/which-layout.md",
     "docs/benchmarks.md",
@@ -56,13 +56,23 @@ def test_pages_follow_from_what_is_there(
         ("README.zh.md", "| 20 ", "| 30 ", '"the checks of make demo" is not what benchmarks/records/text-demo-cpu'),
         ("README.md", "<!-- generated: the checks", "<!-- generate: the checks", "give"),
         (
-            "CONTRIBUTING.md",
+            "docs/code-structure.md",
             "  record.py ",
             "  records.py ",
-            '"the house" is not what src/everyrank gives; run: python',
+            '"the code structure" is not what src/everyrank gives; run: python',
         ),
-        ("CONTRIBUTING.md", "| `zero1` |", "| `zero2` |", '"strategies" is not what src/everyrank/strategies gives'),
-        ("CONTRIBUTING.md", "| `spawn` |", "| `spawned` |", '"launchers" is not what src/everyrank/launch gives'),
+        (
+            "docs/code-structure.md",
+            "| `zero1` |",
+            "| `zero2` |",
+            '"strategies" is not what src/everyrank/strategies gives',
+        ),
+        (
+            "docs/code-structure.md",
+            "| `spawn` |",
+            "| `spawned` |",
+            '"launchers" is not what src/everyrank/launch gives',
+        ),
         (
             "docs/collectives.md",
             "| ring | 2, 64 MiB",
@@ -70,10 +80,10 @@ def test_pages_follow_from_what_is_there(
             '"theory of the algorithms" is not what src/everyrank/collectives/algorithms gives',
         ),
         (
-            "CONTRIBUTING.md",
+            "docs/code-structure.md",
             "<!-- end -->",
             "",
-            'give "<!-- generated: the house -->" once, and "<!-- end -->" after it',
+            'give "<!-- generated: the code structure -->" once, and "<!-- end -->" after it',
         ),
     ],
 )
