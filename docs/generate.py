@@ -3,8 +3,8 @@
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The drawing of the code structure has the folders in the order
-of `tests/test_architecture.py`, each with the first sentence of its docstring; only the algorithms import torch.
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The code structure lists the folders in the order of
+`tests/test_architecture.py`, each with the first sentence of its docstring; only the algorithms import torch.
 """
 
 from __future__ import annotations
