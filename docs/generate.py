@@ -3,7 +3,7 @@
     python docs/generate.py            write them
     python docs/generate.py --check    name the first that is not as it would be written; exit status 1
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The code structure lists the folders in the order of
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The code structure lists folders in the order of
 `tests/test_architecture.py`, each with the first sentence of its docstring; only the algorithms import torch.
 """
 
