@@ -1,4 +1,4 @@
-"""mnist: two convolutions with batch norm read 60,000 handwritten digits of 28 x 28 pixels.
+"""mnist: a network of two convolutions with batch norm, trained on 60,000 handwritten digits of 28 x 28 pixels.
 
     everyrank train mnist --data DIR
 
@@ -60,7 +60,7 @@ def workload(
     milestones: Sequence[float] | None = None,
     seed: int = 0,
 ) -> Workload:
-    """The workload, with what `--data` and `--set` may change; `warmup` and `milestones` are in epochs."""
+    """Return the workload; `--data` and `--set` change its arguments; `warmup` and `milestones` are in epochs."""
     path = place_of(data, "mnist", MNIST_EXPECTED)
     return classify(
         "mnist",

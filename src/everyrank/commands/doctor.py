@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.progress import progress
     from everyrank.report import print_findings
 
-    # it refuses what is no time, and no number
+    # raises UsageError for a timeout that is not a positive number
     Launch(timeout_seconds=args.timeout, processes=1 if args.processes is None else args.processes)
     check_writable(args.json)
     if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         print("\nTo paste into an issue:\n" + paste(report) + "\n", flush=True)
         if not report.problems:
             print("no problem found", flush=True)
-    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
         close_output()
     for problem in report.problems:
         print(f"everyrank: {printable(problem.line)}", file=sys.stderr)

@@ -81,7 +81,7 @@ def source_of(args: argparse.Namespace) -> Source:
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
     number = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    if args.download and number == "0":  # the others of this host wait for it at the start
+    if args.download and number == "0":  # the other ranks of this host wait for the download
         from everyrank.datasets.download import download
 
         download(args.workload, args.data)
@@ -124,7 +124,7 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
         for path in written:
             print(f"wrote {printable(str(path))}")
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
         close_output()
 
 
@@ -187,16 +187,16 @@ def check_html(args: argparse.Namespace) -> None:
 
 def check_writable(path: Path | None) -> None:
     """Check in advance that a file can be written. Raises `UsageError`."""
-    if path is None or os.environ.get("RANK", "0") != "0":  # rank 0 alone writes
+    if path is None or os.environ.get("RANK", "0") != "0":  # only rank 0 writes
         return
     try:
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not target.parent.is_dir():
             raise UsageError(f"{path}: a link to {target}, a folder that does not exist; give another place")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_fifo():  # opening it would wait for its reader
+        if path.is_fifo():  # opening a FIFO would block until it has a reader
             return
-        # not under its own name: another rank may look whether it is there
+        # test with a different name, because another rank may check whether the file exists
         probe = path if path.exists() else path.with_name(f".{path.name}.{os.getpid()}")
         with probe.open("a"):
             pass

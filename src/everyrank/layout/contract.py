@@ -1,4 +1,4 @@
-"""Own parallel code: a person's `parallelize(model, mesh) -> model`, and what has to be known of it.
+"""Custom parallelize functions, `parallelize(model, mesh) -> model`, and their contract.
 
     # my_parallel.py
     contract = ParallelContract(axes={"shard": "batch", "tensor": "same"})
@@ -38,7 +38,7 @@ _OURS = {"batch": "replicate", "sequence": "context", "same": "tensor"}
 
 @dataclass(frozen=True)
 class ParallelContract:
-    """What a `parallelize(model, mesh)` does that its model alone does not tell.
+    """Describes what a `parallelize(model, mesh)` does, as far as its result does not show it.
 
     It stands beside the function as `contract`, or on it as `parallelize.contract`. Without one the axes are those that
     the layout names, and "data", with the gradient a mean, as DistributedDataParallel and `fully_shard` leave it.
@@ -87,7 +87,7 @@ class ParallelContract:
         order = [_READS.index(reads) for reads in axes.values()]
         if order != sorted(order):
             raise LayoutError(
-                f"contract: axes {', '.join(axes)}: give those that read other samples (batch) first, then sequence, "
+                f"contract: axes {', '.join(axes)}: give those that read different samples (batch) first, then sequence, "
                 "those that read the same last"
             )
         reductions = self.gradients if isinstance(self.gradients, Mapping) else {"": self.gradients}

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_WAIT = 0.9  # of the timeout: before other ranks give up on this one, and name no line
+_WAIT = 0.9  # fraction of the timeout: this rank reports its line before the others time out
 
 
 def custom_device_mesh(code: CustomParallelize, world: World) -> DeviceMesh:
@@ -99,7 +99,7 @@ def _limited(code: CustomParallelize, seconds: float, timeout: float) -> Generat
         line = f" at line {user_frames[-1].lineno}" if user_frames else ""
         raise WorkloadError(f"{code.path} has not returned after {seconds:g} s (--timeout {timeout:g}){line}")
 
-    if threading.current_thread() is not threading.main_thread():  # no other thread can be interrupted
+    if threading.current_thread() is not threading.main_thread():  # signals only interrupt the main thread
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
@@ -268,6 +268,6 @@ def require_gatherable(names: Sequence[str], code: CustomParallelize) -> None:
     """Raise `UnsupportedLayoutError` for tensors that the norm of the gradients cannot include."""
     if names:
         raise UnsupportedLayoutError(
-            f"{code.path}: {names[0]} lies on the ranks in a way that no DTensor tells, so the norm of the gradients "
+            f"{code.path}: {names[0]} is split over the ranks but is not a DTensor, so the norm of the gradients "
             "is not known; give the contract a clip_grad_norm"
         )

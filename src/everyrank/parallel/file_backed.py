@@ -25,7 +25,7 @@ from everyrank.errors import CannotRunError
 
 __all__ = ["built_in_files", "file_backed", "put_into_file"]
 
-_SMALLEST = 1 << 16  # bytes: a process may have some 65,000 mappings, and what is smaller is hardly felt
+_SMALLEST = 1 << 16  # bytes: a process may have about 65,000 mappings, and smaller tensors need little memory
 
 
 def file_backed(tensor: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def file_backed(tensor: Tensor) -> Tensor:
     except OSError as error:
         raise CannotRunError(
             f"{tempfile.gettempdir()}: no room for {source.nbytes >> 20} MiB of a model that is kept in files "
-            f"({error.strerror}); let TMPDIR name a folder on a disk that has as much as the model takes"
+            f"({error.strerror}); set TMPDIR to a folder on a disk with enough space for the model"
         ) from error
     return mapped.view(source.shape).copy_(source)
 
@@ -85,5 +85,5 @@ def put_into_file(tensor: Tensor, dtype: torch.dtype | None = None) -> None:
 
 def _has_alias(tensor: Tensor) -> bool:
     """Whether a second tensor shares the storage, so that the model may still initialise it through that tensor."""
-    storage = tensor.untyped_storage()  # the second that holds it
+    storage = tensor.untyped_storage()  # this variable is a second reference to it
     return torch._C._storage_Use_Count(storage._cdata) > 2  # pyright: ignore[reportPrivateUsage]

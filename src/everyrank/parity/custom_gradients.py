@@ -181,7 +181,7 @@ def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: Cus
     free = _after_one_update(dataclasses.replace(case, workload=workload), layout, world)
     norm = float(sum_squares_of_parts(free.trainable.parameters).sqrt())
     local_norm = _own_norm(free)
-    limit = 0.1 * norm  # so that it has to clip
+    limit = 0.1 * norm  # small enough that it has to clip
     clipped = _after_one_update(dataclasses.replace(case, workload=changed(workload, clip_norm=limit)), layout, world)
     left = _own_norm(clipped)
     taken = limit * local_norm / left if left else math.inf

@@ -69,7 +69,7 @@ def _forward(case: ParityCase, layout: Layout, world: World, update: Update) -> 
     recording = Recording(range(batch.start, batch.start + batch.size), batch.total)
     hooks = recording.watch(prepared.model)
     try:
-        prepared.predict(batch)  # with autograd's graph, which tells what is computed from what
+        prepared.predict(batch)  # with gradients enabled: the graph shows which tensors depend on each other
     finally:
         for hook in hooks:
             hook.remove()
@@ -128,7 +128,7 @@ def _describe(
         return text + (f"; {instead}" if instead else "")
     text = f"the first output that differs is that of {module}, {where}"
     if "BatchNorm" in expected_event.kind:
-        return f"{text}: batch norm over one rank's samples alone (SyncBatchNorm spans all)"
+        return f"{text}: batch norm over one rank's samples only (SyncBatchNorm uses those of all ranks)"
     if "Dropout" in expected_event.kind and event is not None and _is_smaller(event, expected_event):
         return (
             f"{text}: its masks are others. It gets a plain tensor that {code.path} has split, and takes it for a "
@@ -145,7 +145,7 @@ def _is_smaller(event: ModuleEvent, expected: ModuleEvent) -> bool:
     )
 
 
-# --- what it is instead
+# --- how the difference is described
 
 
 def _describe_difference(

@@ -1,7 +1,7 @@
-"""A parameter server in plain sends and receives: which server holds what, and what servers and trainers say.
+"""A parameter server with plain sends and receives: assignment of parameters to servers, and the messages.
 
     trainer                                    server
-    ask       [ask, 0, 0, 0 ..]        ->      (asynchronous alone: a synchronous server knows who comes next)
+    ask       [ask, 0, 0, 0 ..]        ->      (only asynchronous: a synchronous server knows the order)
     pull      its parameters, flat     <-
     push      [push, sum, count, has]  ->      head: sum and count of the loss; for each parameter whether it has a
               its gradients, flat      ->      gradient; gradients only where the count is not 0
@@ -29,9 +29,8 @@ from everyrank.parallel.zero1 import assign_owners
 __all__ = ["ServerLink", "divide"]
 
 _ASK, _PUSH = 0.0, 1.0
-_HEAD = (
-    1  # the tag of heads: under gloo a receive from anyone would else be mistaken for one from the sender of numbers
-)
+# the tag of heads: without it gloo may deliver a message with gradients to a receive from any source
+_HEAD = 1
 _FIXED = 3  # numbers of a head before the flags
 
 
@@ -52,7 +51,7 @@ def divide(parameters: Sequence[nn.Parameter], layout: Layout) -> list[list[nn.P
 
 @dataclass(frozen=True)
 class ServerLink:
-    """What servers and trainers send each other. Ranks are those of the world: servers first.
+    """The messages between servers and trainers. Ranks are those of the world: servers first.
 
     parts   the parameters of each server
     """
@@ -70,7 +69,7 @@ class ServerLink:
         """The ranks that train."""
         return range(self.mesh.servers, self.mesh.world.size)
 
-    # what a trainer does
+    # --- methods for trainers
 
     @torch.no_grad()
     def pull(self, asks: bool = False) -> None:
@@ -88,10 +87,10 @@ class ServerLink:
     def push(self, share: Tensor) -> None:
         """Send every server (sum, count) of this trainer's loss, and the gradients of its part.
 
-        All of it at once: servers take trainers in different orders, and one that has taken a head waits for its
-        numbers. Who sent these only when every server has its head could wait for a server that waits for another.
+        All messages are sent at once. Servers serve trainers in different orders, and a server that has received a head
+        waits for its gradients. Sending gradients only after all heads are received could therefore deadlock.
         """
-        share = share.cpu()  # servers read it; on CUDA the one wait of an update
+        share = share.cpu()  # servers read it on CPU; on CUDA this is the only synchronisation of an update
         heads = [self._head(parameters, _PUSH, share) for parameters in self.parts]
         numbers = [_flat_gradients(parameters) for parameters in self.parts] if float(share[1]) else []
         _wait(*self._send_all(heads, _HEAD), *self._send_all(numbers))
@@ -102,7 +101,7 @@ class ServerLink:
         dist.recv(total, src=0, group=self.mesh.world.group)
         return total
 
-    # what a server does
+    # --- methods for servers
 
     def give(self, *trainers: int) -> None:
         """Send this server's parameters to trainers."""
@@ -146,7 +145,7 @@ class ServerLink:
         _wait(*waiting)
         return rows.sum()
 
-    # what all do
+    # --- methods for all ranks
 
     @torch.no_grad()
     def gather_for_eval(self, model: nn.Module, ema: WeightEMA | None) -> None:
@@ -167,7 +166,7 @@ class ServerLink:
             tensor.copy_(whole)
 
     def _head(self, parameters: Sequence[nn.Parameter], kind: float, share: Tensor | None = None) -> Tensor:
-        # on CPU, beside any device: a server reads it at once, and nccl cannot receive from whoever comes first
+        # on CPU under every device: a server reads it at once, and nccl cannot receive from any source
         head = torch.zeros(_FIXED + len(parameters), dtype=torch.float64)
         head[0] = kind
         if share is not None:
