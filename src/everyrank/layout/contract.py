@@ -87,8 +87,8 @@ class ParallelContract:
         order = [_READS.index(reads) for reads in axes.values()]
         if order != sorted(order):
             raise LayoutError(
-                f"contract: axes {', '.join(axes)}: give those that read different samples (batch) first, then sequence, "
-                "those that read the same last"
+                f"contract: axes {', '.join(axes)}: give those that read different samples (batch) first, then "
+                "sequence, those that read the same last"
             )
         reductions = self.gradients if isinstance(self.gradients, Mapping) else {"": self.gradients}
         for axis, reduction in reductions.items():
