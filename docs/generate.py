@@ -83,10 +83,10 @@ def layouts_measured() -> str:
 
 CHINESE = {
     "workload": "workload",
-    "compared": "比较了",
-    "with": "与谁比较",
+    "compared": "比较步数",
+    "with": "对照",
     "one process": "单进程",
-    "a simulation of it in one process": "单进程里对它的模拟",
+    "a simulation of it in one process": "单进程模拟的 local SGD",
     "largest difference of a loss": "loss 的最大相对误差",
     "layout": "layout",
     "ranks": "rank 数",

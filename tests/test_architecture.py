@@ -232,6 +232,7 @@ def test_strategies_are_a_file_and_a_line() -> None:
 # One name for one thing in all rooms; these are what several files of a kind have by agreement.
 SHARED = {
     "HELP": "a command's line in --help",
+    "EXAMPLES": "the lines at the end of its --help",
     "LAUNCHER": "a launcher's row",
     "T": "a type variable",
     "add_arguments": "what a command takes",

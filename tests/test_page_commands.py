@@ -16,6 +16,7 @@ import pytest
 
 from everyrank import parse_layout
 from everyrank.cli import _parser
+from everyrank.commands import COMMANDS
 from everyrank.commands.launching import dry_run_or_submit
 from everyrank.errors import CannotRunError, EveryrankError, UsageError
 from everyrank.recipes import __file__ as recipes
@@ -133,6 +134,28 @@ def test_commands_of_the_pages(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_
                 wrong.append(f"{page.relative_to(root)}: {line}: {why}")
     assert not wrong, "\n".join(["", *wrong])
     assert number > 80
+
+
+def test_examples_of_the_help(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command ends its --help with examples of itself, which can be typed."""
+    monkeypatch.chdir(root)
+    for name, command in COMMANDS.items():
+        assert 1 <= len(command.EXAMPLES) <= 3
+        for line in command.EXAMPLES:
+            assert everyrank_words(line)[0] == name
+            assert complaint(line, started_here=False) == "", line
+
+
+def test_help_shows_rare_launching_options_only_for_all() -> None:
+    """--help-all has every option; --help has the common ones, and its usage line is short."""
+    parser = _parser().parse_args(["train", "digits"]).parser
+    short = parser.format_help()
+    parser.shows_all = True
+    whole = parser.format_help()
+    assert short.splitlines()[0] == "usage: everyrank train WORKLOAD [options]"
+    assert all(flag in short for flag in ("--launcher X", "--nodes N", "--dry-run", "--help-all"))
+    assert [flag in short for flag in ("--requeue", "--rendezvous-kind")] == [False, False]
+    assert all(flag in whole for flag in ("--requeue", "--rendezvous-kind"))
 
 
 def test_commands_within_the_text(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -138,14 +139,64 @@ def _terminate(*_: object) -> NoReturn:
     raise _TerminatedError
 
 
+_LAUNCHING_IN_SHORT = ("launcher", "device", "backend", "nodes", "dry_run")
+
+
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, like all others; `--lr` is no short form of `--lr-rule`."""
+    """argparse with errors in one line, no abbreviated flags, and few launching options in --help."""
+
+    shows_all = False
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
+
+    def format_help(self) -> str:
+        """The help; rarely used launching options only for --help-all."""
+        hidden = [] if self.shows_all else [action for action in self._launching() if not _is_in_short_help(action)]
+        texts = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            for action, text in zip(hidden, texts, strict=True):
+                action.help = text
+
+    def _launching(self) -> list[argparse.Action]:
+        groups = [group for group in self._action_groups if group.title == "launching"]
+        return [action for group in groups for action in group._group_actions]  # pyright: ignore[reportPrivateUsage]
+
+    def make_readable(self, sentence: str, examples: Sequence[str]) -> None:
+        """Set the description, a usage line that names only the required arguments, and the examples."""
+        positionals = [a for a in self._actions if not a.option_strings and a.help != argparse.SUPPRESS]
+        names = [str(a.metavar or a.dest) for a in positionals if not isinstance(a.metavar, tuple)]
+        self.description = f"{sentence[0].upper()}{sentence[1:]}."
+        takes_all = any(a.nargs == argparse.REMAINDER for a in positionals)  # options behind it are the script's
+        self.usage = " ".join([self.prog, "[options]", *names] if takes_all else [self.prog, *names, "[options]"])
+        lines = [f"  {example}" for example in examples]
+        if self._launching():
+            self.add_argument("--help-all", action=_HelpAll, help="show all launching options, too")
+        self.epilog = "\n".join(["examples:", *lines])
+
+
+def _is_in_short_help(action: argparse.Action) -> bool:
+    return action.dest in _LAUNCHING_IN_SHORT
+
+
+class _HelpAll(argparse.Action):
+    """--help-all: the help with every launching option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, _Parser)
+        parser.shows_all = True
+        parser.print_help()
+        parser.exit()
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -165,17 +216,32 @@ def _parse(words: list[str]) -> argparse.Namespace:
     return parsed
 
 
+def _wrapped(title: str, names: Sequence[str]) -> str:
+    """A title, and names below it in lines that fit a terminal."""
+    return textwrap.fill(", ".join(names), 78, initial_indent=f"{title}\n  ", subsequent_indent="  ")
+
+
 def _parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="everyrank",
         description="PyTorch distributed training that checks its own numbers.",
-        epilog=f"Workloads: {', '.join(BUILT_IN)}, or a file. Layouts: {', '.join(STRATEGIES)}, with [:key=value,...].",
+        usage="everyrank COMMAND ...",
+        epilog="\n".join(
+            [
+                _wrapped("workloads", [*BUILT_IN, "or a file: my_workload.py"]),
+                _wrapped("layouts", [*STRATEGIES, "with options: fsdp:precision=bf16"]),
+                "start with",
+                "  everyrank audit your_script.py",
+                "  everyrank train digits --layout ddp --processes 2",
+            ]
+        ),
     )
     top.add_argument("--version", action="version", version=f"everyrank {__version__}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = top.add_subparsers(required=True, metavar="COMMAND", prog="everyrank", parser_class=_Parser)
     for name, command in COMMANDS.items():
         parser = commands.add_parser(name, help=command.HELP)
         command.add_arguments(parser)
+        parser.make_readable(command.HELP, command.EXAMPLES)
         parser.set_defaults(run=command.run, parser=parser)
     return top
 

@@ -17,9 +17,14 @@ from everyrank.record import write_text
 if TYPE_CHECKING:
     from everyrank.audit import Audit
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "your own script, unmodified: the distributed mistakes it makes, with file and line"
+HELP = "find silent distributed-training mistakes in your own script"
+EXAMPLES = (
+    "everyrank audit train.py --epochs 5",
+    "everyrank audit --processes 4 --html audit.html train.py",
+    "everyrank audit torchrun --nproc_per_node=2 train.py",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

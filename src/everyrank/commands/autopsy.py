@@ -9,9 +9,10 @@ from everyrank.commands.shared import say
 from everyrank.errors import UsageError
 from everyrank.launch.autopsy import FOLDER, hang_autopsy
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "why a run hangs: which rank never came to which collective, and where it stands"
+HELP = "show why a run hangs: which rank is missing from which collective"
+EXAMPLES = ("everyrank autopsy runs/first",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,9 +28,13 @@ from everyrank.launch import rank_info_from_environment
 from everyrank.options import BenchOptions
 from everyrank.record import Record
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "check layouts, then time those that are equal"
+HELP = "verify layouts, then time those that are equivalent"
+EXAMPLES = (
+    "everyrank bench digits --layout single ddp fsdp --processes 2 --html report.html",
+    "everyrank bench my_workload.py --json records.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

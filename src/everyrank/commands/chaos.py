@@ -11,9 +11,13 @@ from everyrank.layout import parse_layout
 from everyrank.options import ChaosOptions, check_minimums
 from everyrank.record import Record, write_records
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "faults in a real training: noticed, recovered from, the same training afterwards?"
+HELP = "inject faults into a training and check that it recovers"
+EXAMPLES = (
+    "everyrank chaos digits --layout ddp",
+    "everyrank chaos digits --layout ddp fsdp --fault kill-rank full-disk",
+)
 
 _TIMEOUT_SECONDS = 30.0  # a rank that hangs is waited for as long
 

@@ -12,11 +12,15 @@ from everyrank.errors import CHECK_FAILED, printable
 from everyrank.record import write_text
 from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, fields_of, find_checkpoint
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 _OLDER = "whole, as far as known: about.json of an older everyrank has no checksum of its own"
 
-HELP = "look into checkpoints, or take a model out of one"
+HELP = "inspect checkpoints, or export a model from one"
+EXAMPLES = (
+    "everyrank checkpoint inspect runs/first",
+    "everyrank checkpoint export runs/first model.safetensors",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,9 +15,13 @@ from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch, run_ranks
 from everyrank.record import write_text
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "what the links between ranks give: every collective, timed and checked"
+HELP = "time and check the collectives between ranks"
+EXAMPLES = (
+    "everyrank comm --op all_reduce --processes 2",
+    "everyrank comm --backend shm gloo --processes 2 --html comm.html",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

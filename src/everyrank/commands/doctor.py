@@ -13,9 +13,13 @@ from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch
 from everyrank.record import write_text
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "what this machine can run, why not the rest, and what to do"
+HELP = "list what this machine can run, and how to get the rest"
+EXAMPLES = (
+    "everyrank doctor",
+    "everyrank doctor --json doctor.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,10 @@ from everyrank.errors import UsageError, printable
 from everyrank.layout import parse_layout
 from everyrank.workload import Source, check_place, parse_settings
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "write a workload and a layout as a standalone project: plain PyTorch, yours"
+HELP = "export a workload and a layout as a project in plain PyTorch"
+EXAMPLES = ("everyrank eject digits my_project --layout fsdp",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,12 @@ from everyrank.record import write_text
 
 __all__ = ["GROUPS", "HELP", "add_arguments", "run"]
 
-HELP = "write a standalone script in plain PyTorch, or the template of a workload"
+HELP = "write a standalone script in plain PyTorch, or a workload template"
+EXAMPLES = (
+    "everyrank new --list",
+    "everyrank new ddp_torchrun train.py",
+    "everyrank new workload my_workload.py",
+)
 
 _WORKLOAD = "workload"  # not a recipe: the template of a workload
 

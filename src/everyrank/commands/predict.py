@@ -11,9 +11,10 @@ from everyrank.layout import parse_layout
 from everyrank.options import PredictOptions
 from everyrank.prediction.files import check_predictions_suffix
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "write what a trained model says of each sample"
+HELP = "write the predictions of a trained model"
+EXAMPLES = ("everyrank predict digits --resume runs/first --out predictions.jsonl",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

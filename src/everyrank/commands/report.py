@@ -9,9 +9,13 @@ from everyrank.commands.shared import add_outputs, check_html, check_writable, s
 from everyrank.errors import UsageError
 from everyrank.record import read_records
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "show Records that --json wrote"
+HELP = "show results that --json wrote"
+EXAMPLES = (
+    "everyrank report records.json",
+    "everyrank report before.json after.json --html report.html",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

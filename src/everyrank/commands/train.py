@@ -29,9 +29,14 @@ from everyrank.options import AUTO, GUARDS, TrainOptions
 from everyrank.record import Record, write_records, write_text
 from everyrank.runs import checkpoints_of, find_checkpoint
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "train a workload under a layout"
+EXAMPLES = (
+    "everyrank train digits --layout ddp --processes 2 --out runs/first",
+    "everyrank train my_workload.py --layout fsdp:precision=bf16 --out runs/mine --resume",
+    "everyrank train digits --layout ddp --launcher slurm --nodes 2 --processes 16 --dry-run",
+)
 
 _NEWEST = object()  # --resume without a place: the newest checkpoint in --out; no path is equal to it
 

@@ -21,9 +21,14 @@ from everyrank.commands.shared import (
 )
 from everyrank.options import VerifyOptions
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "check that layouts equal one device"
+HELP = "compare layouts with one process, update by update"
+EXAMPLES = (
+    "everyrank verify digits --layout ddp zero1 fsdp --processes 2",
+    "everyrank verify my_workload.py",
+    "everyrank verify text --quick --layout my_parallel.py:tensor=2 --processes 2",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
