@@ -419,7 +419,7 @@ def test_the_tested_versions_are_those_that_are_installed(repository: Path) -> N
     assert pinned is not None
     assert pinned[1] in TORCHES
     assert (TORCHES[0], TORCHES[-1]) == (oldest, newest)
-    assert f"torch {oldest} to {newest}" in (repository / "README.md").read_text()
+    assert f"PyTorch {oldest} to {newest}" in (repository / "README.md").read_text()
 
 
 def test_a_newer_torch_is_a_warning_and_no_failure() -> None:

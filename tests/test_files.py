@@ -444,7 +444,7 @@ def test_another_batch_says_what_becomes_of_the_learning_rate() -> None:
     }
     assert found["linear"].batch_rule == "global batch 64 -> 256: learning rate x 4 (linear rule)"
     assert "--lr-rule linear or sqrt would" in str(found["none"].batch_rule)
-    with pytest.raises(UsageError, match="give that too"):
+    with pytest.raises(UsageError, match="add --batch N"):
         load(Source("digits", {}, None, "linear"))
     with pytest.raises(UsageError, match="--batch 0"):
         load(Source("digits", {}, 0, "none"))

@@ -27,7 +27,7 @@ UNPICKLES = {
 # Readers that know a few classes by name.
 READERS = {"checkpoint/storage.py", "datasets/cifar.py"}
 # torch.load of anything: what the audit's own ranks have written into the audit's own folder.
-LOADS_ALL = {"audit/watch/replay.py"}
+LOADS_ALL = {"audit/replay/run.py"}
 # exec: the sitecustomize of the person's own, which the audit's stands in front of.
 RUNS_TEXT = {"audit/watch/inject/sitecustomize.py"}
 
