@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from everyrank.errors import RankFailedError, signal_text
+from everyrank.errors import RankFailedError, UsageError, kind_named, signal_text
 from everyrank.launch.autopsy import FOLDER, hang_autopsy
 from everyrank.launch.host_info import has_driver, host_name
 from everyrank.launch.job import Launch, starts_supervisors
@@ -26,6 +26,7 @@ from everyrank.launch.stalled_ranks import resume_stopped
 __all__ = ["ProcessMonitor", "pass_on_output"]
 
 _GRACE_SECONDS = 2.0  # after the first failure, so that other ranks can report theirs
+_GRACE_FOR_WRONG_WORKLOADS_SECONDS = 6.0  # whether all ranks raise the same decides the exit status; they may be slow
 _END_SECONDS = 2.0  # between SIGTERM and SIGKILL
 _HEARTBEAT_SECONDS = 1.0  # for supervisors on other machines
 
@@ -173,7 +174,10 @@ class ProcessMonitor:
 
     def _raise_first_failure(self) -> None:
         """Wait shortly for the reports of other ranks, then raise the root cause."""
-        deadline, count = time.monotonic() + _GRACE_SECONDS, len(self.reports.expected)
+        errors, count = self.reports.errors(), len(self.reports.expected)
+        is_wrong_call = bool(errors) and issubclass(kind_named(errors[0]["kind"]), UsageError)
+        grace_seconds = _GRACE_FOR_WRONG_WORKLOADS_SECONDS if is_wrong_call else _GRACE_SECONDS
+        deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and len(self.reports.errors()) + len(self._dead()) < count:
             time.sleep(0.02)
         if self.launcher_log is not None:
