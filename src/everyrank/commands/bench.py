@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
     processes: list[int] = args.processes or []
     if len(processes) > 1 and rank_info_from_environment(os.environ) is not None:
-        raise UsageError(f"--processes {' '.join(map(str, processes))}: the ranks are started already; leave it out")
+        raise UsageError(
+            f"--processes {' '.join(map(str, processes))}: the ranks have already been started; leave it out"
+        )
     args.processes = max(processes, default=None)
     layouts, launch = layouts_of(args), launch_of(args)
     for path in (args.json, args.markdown):
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             records = api.bench(source, layouts, launch, options=options, kept=finished)
     except UsageError:
         raise
-    except BaseException:  # Ctrl-C, SIGTERM, a rank that died: what is known is shown, and then what it ended by
+    except BaseException:  # Ctrl-C, SIGTERM or a dead rank: show the results so far, then re-raise
         if any(record.parity.status != "not_verified" for record in finished):
             show({"": finished}, args)
         raise

@@ -1,4 +1,4 @@
-"""Why did it not start? The environment of launchers, the meeting place, and a real start with a look at each rank."""
+"""Diagnose a failed start: check the launcher's environment and the rendezvous, then start the ranks once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_SKEW_SECONDS = 1.0
 
 
 def check_launch(launch: Launch, advance: Callable[[str], None] = lambda _: None) -> dict[str, list[CheckResult]]:
-    """By section. Starts the ranks of `launch` once, unless something is found that would keep them from starting."""
+    """Return the results by section. Starts the ranks of `launch` once, unless an earlier check found a problem."""
     advance("environment")
     environment = [*check_network(os.environ), *check_slurm(os.environ), check_program(launch)]
     advance("meeting")
@@ -42,7 +42,7 @@ def check_launch(launch: Launch, advance: Callable[[str], None] = lambda _: None
 
 
 def check_program(launch: Launch) -> CheckResult:
-    """Whether the launcher is here."""
+    """Check that the launcher is installed."""
     try:
         program = launch.row.find()
     except EveryrankError as error:
@@ -51,12 +51,12 @@ def check_program(launch: Launch) -> CheckResult:
 
 
 def check_slurm(environment: Mapping[str, str]) -> list[CheckResult]:
-    """Variables of Slurm that contradict each other, or mpirun's."""
+    """Check that the variables of Slurm agree with each other and with those of mpirun."""
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         return []
     results = [
-        problem("Slurm", f"{name}={environment[name]} is no whole number", f"unset {name}")
+        problem("Slurm", f"{name}={environment[name]} is not a whole number", f"unset {name}")
         for name in ("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
         if not environment.get(name, "1").isdecimal()
     ]
@@ -79,13 +79,13 @@ def check_slurm(environment: Mapping[str, str]) -> list[CheckResult]:
     size = environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("PMI_SIZE")
     if size and tasks and size != tasks:
         results.append(
-            problem("Slurm", f"SLURM_NTASKS={tasks}, but mpirun started {size}", f"mpirun -n {tasks}, or srun alone")
+            problem("Slurm", f"SLURM_NTASKS={tasks}, but mpirun started {size}", f"mpirun -n {tasks}, or use only srun")
         )
     return results
 
 
 def check_rendezvous(launch: Launch) -> list[CheckResult]:
-    """The place where the ranks would meet, and the interface they would talk over."""
+    """Check the rendezvous address and the network interface."""
     results: list[CheckResult] = []
     endpoint = launch.rendezvous
     if endpoint is None and isinstance(launch.init_method, str) and launch.init_method.startswith("tcp://"):
@@ -110,31 +110,31 @@ def check_rendezvous(launch: Launch) -> list[CheckResult]:
 
 
 def _check_endpoint(host: str, port: int) -> CheckResult:
-    """Free where this is the host itself, else answered, or refused, by another."""
+    """Check that the port is free if `host` is this machine, else that it accepts connections."""
     if any(is_loopback(address) or address in usable_interfaces().values() for address in addresses_of(host)):
         try:
             check_port(host, port)
         except UsageError as error:
-            return problem("rendezvous", str(error), "or end what has it", private=True)
+            return problem("rendezvous", str(error), "or end the process that uses it", private=True)
         return ok("rendezvous", f"{host}:{port} is this host, and the port is free", private=True)
     try:
         with socket.create_connection((host, port), timeout=5.0):
             return ok("rendezvous", f"{host}:{port} answers", private=True)
     except ConnectionRefusedError:
         return warning(
-            "rendezvous", f"{host}:{port} can be reached, and nobody listens there yet", "start node 0 first", True
+            "rendezvous", f"{host}:{port} can be reached, but no process listens there yet", "start node 0 first", True
         )
     except (OSError, UnicodeError) as error:
         return problem(
             "rendezvous",
             f"{host}:{port} does not answer: {getattr(error, 'strerror', None) or error}",
-            "is there a firewall, or another network between?",
+            "check for a firewall, and that both hosts are on the same network",
             private=True,
         )
 
 
 def check_start(launch: Launch) -> list[CheckResult]:
-    """Start the ranks, and look at where each of them is."""
+    """Start the ranks once and report the host, process and device of each."""
     begun = time.monotonic()
     try:
         answers = run_ranks(launch, "everyrank.doctor.selftest:introduce_rank", launch)
@@ -144,10 +144,10 @@ def check_start(launch: Launch) -> list[CheckResult]:
     seconds = time.monotonic() - begun
     rows: list[dict[str, Any]] = answers.get(0) or []
     if not rows:
-        return [ok("start", f"{len(answers)} ranks of this host started; rank 0's host has the rest")]
+        return [ok("start", f"{len(answers)} ranks of this host started; see the other ranks on the host of rank 0")]
     first = rows[0]
     results = [
-        ok("start", f"{len(rows)} ranks by {launch.launcher}, started, met and gone in {seconds:.1f} s"),
+        ok("start", f"{len(rows)} ranks by {launch.launcher}, started, connected and ended in {seconds:.1f} s"),
         ok("backend", first["choices"]["backend"]),
         ok(
             "versions", f"torch {first['torch']}, Python {first['python']}, everyrank {first['everyrank']} on all ranks"

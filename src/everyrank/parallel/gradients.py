@@ -28,7 +28,7 @@ __all__ = [
     "total_and_missing_grads",
 ]
 
-_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
+_BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
 
 
 def norm_params(
@@ -50,7 +50,7 @@ def is_norm_param(parameter: Tensor, mesh: Mesh, is_of_stage: bool) -> bool:
         if "shard" in split:
             split.add("context")  # parameters are sharded over both
             if "expert" not in names:
-                split.add("expert")  # and, where they are not an expert's, over this one
+                split.add("expert")  # parameters outside the experts are also sharded over this axis
     return mesh.is_first(*(axis for axis in AXES if axis not in split))
 
 
@@ -71,7 +71,7 @@ def _local_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
     norms = torch._foreach_norm(wide)  # pyright: ignore[reportPrivateUsage]  (documented)
-    # one after the other, as a loop over the gradients adds them up: `sum` may take another order, and other last bits
+    # cumsum adds in the order of a loop over the gradients; `sum` may add in a different order and round differently
     return torch.stack([norm.to(device) for norm in norms]).double().square().cumsum(0)[-1].clone()
 
 
@@ -105,7 +105,7 @@ def total_and_missing_grads(share: Tensor, parameters: Sequence[nn.Parameter], w
 
 
 def _zero_missing_grads(parameters: Sequence[nn.Parameter], counts: Sequence[float]) -> None:
-    """Give zero gradients to parameters that other ranks have a gradient of; `counts` is the number of such ranks."""
+    """Give zero gradients to parameters whose gradient exists only on other ranks; `counts` has the number of ranks."""
     for parameter, count in zip(parameters, counts, strict=True):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

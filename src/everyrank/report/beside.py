@@ -1,4 +1,4 @@
-"""Several sets of Records laid beside each other: the same layouts measured twice, on two commits or two machines."""
+"""Compare sets of Records: for example the same layouts measured on two commits or two machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SOURCES = ("commit", "everyrank", "torch", "python", "processor", "cores", "acc
 
 
 def matching(sets: Sets) -> list[tuple[str, list[Record | None]]]:
-    """(what it is, its Record in each set) for everything with a checked throughput in at least two sets."""
+    """Return (label, its Record in each set) for each layout with a checked throughput in at least two sets."""
     rows: dict[tuple[object, ...], list[Record | None]] = {}
     for index, records in enumerate(sets.values()):
         for record in records:
@@ -35,7 +35,7 @@ def matching(sets: Sets) -> list[tuple[str, list[Record | None]]]:
 
 
 def beside_table(sets: Sets) -> Table | None:
-    """Throughput of each, the ratio of the last to the first, and how far their losses are apart; None without two."""
+    """Return a table of throughputs, the ratio of last to first, and the loss difference; None if no layout matches."""
     pairs = matching(sets)
     if not pairs:
         return None
@@ -69,7 +69,7 @@ def _text(value: Interval | None) -> str:
 
 
 def _loss_gap(first: Record, last: Record) -> str:
-    """The largest relative difference over the updates that both have."""
+    """Return the largest relative loss difference over the updates that both Records contain."""
     pairs = list(zip(first.loss, last.loss, strict=False))
     if not pairs:
         return ""
@@ -78,7 +78,7 @@ def _loss_gap(first: Record, last: Record) -> str:
 
 
 def beside_notes(sets: Sets) -> list[str]:
-    """In what the sets differ besides their numbers."""
+    """Return a note for each setting (commit, torch, processor, ...) that differs between the sets."""
     notes: list[str] = []
     for key in _SOURCES:
         values = {name: str(records[0].provenance.get(key)) for name, records in sets.items() if records}

@@ -1,4 +1,4 @@
-"""Whether all ranks call the same collectives in the same order, and where a hanging run stands."""
+"""Check that all ranks call the same collectives in the same order, and report where a hanging run is blocked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everyrank.audit.finding import Findings, short_place
 __all__ = ["check_collectives"]
 
 _POINT_TO_POINT = ("send", "recv")
-# the list of tensors is only on the root, or each rank sends its own number of rows
+# shapes may differ between ranks: only the root passes a list, or each rank sends a different number of rows
 _UNEVEN = ("gather_", "scatter_", "alltoall_", "alltoall_base_", "all_to_all_single")
 
 

@@ -1,4 +1,4 @@
-"""Where the files go that an audited script writes: into a folder of the audit, never into the user's own folders.
+"""Redirect the files that an audited script writes into a folder of the audit, away from the user's files.
 
 The folder holds two trees. `written/home/user/out/log.txt` is the script's version of /home/user/out/log.txt, and
 `removed/home/user/out/old.pt` marks a file that the script has removed. A script sees both trees laid over the real
@@ -34,14 +34,14 @@ _installed: list[Overlay] = []
 
 
 class Overlay:
-    """The script's view of the files: the real ones, with those that it has written and removed.
+    """The script's view of the file system: the real files, plus its writes, minus its removals.
 
-    folder        of the audit; all ranks of a script share it
+    folder        folder of the audit; all ranks of a script share it
     main          the script: a project in a temporary folder is redirected, too
     """
 
     def __init__(self, folder: str, main: str) -> None:
-        # as `tempfile` finds it, whose import would copy `open` before it is replaced
+        # do not import `tempfile`: it would copy `open` before it is replaced
         temporary = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
         self.audit_folder = os.path.realpath(folder)
         self.folder = f"{self.audit_folder}/files"
@@ -77,7 +77,7 @@ class Overlay:
             self.inside.is_busy = False
 
     def outside(self, path: str) -> str:
-        """The script's name of a path in the tree."""
+        """Return the path that the script uses for a path in the tree."""
         return (path[len(self.tree) :] or "/") if path.startswith(self.tree) else path
 
     def working_folder(self) -> str:
@@ -159,7 +159,7 @@ class Overlay:
             if not self.is_there(parent):
                 return copied if self.is_hidden(parent) else path  # the error that the script expects
             if stat.S_ISDIR(_mode(whole)) and not self.is_hidden(whole):
-                return path  # likewise
+                return path  # the error that the script expects
             _make_folders(os.path.dirname(copied))
             if keeps_content and not _exists(copied) and _exists(whole) and not self.is_hidden(whole):
                 _copy(whole, copied)
@@ -205,7 +205,7 @@ def _mode(path: str) -> int:
 
 
 def _copy(source: str, target: str) -> None:
-    """A file or a link as it is, a folder with all that is in it."""
+    """Copy a file, a link, or a folder with its content."""
     mode = _REAL["lstat"](source).st_mode
     if stat.S_ISLNK(mode):
         _REAL["symlink"](_REAL["readlink"](source), target)
@@ -518,7 +518,7 @@ def _complete(overlay: Overlay, whole: str) -> None:
 
 
 def _move(source: str, target: Any) -> None:
-    """Rename, on one disk or from one to another."""
+    """Rename a file, or copy and remove it if the target is on a different disk."""
     try:
         _REAL["replace"](source, target)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is known of each rank: its own answer, else its stack read from outside, and the state of its process."""
+"""Collect the state of each rank: its answer, or else its stack read from outside, and its process state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from everyrank.launch.host_info import pid_namespace, start_time
 __all__ = ["Frame", "RankView", "read_rank_views"]
 
 Frame = tuple[str, int, str]  # file, line, function
-_MAX_BYTES = 1 << 22  # of a file that is read; an answer has a few thousand
-_STACK_SECONDS = 1.0  # until the stacks are written after the signal
+_MAX_BYTES = 1 << 22  # size limit of a file; an answer has a few thousand bytes
+_STACK_SECONDS = 1.0  # longest wait for the stacks after the signal
 _PAUSE_SECONDS = 0.05
 _BLOCK = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n?)*)", re.MULTILINE)
 _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -31,7 +31,7 @@ _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @dataclass
 class RankView:
-    """What is known of one rank.
+    """The state of one rank.
 
     state     of its process: running, sleeping, stopped, "waiting for a disk", gone; "" on another machine
     busy      CPU seconds per second while it was observed
@@ -68,7 +68,7 @@ def read_rank_views(folder: Path, timeout_seconds: float) -> list[RankView]:
     processes = {identity["rank"]: _process(identity) for identity in identities}
     cpu_before = {rank: _cpu_seconds(process) for rank, process in processes.items()}
     started_at = time.monotonic()
-    # A rank that failed has answered already. A rank that is stopped or gone never will.
+    # A rank that failed has answered already. A rank that is stopped or gone cannot answer.
     while time.monotonic() < started_at + timeout_seconds and any(
         not _has_answered(folder, identity, question) and _can_answer(identity, processes[identity["rank"]])
         for identity in identities
@@ -131,7 +131,7 @@ def _is_sound(row: dict[str, Any]) -> bool:
 
 
 def _has_type(value: object, kind: type | tuple[type, ...]) -> bool:
-    """Whether a value has this type. True, NaN and infinity are no numbers here."""
+    """Whether a value has this type. True, NaN and infinity do not count as numbers."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
@@ -172,7 +172,7 @@ def _write_request(folder: Path) -> str:
 
 
 def _process(identity: dict[str, Any]) -> psutil.Process | None:
-    """The process of a rank, if it runs on this machine and its number was not reused."""
+    """Return the process of a rank; None on a different machine, or if its process id was reused."""
     if identity["space"] != pid_namespace() or identity["pid"] <= 0:
         return None
     with contextlib.suppress(psutil.Error, OverflowError):
@@ -242,7 +242,7 @@ def _view(folder: Path, identity: dict[str, Any], process: psutil.Process | None
 
 
 def _stack(folder: Path, identity: dict[str, Any], pid: int) -> list[Frame]:
-    """The stack of a process that handles the signal; a process that does not is sent none: []."""
+    """Signal a process and return its stack; [] if it does not handle the signal, which would end it."""
     path = folder / f"rank{identity['rank']}.stacks"
     # reading a pipe without a writer would block
     if STACKS_SIGNAL is None or not path.is_file() or not _catches(pid, STACKS_SIGNAL):

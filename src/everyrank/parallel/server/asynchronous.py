@@ -1,4 +1,4 @@
-"""Asynchronous updates of a parameter server: one for each trainer's part of a global batch, as it arrives."""
+"""Asynchronous parameter server: applies each trainer's gradient as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def async_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction)
 
 
 def make_own_update(trainable: Trainable, share: Tensor) -> bool:
-    """Convert the gradients to those of the mean over their part and clip them; False without terms.
+    """Normalise the gradients by the local number of loss terms and clip them; returns False if there are no terms.
 
     A loss that is NaN or infinite is not applied; the loop reports it on every rank.
     """
     has_terms = bool(share[1] > 0) and bool(share.isfinite().all())
     if has_terms:
-        trainable.optimizer_step(share)  # normalises and clips; a trainer's optimizer holds nothing
+        trainable.optimizer_step(share)  # normalises and clips; a trainer's optimizer has no parameters to update
     else:
         step_nothing(trainable)
     return has_terms

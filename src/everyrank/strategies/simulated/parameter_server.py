@@ -28,7 +28,7 @@ __all__ = ["simulate"]
 
 
 def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Simulate the parameters of a server and `layout.simulated` trainers."""
+    """Simulate a parameter server with `layout.simulated` trainers."""
     parallel = parallelize(workload, layout, open_mesh(layout, world))
     model = parallel.model
     refuse_batch_norm(layout, model)
@@ -47,7 +47,7 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
             put(pulled[trainer], trainable.parameters)
             _, share = rank_gradients(parallel, trainable, ranks[trainer], moves_statistics=True)
             put(newest, trainable.parameters)
-            if trainer:  # the first trainer's buffers are the model's
+            if trainer:  # the model keeps only the buffers of trainer 0
                 put(buffers, model.buffers())
             if share[1] > 0:
                 apply(trainable, float(share[1]))
@@ -60,7 +60,7 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
 
 @torch.no_grad()
 def apply(trainable: Trainable, count: float) -> None:
-    """Apply one update with the clipped gradient of the mean over `count` terms, from those of sum / global_batch."""
+    """Rescale the gradients from sum / global_batch to the mean over `count` terms, clip them, and apply one update."""
     given = [parameter.grad for parameter in trainable.parameters if parameter.grad is not None]
     for gradient in given:
         gradient *= trainable.global_batch / count
