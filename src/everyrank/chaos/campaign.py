@@ -130,7 +130,7 @@ def train_baseline(source: Source, layout: Layout, launch: Launch, options: Chao
     )
     done = run_trainer(call, folder / "baseline", _limit_seconds(launch.timeout_seconds, options))
     if done.status != 0:
-        raise EveryrankError(f"layout {layout}: it fails without a fault already: {done.message}")
+        raise EveryrankError(f"layout {layout}: the baseline run failed without a fault: {done.message}")
     run = Path(call.run)
     [record] = read_records(run / "record.json")
     return Baseline(call, layout, launch.processes, launch.timeout_seconds, record, run)
@@ -176,7 +176,7 @@ def _why_not(baseline: Baseline, name: str) -> str:
     if FAULTS[name].needs == TWO_HOSTS:
         return f"{baseline.size} ranks do not divide over two hosts" if baseline.size % NUM_HOSTS else why_no_link()
     if baseline.size == 1 and name in _OF_SEVERAL:
-        return "one rank waits for nobody, and nobody has what it has"
+        return "this fault needs at least two ranks"
     return why_no_disk(baseline.run.parent) if FAULTS[name].needs else ""
 
 
@@ -336,7 +336,7 @@ _TENSOR_TOLERANCE = 1e-9  # of weights and optimizer state then: small ones are 
 
 
 def _other_tensor(first: Checkpoint, second: Checkpoint, exact: bool) -> str | None:
-    """The first tensor that is not the same in both checkpoints: the same bits, or as near as that."""
+    """Return the first tensor that differs: bit by bit if `exact`, else beyond the tolerance."""
     import torch
 
     from everyrank.checkpoint.storage import contents_of, read

@@ -272,7 +272,7 @@ def _largest_size(args: argparse.Namespace) -> int | None:
 
 
 def _backend(args: argparse.Namespace) -> str | None:
-    """--backend; of several the one that ranks must be started for: mpi, else shm."""
+    """Return --backend; if there are several, mpi, else shm, else the first, because it decides how ranks start."""
     backends: str | list[str] | None = args.backend
     if not isinstance(backends, list):
         return backends

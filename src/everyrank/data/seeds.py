@@ -11,7 +11,7 @@ __all__ = ["mix", "seed_sample"]
 
 
 def mix(*numbers: int) -> int:
-    """One 63-bit seed out of several numbers, each of which changes it (the splitmix64 finaliser, Steele 2014)."""
+    """Derive a 63-bit seed from several numbers (the splitmix64 finaliser, Steele 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

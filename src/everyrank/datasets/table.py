@@ -1,6 +1,6 @@
 """Tables: Parquet files, and the datasets of Hugging Face's `datasets` library.
 
-Both are rows of named columns. `to_sample(row)` makes (input, target) of one.
+Both are rows of named columns. `to_sample(row)` converts a row to (input, target).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ParquetRows", "Rows"]
 class Rows(Dataset[Any]):
     """`to_sample(row)` for each row of a map-style table, such as `datasets.load_dataset(...)` gives.
 
-    rows     has a length, and gives a dict for each number
+    rows     has a length, and returns a dict for each index
     random   whether `to_sample` draws numbers: then they become a function of (seed, epoch, sample)
     """
 
@@ -49,7 +49,7 @@ class ParquetRows(Dataset[Any]):
               shard, and order="shard" reads each once, where order="global" reads one for nearly every sample
     columns   those that are needed; None: all
 
-    Raises `WorkloadError` for files that are none or lack a column, `CannotRunError` without pyarrow.
+    Raises `WorkloadError` for files that are not Parquet or lack a column, `CannotRunError` without pyarrow.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ParquetRows(Dataset[Any]):
 
     @property
     def checksum(self) -> str:
-        """Of the names and sizes of all files."""
+        """A checksum of the names and sizes of all files."""
         return checksum_of_names(self.files)
 
     def __len__(self) -> int:

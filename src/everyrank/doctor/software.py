@@ -61,7 +61,7 @@ _OPTIONAL_PROGRAMS: Mapping[str, tuple[str, str]] = {
 
 
 def installed_versions() -> dict[str, str]:
-    """Package -> version, of those that matter here."""
+    """Return the version of each installed package that everyrank uses."""
     versions: dict[str, str] = {}
     for name in _PACKAGES.split():
         try:
@@ -79,7 +79,7 @@ def check_software(versions: Mapping[str, str], has_driver: bool) -> list[CheckR
 
 
 def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
-    """torch, and what is known not to work with it."""
+    """Check the torch version, and packages that are known to be incompatible with it."""
     text = versions.get("torch")
     if text is None:
         return [problem("torch", "not installed", "pip install torch")]
@@ -118,7 +118,7 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
             )
         )
     if "numpy" not in versions:
-        results.append(problem("numpy", "not installed; torch does not ask for it", "pip install numpy"))
+        results.append(problem("numpy", "not installed; torch does not install it", "pip install numpy"))
     return results
 
 

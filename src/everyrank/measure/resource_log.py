@@ -31,7 +31,7 @@ _BEGIN_SECONDS = 3.0
 
 @contextlib.contextmanager
 def resource_log(path: Path | None, host: str, goes_on: bool, begin_seconds: float = _BEGIN_SECONDS) -> Generator[None]:
-    """Write what this host uses to `path` while the block runs; nothing where that is None.
+    """Log the resource use of this host to `path` while the block runs; does nothing if `path` is None.
 
     A training that goes on (`goes_on`) adds to the rows that are there. A file that cannot be written is no reason to
     stop a training.
@@ -84,7 +84,7 @@ def main() -> None:
                 table.writerow((now, host, uuid, percent, int(mebibytes * 2**20)))
             sys.stdout.flush()
     except (psutil.Error, OSError):
-        pass  # who started the ranks has gone, or the disk is full
+        pass  # the parent process has ended, or the disk is full
     finally:
         gpus.close()
 

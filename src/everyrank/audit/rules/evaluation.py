@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 # functions of Accelerate and Lightning that send random states and flags, not results
 _OTHER_SENDERS = {"synchronize_rng_states", "__iter__", "reduce_boolean_decision", "has_len_all_ranks"}
 _SENDS_NO_RESULTS = ("barrier", "broadcast", "scatter")
-_DIGITS = 4  # of a printed number that identify it
+_DIGITS = 4  # significant digits needed to identify a printed number
 
 
 def check_evaluation(evidence: Evidence, findings: Findings) -> None:
@@ -239,7 +239,7 @@ def loss_passes(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
 
 
 def _check_mean(output: str, by_rank: list[list[EvalLoss]], findings: Findings) -> None:
-    """Check one evaluation, of which these are the losses."""
+    """Check one evaluation, given its losses on each rank."""
     events = [event for losses in by_rank for event in losses]
     terms = sum(event.terms for event in events)
     if len(events) < 2 or len({event.terms for event in events}) < 2 or not terms:
