@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -191,20 +190,6 @@ def test_started_by_torchrun_from_outside(cli: Cli) -> None:
     assert status == 1, err
     assert out.count("data.epoch") == 1
     assert "updates on 2 ranks" in out
-
-
-@pytest.mark.integration
-def test_the_example_of_the_readme_is_what_is_printed(everyrank: Any, repository: Path) -> None:
-    example = (repository / "README.md").read_text().partition("$ everyrank audit ")[2].partition("```")[0]
-    command, _, shown = example.partition("\n")
-    done = everyrank(repository, "audit", *command.split())
-    lines = [line for line in done.stdout.splitlines() if not line.startswith(("audit of", "not checked"))]
-    assert without_seconds(shown) == without_seconds("\n".join(lines))
-
-
-def without_seconds(text: str) -> str:
-    """The words of an audit's output, however its lines are broken."""
-    return re.sub(r" in \d+ s$", "", " ".join(text.split()))
 
 
 @pytest.mark.integration

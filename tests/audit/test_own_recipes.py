@@ -30,7 +30,7 @@ RECIPES = {
 MORE = {
     "checkpoint_resume": (2, ""),
     "context": (2, SPLIT),
-    "contrastive": (2, "samplers: no DataLoader is trained from"),
+    "contrastive": (2, "samplers: the script trains without a DataLoader"),
     "ddp_amp": (2, ""),
     "expert": (2, SPLIT),
     "model_parallel_two_devices": (1, "communication between ranks: "),

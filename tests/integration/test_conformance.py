@@ -377,14 +377,14 @@ def refused(command: list[str], folder: Path, variables: dict[str, str]) -> str:
     [
         # the ancestor's own bug: a task for each node, ranks counted for each GPU
         ("srun --nodes=2 --ntasks-per-node=1", "--processes 8", {}, ["one task on each of 2 nodes", "per-node=4"]),
-        ("srun --nodes=2 --ntasks=2", "", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun says 2", "--ntasks=8"]),
+        ("srun --nodes=2 --ntasks=2", "", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun set 2", "--ntasks=8"]),
         ("salloc --nodes=2 --ntasks-per-node=1 --ntasks=2", "--launcher slurm --processes 8", {}, ["--per-node spawn"]),
         # srun's tasks and torchrun's ranks multiplied
         (
             "srun --nodes=1 --ntasks=2 PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 -m",
             "",
             {},
-            ["srun started 2 tasks on a node", "--ntasks-per-node=1 with torchrun"],
+            ["srun started 2 tasks on a node", "srun --ntasks-per-node=1"],
         ),
         ("salloc --nodes=1 --ntasks=4", "--launcher slurm --processes 8", {}, ["SLURM_NTASKS=4", "--processes 4"]),
         ("srun --nodes=1 --ntasks=4", "--processes 2", {}, ["slurm started 4", "leave it out"]),

@@ -204,7 +204,7 @@ def test_ray_places_what_was_lost_again(cli: Cli, undisturbed: list[float], lost
     assert supervisor is not None
     actor = supervisor.parent()
     assert actor is not None
-    assert "Place" in actor.cmdline()[0]
+    assert "RankActor" in actor.cmdline()[0]
     (rank if lost == "rank" else actor).kill()
     wait_until(has_gone_on(out, 1), "they go on", out)
     (cli.folder / "hurry").touch()
