@@ -128,7 +128,7 @@ def _check_endpoint(host: str, port: int) -> CheckResult:
         return problem(
             "rendezvous",
             f"{host}:{port} does not answer: {getattr(error, 'strerror', None) or error}",
-            "check for a firewall, and that both hosts are on the same network",
+            "check for a firewall, and that the hosts can reach each other",
             private=True,
         )
 
