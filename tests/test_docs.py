@@ -183,5 +183,5 @@ def test_start_here(everyrank: Any, root: Path, tmp_path: Path) -> None:
                 assert done.returncode == (1 if "wrong.py" in line else 0), f"{line}\n{done.stderr}"
                 ran.append(line)
     assert len(ran) == 10
-    assert (tmp_path / "train.py").exists()
-    assert "everyrank" not in (tmp_path / "train.py").read_text()
+    assert (tmp_path / "train_ddp.py").exists()
+    assert "everyrank" not in (tmp_path / "train_ddp.py").read_text()
