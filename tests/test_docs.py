@@ -163,6 +163,7 @@ def test_the_first_example_of_the_readme(everyrank: Any, root: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(500)  # ten commands, one after the other
 def test_start_here(everyrank: Any, root: Path, tmp_path: Path) -> None:
     """Everything on the page from "One device" on, by copying what stands there."""
     page = (root / "docs" / "start.md").read_text().partition("## One device")[2]
