@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and the pages into docs/images: report.svg from the Record of make demo, and others.
+"""Draw the pictures of the pages into docs/images: report.svg from the Record of make demo, and others.
 
 python docs/pictures.py        write them; needs the extra `html`
 """

@@ -139,7 +139,7 @@ def _terminate(*_: object) -> NoReturn:
     raise _TerminatedError
 
 
-_LAUNCHING_IN_SHORT = ("launcher", "device", "backend", "nodes", "dry_run")
+_IN_SHORT_HELP = ("launcher", "device", "backend", "nodes", "dry_run")  # of the launching options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -155,7 +155,7 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The help; rarely used launching options only for --help-all."""
-        hidden = [] if self.shows_all else [action for action in self._launching() if not _is_in_short_help(action)]
+        hidden = [] if self.shows_all else [action for action in self._launching() if action.dest not in _IN_SHORT_HELP]
         texts = [action.help for action in hidden]
         for action in hidden:
             action.help = argparse.SUPPRESS
@@ -180,10 +180,6 @@ class _Parser(argparse.ArgumentParser):
         if self._launching():
             self.add_argument("--help-all", action=_HelpAll, help="show all launching options, too")
         self.epilog = "\n".join(["examples:", *lines])
-
-
-def _is_in_short_help(action: argparse.Action) -> bool:
-    return action.dest in _LAUNCHING_IN_SHORT
 
 
 class _HelpAll(argparse.Action):

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +77,18 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
         help="env, tcp://HOST:PORT or file:///PATH; default: depends on the launcher",
     )
     added: set[str] = set()
-    for options in _options_of_launchers():
-        add_options(group, options, skip=added)
-        added |= arguments_of(options).keys()  # torchrun and ray share --restarts
+    for launcher in launchers():
+        for options in _option_classes(launcher):
+            add_options(group, options, skip=added)
+            added |= arguments_of(options).keys()  # torchrun and ray share --restarts
     group.add_argument(
         "--launcher-args", default="", metavar="'...'", help="additional arguments for mpirun, srun, torchrun"
     )
 
 
-def _options_of_launchers() -> Iterator[type[Any]]:
-    for launcher in launchers():
-        yield launcher.options
-        if isinstance(launcher, BatchLauncher):
-            yield launcher.batch_options
+def _option_classes(launcher: Launcher) -> list[type[Any]]:
+    """The dataclasses whose fields are flags of this launcher."""
+    return [launcher.options, *([launcher.batch_options] if isinstance(launcher, BatchLauncher) else [])]
 
 
 _MIN_NODES = (
@@ -153,19 +152,14 @@ def _launcher_options(args: argparse.Namespace, launcher: Launcher, min_nodes: i
 
 def _check_unsupported(args: argparse.Namespace, options: type[Any], launcher: Launcher) -> None:
     """Raises `UsageError` for a flag of these `options` that the launcher does not have."""
-    supported = {*arguments_of(launcher.options)}
-    if isinstance(launcher, BatchLauncher):
-        supported |= {*arguments_of(launcher.batch_options)}
+    supported = {name for kind in _option_classes(launcher) for name in arguments_of(kind)}
     for name, (_, argument) in arguments_of(options).items():
         value = getattr(args, name)
         if name in supported or not value or value == getattr(options, name):
             continue
         shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
         names = [
-            other.name
-            for other in launchers()
-            for kind in (other.options, *([other.batch_options] if isinstance(other, BatchLauncher) else []))
-            if name in arguments_of(kind)
+            other.name for other in launchers() if any(name in arguments_of(kind) for kind in _option_classes(other))
         ]
         raise UsageError(
             f"{argument.flag}{shown}: not supported by --launcher {launcher.name}; add --launcher "
@@ -207,9 +201,7 @@ def _check_rank(
     """Raises `UsageError` for arguments that contradict the external launcher that started this rank."""
     launcher = find_launcher(info.started_by)
     processes = _largest_size(args)
-    hint = ""
-    if isinstance(launcher, BatchLauncher):
-        hint = launcher.shell_hint if info.size == 1 else ""
+    hint = launcher.shell_hint if isinstance(launcher, BatchLauncher) and info.size == 1 else ""
     if args.launcher is not None:
         raise UsageError(
             f"--launcher {args.launcher}: {info.started_by} has already started this rank; leave it out{hint}"

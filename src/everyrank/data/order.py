@@ -100,15 +100,16 @@ def updates_per_epoch(length: int, global_batch: int) -> int:
 
 
 def all_updates(steps: int, per_epoch: int) -> KnownUpdates:
-    """Return the first `steps` updates of a training as a lazy sequence."""
-    return KnownUpdates(range(steps), per_epoch)
+    """Return the first `steps` updates of a training with so many updates in an epoch, as a lazy sequence."""
+    return KnownUpdates(range(steps), Epoch(((per_epoch, 1),)))
 
 
 class KnownUpdates(Sequence[Update]):
     """Updates by their numbers (`data.Updates`). A list of 10^9 updates would take a hundred gigabytes."""
 
-    def __init__(self, steps: range, per_epoch: int, epoch_sizes: Epoch | None = None) -> None:
-        self.steps, self.per_epoch, self.epoch_sizes = steps, per_epoch, epoch_sizes
+    def __init__(self, steps: range, epoch_sizes: Epoch) -> None:
+        self.steps, self.epoch_sizes = steps, epoch_sizes
+        self.per_epoch = epoch_sizes.updates  # asked for at each update
 
     @property
     def start_step(self) -> int:
@@ -145,7 +146,6 @@ class KnownUpdates(Sequence[Update]):
 
     def samples_before(self, step: int) -> int:
         """The number of samples read before update `step`."""
-        assert self.epoch_sizes is not None, "made without the sizes of an epoch"
         return self.epoch_sizes.samples_before(step)
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class KnownUpdates(Sequence[Update]):
     def __getitem__(self, index: slice) -> Sequence[Update]: ...
     def __getitem__(self, index: int | slice) -> Update | Sequence[Update]:
         if isinstance(index, slice):
-            return KnownUpdates(self.steps[index], self.per_epoch, self.epoch_sizes)
+            return KnownUpdates(self.steps[index], self.epoch_sizes)
         step = self.steps[index]
         return Update(step, step // self.per_epoch, step % self.per_epoch)
 

@@ -62,8 +62,7 @@ def make_updates(
     if is_uncounted(dataset):
         epochs = (workload.epochs or 1) if workload.steps is None else None
         return OpenUpdates(epochs, workload.steps, workload.drop_last, start_step, **(position or {}))
-    epoch = epoch_of(workload, dataset)
-    return KnownUpdates(range(start_step, planned_updates(workload, dataset)), epoch.updates, epoch)
+    return KnownUpdates(range(start_step, planned_updates(workload, dataset)), epoch_of(workload, dataset))
 
 
 def planned_updates(workload: Workload, dataset: Any) -> int:

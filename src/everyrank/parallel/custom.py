@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from everyrank.errors import UnsupportedLayoutError, WorkloadError, describe, is_own
 from everyrank.layout import CustomParallelize
 from everyrank.parallel.custom_precision import without_mixed_precision
-from everyrank.parallel.full_state import without_advice
+from everyrank.parallel.full_state import quiet_logger, without_advice
 from everyrank.parallel.mesh import full_tensor, local_tensor, make_device_mesh
 from everyrank.world import World
 
@@ -65,16 +65,9 @@ def call_parallelize(code: CustomParallelize, model: nn.Module, mesh: DeviceMesh
     return made.train()
 
 
-@contextlib.contextmanager
-def quiet_fake_tensor_log() -> Generator[None]:
+def quiet_fake_tensor_log() -> contextlib.AbstractContextManager[None]:
     """Silence torch's log of fake tensor errors in DTensor shapes; the error itself has the location."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    return quiet_logger("torch._subclasses.fake_tensor", logging.CRITICAL)
 
 
 @contextlib.contextmanager

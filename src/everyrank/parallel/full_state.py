@@ -16,7 +16,7 @@ from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.blocks import RemoteBlock
 from everyrank.parallel.pipeline.stage import Stages
 
-__all__ = ["full_state_dict", "replicated_state_dict", "without_advice"]
+__all__ = ["full_state_dict", "quiet_logger", "replicated_state_dict", "without_advice"]
 
 
 def replicated_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
@@ -58,12 +58,17 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()
 
 
-@contextlib.contextmanager
-def without_advice() -> Generator[None]:
+def without_advice() -> contextlib.AbstractContextManager[None]:
     """Silence torch's warning about gathering over two axes one after the other, which is intended here."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    return quiet_logger("torch.distributed.tensor._redistribute", logging.ERROR)
+
+
+@contextlib.contextmanager
+def quiet_logger(name: str, level: int) -> Generator[None]:
+    """Let a logger of torch's print only messages of at least this level."""
+    logger = logging.getLogger(name)
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(level)
     try:
         yield
     finally:

@@ -20,19 +20,25 @@ def store_barrier(world: World, where: str) -> None:
 
     Raises `RankFailedError` with the missing ranks after `world.timeout_seconds`.
     """
+    missing_ranks = _wait_for_ranks(world, where, world.timeout_seconds)
+    if missing_ranks:
+        names = ", ".join(map(str, missing_ranks))
+        raise RankFailedError(
+            f"rank{'s' * (len(missing_ranks) > 1)} {names} did not reach the {where} barrier "
+            f"within {world.timeout_seconds:g} s ({world.start_flag})"
+        )
+
+
+def _wait_for_ranks(world: World, where: str, seconds: float) -> list[int]:
+    """Register this rank at `where` and wait for the others; return the ranks that are missing after `seconds`."""
     world.store.set(f"{where}/{world.rank}", "here")
-    deadline = time.monotonic() + world.timeout_seconds
+    deadline = time.monotonic() + seconds
     missing_ranks = list(range(world.size))
     pause = 0.001
-    while missing_ranks := _missing_ranks(world, where, missing_ranks):
-        if time.monotonic() > deadline:
-            names = ", ".join(map(str, missing_ranks))
-            raise RankFailedError(
-                f"rank{'s' * (len(missing_ranks) > 1)} {names} did not reach the {where} barrier "
-                f"within {world.timeout_seconds:g} s ({world.start_flag})"
-            )
+    while (missing_ranks := _missing_ranks(world, where, missing_ranks)) and time.monotonic() <= deadline:
         time.sleep(pause)
         pause = min(0.05, pause * 1.5)
+    return missing_ranks
 
 
 def _missing_ranks(world: World, where: str, ranks: list[int]) -> list[int]:
@@ -49,13 +55,7 @@ def do_all_ranks_agree(world: World, key: str, seconds: float = 10.0) -> bool:
 
     For a problem that a rank sees by itself: one that all ranks see can be raised on all of them alike.
     """
-    world.store.add(f"agree/{key}", 1)
-    deadline = time.monotonic() + seconds
-    while world.store.add(f"agree/{key}", 0) < world.size:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    return not _wait_for_ranks(world, f"agree/{key}", seconds)
 
 
 def broadcast_text(world: World, key: str, text: str | None) -> str:
