@@ -80,6 +80,7 @@ SLURM_CONF = """\
 ClusterName=everyrank
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
@@ -130,6 +131,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     for parent in folder.parents:
         if parent.name.startswith("pytest"):
             parent.chmod(0o755)  # munge wants to be reached
+    # ports follow from the id of a job: two Slurms on one machine count from different ids
     ports = [free_port() for _ in range(3)]
     (folder / "slurm.conf").write_text(SLURM_CONF.format(host=socket.gethostname(), ports=ports, folder=folder))
     for name in ("state", "spool.n1", "spool.n2"):
