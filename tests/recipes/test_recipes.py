@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 
 PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
-SHARED = RECIPES / "shared" / "digits.py"
+SHARED = RECIPES / "shared"
 PROGRAMS = Path(sys.executable).parent  # `python` and `torchrun`
 OURS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # in the environment of what is typed
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
@@ -43,6 +43,8 @@ NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray", "horovod_ddp": "
 ALONE = {  # with a network of their own: what trains the same whole, by plain python, is compared
     "tensor": "tensor",
     "fsdp_tensor": "tensor",
+    "fsdp": "tensor",
+    "hsdp": "tensor",
     "context": "context",
     "contrastive": "contrastive",
     "expert": "expert",
@@ -90,8 +92,6 @@ LAYOUTS = {
     "ddp_accumulate": "ddp:accumulate=4,precision=float64",
     "distributed_evaluation": "ddp:precision=float64",
     "zero1": "zero1:precision=float64",
-    "fsdp": "fsdp:precision=float64",
-    "hsdp": "single:precision=float64",
     "pipeline": "single:precision=float64",
     "model_parallel_two_devices": "single:precision=float64",
     "iterable_sharding": "ddp:precision=float64",
@@ -155,7 +155,7 @@ MUTATIONS = {
     "rpc_pipeline": ("wait_all(outputs)", "wait_all(outputs[::-1])"),  # the scores of one are taken for another's
     "horovod_ddp": ("        op=hvd.Sum,\n", ""),  # the default averages what is a sum already
     "hsdp": ("loss * world_size", "loss * SHARDS"),  # averaged over copies too
-    "tensor": ("(-1, WIDTH // HEADS)", "(HEADS, -1)"),  # the halves of two heads are taken for heads
+    "tensor": ("manual_seed(SEED + epoch)", "manual_seed(SEED + epoch + rank)"),  # every rank has its own order
     "fsdp_tensor": ("BATCH, shard, num_shards)", "BATCH, 0, num_shards)"),  # both shards read the same samples
     "pipeline": ("/ len(labels)", "/ len(micro_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
     "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
@@ -330,7 +330,8 @@ def text_of(name: str) -> str:
 def beside(folder: Path, name: str, text: str = "") -> None:
     """The recipe, or this text of it, the file that it imports and its data in this folder."""
     (folder / f"{name}.py").write_text(text or text_of(name))
-    (folder / "digits.py").write_text(SHARED.read_text())
+    for module in SHARED.glob("*.py"):
+        (folder / module.name).write_text(module.read_text())
     write_digits(folder, len(DIGITS) if name in WHOLE else NUM_ROWS)
 
 
@@ -519,21 +520,28 @@ def test_other_starts_are_equal(forge: Forge, tmp_path: Path, name: str, size: i
 def test_low_precision_is_low_and_trains(
     forge: Forge, tmp_path: Path, name: str, words: str, before: str, after: str
 ) -> None:
-    """Most losses differ from float64's by a hundredth; without what asks for bf16, by what float32 rounds.
+    """Most losses differ from float64's by a hundredth to a tenth; without what asks for bf16, by what float32 rounds.
 
     Not their mean: on some processors one unit of a ReLU ends up on the other side of zero, which is more.
     """
     text = text_of(name)
     assert text.count(before) == 1
-    exact = by_the_library(forge, LAYOUTS[name], len(DIGITS)).loss
+    if name in ALONE:
+        beside(tmp_path, ALONE[name])
+        write_digits(tmp_path, len(DIGITS))
+        exact = read(typed(tmp_path, f"python {ALONE[name]}.py --float64").stdout).losses
+    else:
+        exact = by_the_library(forge, LAYOUTS[name], len(DIGITS)).loss
     gaps = []
     for written in (text, text.replace(before, after)):
         beside(tmp_path, name, written)
         write_digits(tmp_path, len(DIGITS))
-        (tmp_path / "digits.py").write_text(SHARED.read_text().replace("    if every_update:", "    if True:"))
+        (tmp_path / "digits.py").write_text(
+            (SHARED / "digits.py").read_text().replace("    if every_update:", "    if True:")
+        )
         found = read(output(forge, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
         gaps.append(statistics.median(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)))
-    assert 1e-3 < gaps[0] < 0.05
+    assert 1e-3 < gaps[0] < 0.2
     assert 1e-9 < gaps[1] < 1e-5
 
 
@@ -567,23 +575,32 @@ def test_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
     assert not done.stdout
 
 
-# Mistakes in the file that the recipes share.
+# Mistakes in the files that the recipes share: (file, recipe, the right text, the wrong one).
 SHARED_MUTATIONS = [
-    ("tensor_split(self.world_size)[self.rank]", "tensor_split(self.world_size)[0]"),  # all ranks read the same samples
-    ("manual_seed(SEED + self.epoch)", "manual_seed(SEED)"),  # every epoch in the same order
-    ("min(batch_size, num_samples - start)", "batch_size"),  # the last batch divided by the full size
-    ("(predicted.to(device) == labels.to(device)).sum()", "len(labels)"),
+    # all ranks read the same samples
+    ("digits", "ddp_torchrun", "tensor_split(self.world_size)[self.rank]", "tensor_split(self.world_size)[0]"),
+    ("digits", "ddp_torchrun", "manual_seed(SEED + self.epoch)", "manual_seed(SEED)"),  # every epoch in the same order
+    # the last batch divided by the full size
+    ("digits", "ddp_torchrun", "min(batch_size, num_samples - start)", "batch_size"),
+    ("digits", "ddp_torchrun", "(predicted.to(device) == labels.to(device)).sum()", "len(labels)"),
+    # the halves of two heads are taken for heads
+    ("transformer", "tensor", "(-1, WIDTH // HEADS)", "(HEADS, -1)"),
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), SHARED_MUTATIONS)
-def test_mutation_of_the_shared_file_differs(forge: Forge, tmp_path: Path, before: str, after: str) -> None:
-    shared = SHARED.read_text()
-    assert shared.count(before) == 1
-    beside(tmp_path, "ddp_torchrun")
-    (tmp_path / "digits.py").write_text(shared.replace(before, after))
-    found = read(output(forge, tmp_path, "torchrun --nproc-per-node 2 ddp_torchrun.py --float64"))
-    assert distance(found, library(forge, "ddp_torchrun")) > 1e-9
+@pytest.mark.parametrize(("file", "recipe", "before", "after"), SHARED_MUTATIONS)
+def test_mutation_of_a_shared_file_differs(
+    forge: Forge, tmp_path: Path, file: str, recipe: str, before: str, after: str
+) -> None:
+    text = (SHARED / f"{file}.py").read_text()
+    assert text.count(before) == 1
+    beside(tmp_path, recipe)
+    (tmp_path / f"{file}.py").write_text(text.replace(before, after))
+    losses = read(output(forge, tmp_path, f"torchrun --nproc-per-node 2 {recipe}.py --float64"))
+    if recipe in ALONE:
+        assert gap(losses, alone(ALONE[recipe])) > 1e-9
+    else:
+        assert distance(losses, library(forge, recipe)) > 1e-9
 
 
 def test_average_after_every_update_equals_ddp(forge: Forge, tmp_path: Path) -> None:
@@ -616,7 +633,7 @@ def test_recipe_is_standalone(name: str) -> None:
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {module.partition(".")[0] for module in modules}
     extra = {"imagenet_ddp": {"PIL"}, "ray_actors": {"ray"}, "horovod_ddp": {"horovod"}}.get(name, set())
-    assert roots <= {"torch", "digits", *extra, *sys.stdlib_module_names}
+    assert roots <= {"torch", "digits", "transformer", *extra, *sys.stdlib_module_names}
     assert len(text.splitlines()) <= LONG.get(name, 175)
     said = ast.get_docstring(tree) or ""
     assert all(re.search(rf"^{word}  +\S", said, re.MULTILINE) for word in ("Holds", "Travels", "Use when"))

@@ -112,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
         print(recipes[name], end="")
     else:
         written = _write(name, recipes[name], args.path)
-        print(f"wrote {printable(' and '.join(map(str, written)))}")
+        *others, last = map(str, written)
+        print(f"wrote {printable(' and '.join(filter(None, [', '.join(others), last])))}")
         if name == _WORKLOAD:
             say_next(f"everyrank verify {shlex.quote(str(args.path))} --layout ddp --processes 2 --quick")
     sys.stdout.flush()  # raises here, where a closed pipe is handled, and not when Python ends
@@ -146,9 +147,9 @@ def _recipes() -> dict[str, str]:
 def _write(name: str, recipe: str, target: Path) -> list[Path]:
     """Write the recipe and the files that it needs next to it; returns the paths.
 
-    These are a batch script that starts it (Slurm), the module that it imports and the data. A module or data file that
-    exists is kept, because a user may have changed it. Raises `UsageError` if one of the scripts exists already, or
-    cannot be written.
+    These are a batch script that starts it (Slurm), the modules that it imports and the data. A module or data file
+    that exists is kept, because a user may have changed it. Raises `UsageError` if one of the scripts exists already,
+    or cannot be written.
     """
     folder = importlib.resources.files("everyrank.recipes")
     texts = {target: recipe}
@@ -158,9 +159,8 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
         for old, path in ((f"{name}.py", target), (batch.name, script)):
             text = text.replace(old, shlex.quote(path.name))
         texts[script] = text
-    module = target.with_name("digits.py")
-    imports_module = "\nfrom digits import " in recipe
-    if imports_module and target == module:
+    imported = [name for name in ("digits.py", "transformer.py") if f"\nfrom {Path(name).stem} import " in recipe]
+    if target.name in imported:
         raise UsageError(f"{target}: the script imports a module of this name; give a name like train.py")
     for path in texts:
         if path.exists():
@@ -169,7 +169,7 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
     for path, text in texts.items():
         write_text(path, text)
     written = list(texts)
-    if imports_module:
+    for module in map(target.with_name, imported):
         text = (folder / "shared" / module.name).read_text(encoding="utf-8")
         if not module.exists():
             write_text(module, text)
@@ -177,7 +177,7 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
             print(f"note: kept {printable(str(module))}, which differs from the one {name} is for", file=sys.stderr)
         written.append(module)
     data = target.with_name("digits.csv.gz")
-    if imports_module or data.name in recipe:
+    if imported or data.name in recipe:
         if not data.exists():
             data.write_bytes((importlib.resources.files("everyrank.builtin") / data.name).read_bytes())
         written.append(data)

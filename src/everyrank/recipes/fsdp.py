@@ -27,12 +27,15 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from digits import DistributedBatchSampler, build, count_correct, load, print_losses
+from digits import DistributedBatchSampler, count_correct, load, print_losses
+from transformer import build
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
+CLIP = 1.0  # the largest norm that the gradients may have
 
 
 def build_sharded(rank, world_size, device, dtype, bf16):
@@ -44,14 +47,14 @@ def build_sharded(rank, world_size, device, dtype, bf16):
     # over many ranks loses digits in bf16. The optimizer updates float32 shards.
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
     mesh = init_device_mesh(device.type, (world_size,))
-    for block in model[:3]:
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision))
-    # The rest of the model: the last layer. Its output has full precision, for the loss.
+    # The rest of the model: its first and last layers. The output has full precision, for the loss.
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision, output_dtype=dtype))
 
     # Prefetch: gather the parameters of the next block before the kernels of this block are launched, so that they
     # overlap even if the CPU is slow.
-    for block, following in pairwise(model[:3]):
+    for block, following in pairwise(model.blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 
@@ -92,6 +95,7 @@ def main():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
             (loss * world_size).backward()  # the sum over ranks: FSDP divides it by world_size
+            clip_grad_norm_(model.parameters(), CLIP)  # the norm is that of the whole gradient, not of the shards
             optimizer.step()
             losses.append(loss.detach())
 

@@ -25,46 +25,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from digits import DistributedBatchSampler, count_correct, load, print_losses
+from transformer import HEADS, build
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
-SEED = 0
 TENSOR = 2  # ranks that cut each layer among them: it divides the number of ranks, and of heads
-WIDTH, HEADS, CLIP = 32, 4, 1.0  # CLIP is the largest norm that the gradients may have
+CLIP = 1.0  # the largest norm that the gradients may have
 PLAN = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
-
-
-class Block(nn.Module):
-    """Attention between the rows of an image, then two layers on each row: (N, 8, WIDTH) -> (N, 8, WIDTH)."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention_norm, self.feed_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, stream):
-        normed = self.attention_norm(stream)
-        # -1 is the number of heads that are on this rank.
-        heads = [layer(normed).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.query, self.key, self.value)]
-        mixed = F.scaled_dot_product_attention(*(head.transpose(1, 2) for head in heads))
-        stream = stream + self.output(mixed.transpose(1, 2).flatten(-2))
-        return stream + self.down(F.relu(self.up(self.feed_norm(stream))))
-
-
-def build():
-    """A small transformer whose tokens are the rows of an image, (N, 1, 8, 8) -> (N, 10); the same in every process."""
-    torch.manual_seed(SEED)
-    ends = nn.LayerNorm(8 * WIDTH), nn.Linear(8 * WIDTH, 10)
-    return nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, WIDTH), Block(), Block(), nn.Flatten(), *ends)
 
 
 @torch.no_grad()
@@ -102,10 +76,10 @@ def main():
     )
     mesh = init_device_mesh(device.type, (world_size // TENSOR, TENSOR), mesh_dim_names=("shard", "tensor"))
     shards, model = mesh["shard"], build().to(device, dtype)
-    for block in model[2:4]:
+    for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
         fully_shard(block, mesh=shards)
-    fully_shard(model, mesh=shards)  # what is left: the first and the last layers
+    fully_shard(model, mesh=shards)  # the rest of the model: its first and last layers
     train_data, eval_data = load(dtype)
     # Divided over the shard axis: ranks of one tensor group have the same coordinate on it, and so the same samples.
     shard, num_shards = shards.get_local_rank(), shards.size()

@@ -28,12 +28,15 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from digits import DistributedBatchSampler, build, count_correct, load, print_losses
+from digits import DistributedBatchSampler, count_correct, load, print_losses
+from transformer import build
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
+CLIP = 1.0  # the largest norm that the gradients may have
 SHARDS = 2  # ranks that hold the model among them; it divides the number of ranks
 
 
@@ -64,9 +67,9 @@ def main():
     model = build().to(device, dtype)
     # The axes in this order: ranks 0 and 1 have the shards of one replica, ranks 2 and 3 those of the other.
     mesh = init_device_mesh(device.type, (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
-    for block in model[:3]:
+    for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # the rest of the model: the last layer
+    fully_shard(model, mesh=mesh)  # the rest of the model: its first and last layers
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
@@ -77,6 +80,7 @@ def main():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
             (loss * world_size).backward()  # the sum over ranks: FSDP divides it by all ranks of both axes
+            clip_grad_norm_(model.parameters(), CLIP)  # the norm is that of the whole gradient, not of the shards
             optimizer.step()
             losses.append(loss.detach())
 
